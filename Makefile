@@ -1,0 +1,38 @@
+# `make train` and `make test` are all a fresh machine needs: Python 3.11 or later and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# On a machine with GPUs the experiment itself, elsewhere a few small steps of it on the CPU.
+GPUS   := $(shell nvidia-smi -L 2>/dev/null)
+DEBUG  := $(if $(GPUS),,debug=cpu)
+
+.PHONY: train test setup lint bench clean
+
+train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
+	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
+
+test: setup  ## the whole suite, a file at a time on each of two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+setup: $(READY)  ## .venv with distdl, all extras and the development tools
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "distdl needs Python 3.11 or later"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
+	touch $(READY)
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup  ## every benchmark that fits this machine, each against its competitor
+	$(BIN)/python -m benchmarks.run
+
+clean:  ## what make made; your runs in outputs/ stay
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
