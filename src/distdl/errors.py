@@ -1,0 +1,37 @@
+"""What goes wrong because of what a user wrote: said once, with the place and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        path: Where, as the user writes it (`strategy.stages`); empty when there is no such place.
+        what: What is wrong, one sentence without the path.
+        remedy: What to write instead, as the user would type it; empty when unknown.
+    """
+
+    path: str
+    what: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.what}" if self.path else self.what
+        return f"{text}\n    {self.remedy}" if self.remedy else text
+
+
+class UserError(Exception):
+    """Refused because of the input. The command line prints it without a traceback and exits 2."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems: Sequence[Problem] = [
+            p if isinstance(p, Problem) else Problem("", p) for p in problems
+        ]
+        super().__init__("\n".join(map(str, self.problems)))

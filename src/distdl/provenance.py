@@ -1,0 +1,83 @@
+"""Where a run came from: commit, dirty diff, command, packages. Redacted; never `os.environ`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl import __version__
+from distdl.redact import redact_command, redact_diff
+
+DIFF_LIMIT = 200_000  # characters; a larger one is cut, and says so
+
+
+def collect(command: Sequence[str], root: Path) -> dict[str, Any]:
+    """Everything that is recorded with a new run."""
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "distdl": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": redact_command(as_typed(command)),
+        "git": git_state(root),
+        "packages": packages(),
+    }
+
+
+def as_typed(command: Sequence[str]) -> list[str]:
+    """`sys.argv` as a person would type it again."""
+    program, *rest = command
+    return (["python", "-m", "distdl"] if program.endswith("__main__.py") else ["distdl"]) + rest
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit, branch, changed files and the redacted diff of `root`; empty outside git."""
+    commit = _git(root, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    diff = redact_diff(_git(root, "diff", "HEAD"))
+    if len(diff) > DIFF_LIMIT:
+        diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
+    changed = _git(root, "status", "--porcelain").splitlines()
+    branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
+    return {
+        "commit": commit.strip(),
+        "branch": branch.strip(),
+        "dirty": bool(changed),
+        "changed": changed[:200],
+        "diff": diff,
+    }
+
+
+def project_root(given: str | None) -> Path:
+    """The user's code: as given, else the git top, else the current folder."""
+    if given:
+        return Path(given).resolve()
+    top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
+    return Path(top) if top else Path.cwd()
+
+
+def python_path(root: Path) -> list[Path]:
+    """Where the user's modules are found, in order: the folder he works in, then the root."""
+    here = Path.cwd()
+    return list(dict.fromkeys([here, root])) if here.is_relative_to(root) else [root]
+
+
+def packages() -> list[str]:
+    found = {(d.metadata["Name"] or ""): d.version for d in importlib.metadata.distributions()}
+    return [f"{name}=={version}" for name, version in sorted(found.items()) if name]
+
+
+def _git(root: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,221 @@
+"""What tests share: the real command line in a process of its own, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A real ResNet-18 with GroupNorm on 32-pixel images: 40 ms a step, and SyncBatchNorm, which does
+# not run on a CPU, is not needed for one and two ranks to agree.
+TINY = (
+    "model=resnet18",
+    "model.norm=group",
+    "data=synthetic",
+    "data.image_size=32",
+    "data.num_classes=10",
+    "data.train_samples=160",
+    "data.val_samples=21",
+    "data.batch_size=8",
+    "schedule.warmup_epochs=0",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=3",
+    "trainer.log_every_n_steps=1",
+    "tracking=none",
+    "callbacks=[default,record_samples]",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--refresh-golden", action="store_true", help="write tests/golden/*.yaml as they are now"
+    )
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a test process: no rank variables, one thread, loopback."""
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "DISTDL_", "TORCHELASTIC", "MLFLOW_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
+
+
+def distdl(
+    *arguments: str,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    module: tuple[str, ...] = ("-m", "distdl"),
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m distdl ...` to its end."""
+    return subprocess.run(
+        [sys.executable, *module, *arguments],
+        cwd=cwd,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def trained(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    """Runs a training that must succeed, and returns what it printed."""
+    done = distdl(*TINY, *arguments, cwd=cwd, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command that ran in this process answered."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Said]:
+    """The command line in this process, in an empty folder: quick, where no worker is started."""
+    from distdl.__main__ import main
+
+    kept = environment()
+    for name in set(os.environ) - set(kept):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Said:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["distdl", *arguments])
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
+    answer = {"problems": [], "notes": [], "facts": {}}
+    monkeypatch.setattr("distdl.validate._ask_child", lambda request: answer)
+    monkeypatch.setattr("distdl.launch.suppressed_import", lambda module: None)
+
+
+@pytest.fixture
+def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are laid down and "succeed", and no worker starts."""
+    from distdl.job import JobState
+
+    def wait(job: Any) -> JobState:
+        job._attempt.end(JobState.SUCCEEDED, metrics={"val/acc1": 0.5})
+        return JobState.SUCCEEDED
+
+    monkeypatch.setattr("distdl.launchers.local.LocalJob.wait", wait)
+
+
+class Background:
+    """A command that is under way, to be signalled."""
+
+    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+        self.log = (cwd / f"background-{time.monotonic_ns()}.log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "distdl", *arguments],
+            cwd=cwd,
+            env=environment(**(env or {})),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"it ended before: {self.output()}"
+            assert time.monotonic() < deadline, f"not within {timeout} s: {self.output()}"
+            time.sleep(0.01)
+
+    def kill_all(self) -> None:
+        """kill -9. The workers go with the launcher, though each leads a session of its own."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        time.sleep(0.5)
+
+    def wait(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)
+
+    def output(self) -> str:
+        self.log.flush()
+        return Path(self.log.name).read_text()
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[..., Background]]:
+    """Starts commands and leaves none of them behind."""
+    started: list[Background] = []
+
+    def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Background:
+        started.append(Background(*arguments, cwd=cwd, env=env))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.kill_all()
+
+
+def losses(run: Path) -> dict[int, float]:
+    """step -> train/loss of the surviving history: a later attempt's value wins."""
+    found: dict[int, float] = {}
+    for line in (run / "logs" / "metrics.jsonl").read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a kill
+            continue
+        if "train/loss" in record["metrics"]:
+            found[record["step"]] = record["metrics"]["train/loss"]
+    return found
+
+
+def samples(run: Path) -> dict[int, dict[tuple[int, int], list[int]]]:
+    """attempt -> (epoch, step) -> the ids of that step, over all ranks."""
+    found: dict[int, dict[tuple[int, int], list[int]]] = {}
+    for path in sorted((run / "logs").glob("samples-rank*.csv")):
+        for line in path.read_text().splitlines():
+            parts = line.split(",")
+            if len(parts) == 4 and parts[3]:
+                key = (int(parts[1]), int(parts[2]))
+                ids = list(map(int, parts[3].split()))
+                found.setdefault(int(parts[0]), {}).setdefault(key, []).extend(ids)
+    return found
+
+
+def last_step(run: Path, attempt: int = 1) -> int:
+    """The newest step that rank 0 has recorded, 0 before the first."""
+    path = run / "logs" / "samples-rank0.csv"
+    lines = path.read_text().splitlines() if path.exists() else []
+    whole = [x.split(",") for x in lines if x.startswith(f"{attempt},") and x.count(",") == 3]
+    return max((int(parts[2]) for parts in whole), default=0)
+
+
+def status(run: Path, attempt: int = 1) -> dict:
+    path = run / "attempts" / f"{attempt:03d}" / "status.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}

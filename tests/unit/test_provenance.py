@@ -1,0 +1,85 @@
+"""Where a run came from, with no secret in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distdl import provenance
+
+CANARY = "canary-0d9f61e2"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """One commit, and then one changed and one new file."""
+
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-b", "trunk")
+    (tmp_path / "train.py").write_text("lr = 0.1\n")
+    git("add", "train.py")
+    git("commit", "-m", "first")
+    (tmp_path / "train.py").write_text(f'lr = 0.2\napi_key = "{CANARY}"\n')
+    (tmp_path / "new.py").write_text("")
+    return tmp_path
+
+
+def test_commit_branch_and_what_is_not_committed(repository) -> None:
+    state = provenance.git_state(repository)
+    assert len(state["commit"]) == 40 and state["branch"] == "trunk"
+    assert state["dirty"] and set(state["changed"]) == {" M train.py", "?? new.py"}
+    assert "-lr = 0.1\n+lr = 0.2" in state["diff"]
+    assert CANARY not in state["diff"] and "api_key" in state["diff"]
+
+
+def test_a_folder_without_git(tmp_path) -> None:
+    assert provenance.git_state(tmp_path) == {}
+
+
+def test_a_repository_without_a_commit(tmp_path) -> None:
+    subprocess.run(["git", "init"], cwd=tmp_path, check=True, capture_output=True)
+    assert provenance.git_state(tmp_path) == {}
+
+
+def test_without_git_at_all(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert provenance.git_state(tmp_path) == {}
+    assert provenance.project_root(None) == tmp_path
+
+
+def test_a_large_diff_is_cut_and_says_so(repository, monkeypatch) -> None:
+    monkeypatch.setattr(provenance, "DIFF_LIMIT", 100)
+    diff = provenance.git_state(repository)["diff"]
+    assert diff.endswith("[cut here]\n") and len(diff) < 130
+
+
+def test_everything_that_is_recorded(repository, monkeypatch) -> None:
+    monkeypatch.setenv("SAMPLE_TOKEN", CANARY)
+    monkeypatch.setenv("HARMLESS_LOOKING", "value-of-the-environment")
+    command = ["distdl", "data=imagenet", f"+model.api_token={CANARY}", f"name=x{CANARY}"]
+    record = provenance.collect(command, repository)
+    text = json.dumps(record)
+    assert CANARY not in text
+    assert "value-of-the-environment" not in text, "os.environ is never recorded"
+    assert record["command"][1] == "data=imagenet"
+    assert any(package.startswith("torch==") for package in record["packages"])
+    assert {"created", "distdl", "python", "platform"} <= set(record)
+
+
+def test_the_users_code(repository, tmp_path, monkeypatch) -> None:
+    inner = repository / "experiments"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    assert provenance.project_root(None) == repository
+    assert provenance.project_root(str(inner)) == inner
+    assert provenance.project_root("..") == repository
+    # The folder he works in comes first, if it is part of the project.
+    assert provenance.python_path(repository) == [inner, repository]
+    assert provenance.python_path(Path("/elsewhere")) == [Path("/elsewhere")]

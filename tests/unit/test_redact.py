@@ -1,0 +1,212 @@
+"""What is hidden, and what stays readable."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from distdl.redact import (
+    RedactingFilter,
+    looks_secret,
+    redact,
+    redact_command,
+    redact_diff,
+    secret_values,
+)
+
+CANARY = "canary-5f2a9c81d7"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMPLE_API_KEY", CANARY)
+    monkeypatch.setenv("SAMPLE_SHORT_TOKEN", "true")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "api_key",
+        "apiKey",
+        "PGPASSWORD",
+        "my-secret",
+        "credentials",
+        "sas",
+        "SAS_URL",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "account_key",
+        "AccountKey",
+        "db_pwd",
+        "model.api_token",
+        "AWS_SECRET_ACCESS_KEY",
+    ],
+)
+def test_secret_names(name: str) -> None:
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer",
+        "max_tokens",
+        "pad_token",
+        "TOKENIZERS_PARALLELISM",
+        "PWD",
+        "OLDPWD",
+        "seed",
+        "SASL_HOST_NAME",
+        "monkey",
+        "password_file",
+        "num_tokens",
+        "model.tokenizer",
+        "key",
+        "token_dim",
+    ],
+)
+def test_plain_names(name: str) -> None:
+    assert not looks_secret(name)
+
+
+def test_values_of_the_environment() -> None:
+    assert secret_values()["SAMPLE_API_KEY"] == CANARY
+    assert "SAMPLE_SHORT_TOKEN" not in secret_values()
+    assert redact(f"connecting with {CANARY}.") == "connecting with ***SAMPLE_API_KEY***."
+
+
+def test_escaped_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMPLE_PASSWORD", 'a"b/c d=9')
+    for text in ("GET /?p=a%22b%2Fc%20d%3D9", 'note {"p": "a\\"b/c d=9"}', 'a"b/c d=9'):
+        assert "c d=9" not in redact(text) and "c%20d" not in redact(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('password = "x y"', 'password = "***"'),
+        ("password: str = 'x y'", "password: str = '***'"),
+        ("token: x7", "token: ***"),
+        ('{"api_key": "x7", "lr": 1}', '{"api_key": "***", "lr": 1}'),
+        ("env: API_TOKEN=x7, note: my token = x8", "env: API_TOKEN=***, note: my token = ***"),
+        ("api_key=x7 lr=1", "api_key=*** lr=1"),
+        ("train --api-key x7 --lr 1", "train --api-key *** --lr 1"),
+        ("AccountName=me;AccountKey=ab/c+d==;E=1", "AccountName=me;AccountKey=***;E=1"),
+        ("https://h/c?sv=1&sig=ab%2Bc&se=2", "https://h/c?sv=1&sig=***&se=2"),
+        ("postgres://me:x7@host/db", "postgres://me:***@host/db"),
+        ("Authorization: Bearer abcdef123", "Authorization: *** ***"),
+        ("sent Bearer abcdef123 to it", "sent Bearer *** to it"),
+        ("id AKIAABCDEFGHIJKLMNOP.", "id ***."),
+        ("got ghp_0123456789abcdefABCDEF", "got ***"),
+        ("got hf_0123456789abcdefABCDEF", "got ***"),
+        ("got sk-proj-0123456789abcdefABCDEF", "got ***"),
+        ("got eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJ", "got ***"),
+        ("curl -u me:x7 host", "curl -u me:*** host"),
+        ("a\n-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nb", None),
+    ],
+)
+def test_text_that_looks_secret(text: str, expected: str | None) -> None:
+    assert redact(text) == (expected or "a\n***PRIVATE KEY***\nb")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step 10 loss 0.53 img/s 1200 lr=0.1 val/acc1: 0.75",
+        "tokenizer=bert-base max_tokens: 512",
+        "api_key=${oc.env:SAMPLE_API_KEY}",
+        "http://localhost:5000/#/experiments/1",
+        "ssh://git@github.com/distdl/distdl",
+        "commit 4b825dc642cb6eb9a060e54bf8d69288fbee4904",
+    ],
+)
+def test_ordinary_text_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_command_line() -> None:
+    command = [
+        "distdl",
+        "+model.api_token=abc",
+        "++data.password=a=b",
+        "--api-key",
+        "x7",
+        "optimizer.lr=0.2",
+        "tracking.mlflow.token=${oc.env:SAMPLE_API_KEY}",
+        "+launcher.env={TOKEN:abc,LR:1}",
+        f"tags=[{CANARY}]",
+        "--password=x7",
+    ]
+    assert redact_command(command) == [
+        "distdl",
+        "+model.api_token=***",
+        "++data.password=***",
+        "--api-key",
+        "***",
+        "optimizer.lr=0.2",
+        "tracking.mlflow.token=${oc.env:SAMPLE_API_KEY}",
+        "+launcher.env={TOKEN:***,LR:1}",
+        "tags=[***SAMPLE_API_KEY***]",
+        "--password=***",
+    ]
+
+
+DIFF = f"""\
+diff --git a/conf/model/resnet50.yaml b/conf/model/resnet50.yaml
+index 83db48f84ec878fbfb30b46d16630e944e34f205..4b825dc642cb6eb9a060e54bf8d69288fbee4904 100644
+--- a/conf/model/resnet50.yaml
++++ b/conf/model/resnet50.yaml
+@@ -1,4 +1,12 @@ def main():
+ learning_rate = 0.1
++optimizer = make("sgd", resnet50_imagenet_ddp_2nodes)
++value = "{CANARY}"
++login("me", "hunter two")  # the password
++PASSWORD = (
++    "leaked phrase one"
++    "leaked phrase two"
++)
++after = "visible"
++<password>leaked phrase three</password>
++opaque = "q7Wz9LmX2pR8vT4nB6kD"
++hash = 4b825dc642cb6eb9a060e54bf8d69288fbee4904
+-token = abcdef
++-----BEGIN PRIVATE KEY-----
++MIIEvQIBADANBg
++-----END PRIVATE KEY-----
+"""
+
+
+def test_diff_hides_more_than_enough() -> None:
+    safe = redact_diff(DIFF)
+    for secret in (
+        CANARY,
+        "hunter two",
+        "leaked phrase",
+        "q7Wz9LmX2pR8vT4nB6kD",
+        "= abcdef",
+        "MIIEvQ",
+        "hash = 4b825",
+    ):
+        assert secret not in safe
+    for kept in (
+        *DIFF.splitlines()[:6],
+        '+optimizer = make("sgd", resnet50_imagenet_ddp_2nodes)',
+        '+after = "visible"',
+    ):
+        assert kept in safe.splitlines()
+
+
+def test_filter_hides_message_arguments_and_traceback() -> None:
+    record_maker = logging.Logger("sample")
+    try:
+        raise RuntimeError(f"refused {CANARY}")
+    except RuntimeError:
+        record = record_maker.makeRecord(
+            "sample", logging.ERROR, "f", 1, "key %s", (CANARY,), sys.exc_info()
+        )
+    assert RedactingFilter().filter(record)
+    text = logging.Formatter().format(record)
+    assert CANARY not in text
+    assert "key ***SAMPLE_API_KEY***" in text and "RuntimeError" in text

@@ -1,0 +1,113 @@
+"""How many ranks, and on what; decided without torch, before anything is submitted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from distdl import resources
+from distdl.errors import UserError
+from distdl.job import Resources
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Lets this machine show so many GPUs, by an nvidia-smi of our own."""
+
+    def show(count: int) -> None:
+        listed = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(count))
+        (tmp_path / "listed").write_text(listed)
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {tmp_path}/listed\n')
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin:/usr/bin")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    show(0)
+    return show
+
+
+def local(**trainer) -> Resources:
+    return resources.resolve({"accelerator": "auto", "devices": "auto", **trainer}, local=True)
+
+
+def elsewhere(**trainer) -> Resources:
+    return resources.resolve({"accelerator": "auto", "devices": "auto", **trainer}, local=False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("", 0), ("0,2", 2), ("-1", 0), ("GPU-7a", 1)]
+)
+def test_visible_gpus(gpus, monkeypatch, visible, count) -> None:
+    gpus(4)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert resources.visible_gpus() == count
+
+
+def test_no_driver_no_gpus(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert resources.visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "trainer", "expected"),
+    [
+        (0, {}, Resources(1, 1, "cpu")),
+        (0, {"devices": -1}, Resources(1, 1, "cpu")),
+        (0, {"devices": 3}, Resources(1, 3, "cpu")),
+        (4, {}, Resources(1, 4, "gpu")),
+        (4, {"devices": -1}, Resources(1, 4, "gpu")),
+        (4, {"devices": None}, Resources(1, 4, "gpu")),
+        (4, {"devices": 2}, Resources(1, 2, "gpu")),
+        (4, {"devices": [0, 3]}, Resources(1, 2, "gpu", (0, 3))),
+        (4, {"accelerator": "cuda", "devices": 1}, Resources(1, 1, "gpu")),
+        (4, {"accelerator": "cpu"}, Resources(1, 1, "cpu")),
+        (4, {"accelerator": "cpu", "devices": 2}, Resources(1, 2, "cpu")),
+    ],
+)
+def test_on_this_machine(gpus, count, trainer, expected) -> None:
+    gpus(count)
+    assert local(**trainer) == expected
+
+
+def test_on_a_mac(gpus, monkeypatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert local() == Resources(1, 1, "mps")
+
+
+@pytest.mark.parametrize(
+    ("count", "trainer", "path", "remedy"),
+    [
+        (0, {"accelerator": "gpu"}, "trainer.accelerator", "debug=cpu"),
+        (2, {"devices": 4}, "trainer.devices", "trainer.devices=2"),
+        (2, {"devices": [0, 2]}, "trainer.devices", "trainer.devices=2"),
+        (2, {"accelerator": "cpu", "devices": [0, 1]}, "trainer.devices", "trainer.devices=2"),
+        (2, {"num_nodes": 2}, "trainer.num_nodes", "trainer.num_nodes=1"),
+    ],
+)
+def test_what_this_machine_does_not_have(gpus, count, trainer, path, remedy) -> None:
+    gpus(count)
+    with pytest.raises(UserError) as refused:
+        local(**trainer)
+    (problem,) = refused.value.problems
+    assert problem.path == path and remedy in problem.remedy
+
+
+def test_elsewhere_nothing_is_counted_here(gpus) -> None:
+    gpus(4)
+    # On a cluster `auto` must be a GPU or an error there, never a night on the CPU.
+    assert elsewhere(devices=8, num_nodes=2) == Resources(2, 8, "gpu")
+    assert elsewhere(devices=8, accelerator="cpu") == Resources(1, 8, "cpu")
+    for devices in ("auto", -1, [0, 1], None):
+        with pytest.raises(UserError, match="cannot be counted from here"):
+            elsewhere(devices=devices)
+
+
+def test_the_world() -> None:
+    assert Resources(3, 4).world_size == 12
