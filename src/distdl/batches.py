@@ -1,0 +1,78 @@
+"""The global batch: what it is, and how it stays the same when the number of ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+
+from distdl.errors import Problem, UserError
+from distdl.job import Resources
+
+
+@dataclass
+class Kept:
+    changes: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
+    """(samples per device, ranks, accumulation); the first is None where the data does not say."""
+    data = config.get("data") or {}
+    accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
+    return data.get("batch_size"), size.world_size, accumulate
+
+
+def global_batch_size(config: DictConfig, size: Resources) -> int | None:
+    """Samples per optimizer step over all ranks."""
+    batch_size, ranks, accumulate = factors(config, size)
+    return None if batch_size is None else batch_size * ranks * accumulate
+
+
+def describe(config: DictConfig, size: Resources) -> str:
+    """`256 x 8 devices x 2 accumulated = 4096 per step`, or nothing."""
+    batch_size, ranks, accumulate = factors(config, size)
+    if batch_size is None:
+        return ""
+    devices = f"{ranks} device{'s' if ranks > 1 else ''}"
+    more = f" x {accumulate} accumulated" if accumulate > 1 else ""
+    return f"{batch_size} x {devices}{more} = {batch_size * ranks * accumulate} per step"
+
+
+def keep_global_batch(
+    config: DictConfig, size: Resources, before: int | None, given: Sequence[str]
+) -> Kept:
+    """For an attempt that goes on with a run.
+
+    Args:
+        config: The attempt's config.
+        size: The attempt's size.
+        before: The global batch of the attempt before.
+        given: Paths the user set in this attempt: what is said is done, and noted.
+
+    Raises:
+        UserError: The world size changed, and the global batch does not divide by it.
+    """
+    now = global_batch_size(config, size)
+    if before is None or now is None or now == before:
+        return Kept()
+    if {"data.batch_size", "trainer.accumulate_grad_batches"} & set(given):
+        return Kept(notes=[f"the global batch changes from {before} to {now}, as asked for"])
+    _, ranks, accumulate = factors(config, size)
+    per_device, rest = divmod(before, ranks * accumulate)
+    if rest or per_device < 1:
+        raise UserError(
+            Problem(
+                "trainer.devices",
+                f"the run's global batch of {before} does not divide by {ranks} devices"
+                + (f" x {accumulate} accumulated" if accumulate > 1 else ""),
+                "choose a number of devices that divides it, or say the new batch: "
+                "data.batch_size=<per device>",
+            )
+        )
+    return Kept(
+        {"data.batch_size": per_device},
+        [f"data.batch_size is {per_device} on {ranks} devices: the global batch stays {before}"],
+    )

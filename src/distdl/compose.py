@@ -1,0 +1,211 @@
+"""Composing a config with Hydra, through its compose API: no file is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl import user_conf
+from distdl.errors import Problem, UserError
+from distdl.redact import redact
+from distdl.suggest import closest
+
+PRIMARY = "distdl"
+# Layered over everything else, in this order, so `experiment=x` needs no place in the defaults.
+LAYERS = ("experiment", "debug")
+
+
+@contextmanager
+def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
+    """Hydra with our options, the user's `./conf` (or $DISTDL_CONF) before them, and the
+    directories of `--config-dir` after them."""
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    user_conf.register(config_dirs)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("distdl.conf", version_base="1.3", job_name=PRIMARY):
+        yield
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+    """One composed config, with a `hydra` node beside ours.
+
+    Unknown keys do not stop it: every value override is added by force, so that validation finds
+    all of them at once, each with a suggestion.
+
+    Raises:
+        UserError: An override that cannot be parsed, an option that does not exist, a broken file.
+    """
+    from hydra import compose as hydra_compose
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    with hydra_session(config_dirs):
+        prepared = prepare_overrides(overrides)
+        try:
+            config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise UserError(first_lines(error)) from error
+    OmegaConf.set_readonly(config.hydra, None)
+    HydraConfig.instance().set_config(config)
+    OmegaConf.set_struct(config, False)
+    choices = config.hydra.runtime.choices
+    if _is_empty(config, "experiment_name"):
+        experiment = choices.get("experiment")
+        config.experiment_name = str(experiment).replace("/", "_") if experiment else "default"
+    for group in ("tracking", "callbacks"):
+        if _is_empty(config, group):
+            config[group] = {}
+    return config
+
+
+def _is_empty(config: DictConfig, key: str) -> bool:
+    # An interpolation may lead nowhere: validation says so, with all that is wrong besides.
+    return not OmegaConf.is_interpolation(config, key) and config.get(key) is None
+
+
+def prepare_overrides(overrides: Sequence[str]) -> list[str]:
+    """What the user typed -> what Hydra takes; all mistakes in options at once.
+
+    `experiment=x` and `debug=x` become additions, in this order and after all other options;
+    `key=value` becomes `++key=value`. Needs a `hydra_session`.
+    """
+    problems: list[Problem] = []
+    layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
+    options: list[str] = []
+    values: list[str] = []
+    for override in parse_overrides(overrides):
+        line = str(override.input_line)
+        key = override.key_or_group
+        body = re.sub(r"^(\+\+|\+|~)", "", line)
+        if override.is_delete() or key.startswith("hydra"):
+            options.append(line)
+        elif is_group(key) and not isinstance(override.value(), dict):
+            problems += _unknown_options(override)
+            if key in LAYERS:
+                layers[key].append("+" + body)
+            else:
+                options.append(body if key in default_groups() else "+" + body)
+        else:
+            values.append("++" + body)
+    if problems:
+        raise UserError(*problems)
+    return [*options, *layers["experiment"], *layers["debug"], *values]
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Any]:
+    """Hydra's own grammar.
+
+    Raises:
+        UserError: One of them is none, e.g. a word without `=`.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed, problems = [], []
+    for text in overrides:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException as error:
+            remedy = "write key=value, +key=value, group=option or ~key"
+            key, equals, value = text.partition("=")
+            if equals and not text.startswith("~"):
+                remedy = f"{redact(first_lines(error))}\n    a text with special characters: "
+                remedy += redact(f"""'{key}="{value}"'""")
+            problems.append(Problem(key, f"{redact(repr(text))} is no override", remedy))
+    if problems:
+        raise UserError(*problems)
+    return parsed
+
+
+def is_group(key: str) -> bool:
+    return bool(group_options(key)) or key in LAYERS
+
+
+def group_options(group: str) -> list[str]:
+    """The options of a config group, ours and the user's; needs a `hydra_session`."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    loader = GlobalHydra.instance().config_loader()
+    return sorted(o for o in loader.get_group_options(group) if o != "__init__")
+
+
+def default_groups() -> list[str]:
+    """The groups of which every run has one option."""
+    from importlib.resources import files
+
+    primary = OmegaConf.create(files("distdl.conf").joinpath("distdl.yaml").read_text())
+    groups = [next(iter(entry)) for entry in primary.defaults if isinstance(entry, DictConfig)]
+    return [str(g) for g in groups if not str(g).startswith("override")]
+
+
+def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
+    """The jobs of a sweep: the product of all `a=1,2`, `a=range(3)`, `a=choice(x,y)`, in order.
+
+    Raises:
+        UserError: A sweep that cannot be counted out, such as `a=interval(0,1)`.
+    """
+    import itertools
+
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    choices: list[list[str]] = []
+    with hydra_session(config_dirs):
+        for override in parse_overrides(overrides):
+            text = str(override.input_line)
+            if not override.is_sweep_override():
+                choices.append([text])
+                continue
+            key = override.get_key_element()
+            override.config_loader = GlobalHydra.instance().config_loader()  # for model=glob(*)
+            try:
+                values = list(override.sweep_string_iterator())
+            except HydraException as error:
+                raise UserError(
+                    Problem(
+                        override.key_or_group,
+                        f"{text} cannot be counted out: {first_lines(error)}",
+                        f"name the values: {key}=a,b or {key}=range(1,4)",
+                    )
+                ) from error
+            if not values:
+                raise UserError(Problem(override.key_or_group, f"{text} matches nothing"))
+            choices.append([f"{key}={value}" for value in values])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def sweep_keys(overrides: Sequence[str]) -> list[str]:
+    return [o.key_or_group for o in parse_overrides(overrides) if o.is_sweep_override()]
+
+
+def _unknown_options(override: Any) -> Iterable[Problem]:
+    group = override.key_or_group
+    known = group_options(group)
+    if override.is_sweep_override():
+        chosen = [str(v) for v in override.sweep_iterator()]
+    else:
+        value = override.value()
+        chosen = [str(v) for v in (value if isinstance(value, list) else [value])]
+    for option in chosen:
+        option = "null" if option == "None" else option
+        if option in known or "/" in option or option.startswith("$"):
+            continue
+        close = closest(option, known)
+        hint = f"did you mean {group}={close}? " if close else ""
+        yield Problem(group, f"no option {option!r}", f"{hint}available: {', '.join(known)}")
+
+
+def first_lines(error: Exception) -> str:
+    """Hydra's message without its tail of search paths."""
+    text = str(error).strip() or type(error).__name__
+    text = text.split("\nConfig search path:")[0].split("\nSet the environment variable")[0]
+    return text.split("\nfull_key:")[0].strip()

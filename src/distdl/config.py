@@ -1,0 +1,137 @@
+"""A composed config as values: what is a run's recipe, where does it run, and what may change.
+
+The frozen `config.yaml` holds the recipe and is byte for byte the same under every launcher. The
+keys of `WHERE` say where it runs; they go to the attempt's `launch.yaml`, and the worker merges the
+two again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+# Keys that say where a run runs, and not what it is.
+WHERE = (
+    "task",
+    "launcher",
+    "output_dir",
+    "dry_run",
+    "project.root",
+    "trainer.devices",
+    "trainer.num_nodes",
+)
+_CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
+# Keys of the recipe that an attempt may change, besides those of WHERE.
+CHANGEABLE = (
+    "data.batch_size",
+    "trainer.accumulate_grad_batches",
+    "trainer.max_epochs",
+    "trainer.max_steps",
+)
+
+
+def recipe_of(config: DictConfig) -> DictConfig:
+    """What the run is: the config without where it runs, `${hydra:}` and `${now:}` resolved.
+
+    `${oc.env:X}` stays as it is, so that host paths and secrets resolve on the worker and never
+    travel.
+    """
+    recipe = OmegaConf.create(_without_clock(OmegaConf.to_container(config, resolve=False)))
+    recipe.pop("hydra", None)
+    for path in WHERE:
+        _pop(recipe, path)
+    return recipe
+
+
+def where_of(config: DictConfig) -> DictConfig:
+    """Where it runs: the keys of WHERE alone, as a nested config."""
+    plain = OmegaConf.create(_without_clock(OmegaConf.to_container(config, resolve=False)))
+    where = OmegaConf.create({})
+    for path in WHERE:
+        if path in flat_paths(plain, leaves=False):
+            node = OmegaConf.to_container(plain, resolve=False)
+            for part in path.split("."):
+                node = node[part]  # type: ignore[index,call-overload]
+            OmegaConf.update(where, path, node, force_add=True)
+    return where
+
+
+def merge(
+    recipe: DictConfig, where: DictConfig, changes: dict[str, Any] | None = None
+) -> DictConfig:
+    """Recipe and where, one config again, with an attempt's changes on top."""
+    config = OmegaConf.merge(recipe, where)
+    assert isinstance(config, DictConfig)
+    for path, value in (changes or {}).items():
+        OmegaConf.update(config, path, value, force_add=True)
+    return config
+
+
+def plain(node: Any) -> dict[str, Any]:
+    """A mapping node as plain Python, resolved; empty for none."""
+    if not node:
+        return {}
+    found = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(found, dict)
+    return found  # type: ignore[return-value]
+
+
+def to_yaml(config: DictConfig) -> str:
+    return OmegaConf.to_yaml(config, resolve=False)
+
+
+def hash_of(text: str, length: int = 8) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def difference(old: DictConfig, new: DictConfig) -> str:
+    """A unified diff of two configs, as people read it."""
+    lines = difflib.unified_diff(
+        to_yaml(old).splitlines(), to_yaml(new).splitlines(), "stored", "given", lineterm="", n=2
+    )
+    return "\n".join(lines)
+
+
+def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[str]:
+    """Every path of a config in dotted form; with `leaves=False` inner nodes as well."""
+    plain = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
+    paths: list[str] = []
+    if isinstance(plain, dict):
+        for key, value in plain.items():
+            path = f"{prefix}{key!s}"
+            if not leaves or not isinstance(value, dict):
+                paths.append(path)
+            paths += flat_paths(value, f"{path}.", leaves=leaves)
+    return paths
+
+
+def _without_clock(node: Any) -> Any:
+    """Resolves the parts of strings that only Hydra, here and now, can resolve."""
+    if isinstance(node, dict):
+        return {key: _without_clock(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without_clock(value) for value in node]
+    if isinstance(node, str) and _CLOCK.fullmatch(node):
+        return _resolve_here(node)
+    if isinstance(node, str):
+        return _CLOCK.sub(lambda match: str(_resolve_here(match[0])), node)
+    return node
+
+
+def _resolve_here(text: str) -> Any:
+    config = OmegaConf.create({"value": text})
+    return OmegaConf.to_container(config, resolve=True)["value"]  # type: ignore[index,call-overload]
+
+
+def _pop(config: DictConfig, path: str) -> None:
+    *parents, key = path.split(".")
+    node: Any = config
+    for part in parents:
+        node = node.get(part)
+        if not isinstance(node, DictConfig):
+            return
+    node.pop(key, None)

@@ -1,0 +1,213 @@
+"""A run's directory: the frozen config once, a folder for each attempt, and what they leave.
+
+    outputs/<experiment>/<name>/
+        config.yaml         the recipe, frozen
+        provenance.json     commit, command, packages
+        attempts/001/       launch.yaml, status.json, errors/, logs/
+        checkpoints/  logs/  tracking/
+
+Files are written under a temporary name and renamed, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobState, Resources
+
+CONFIG, PROVENANCE = "config.yaml", "provenance.json"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, sort_keys=False, default=str) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty if the file is absent or torn."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def launch(self) -> dict[str, Any]:
+        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`."""
+        loaded = OmegaConf.load(self.path / "launch.yaml")
+        return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]
+
+    def resources(self) -> Resources:
+        size = dict(self.launch()["resources"])
+        ids = size.pop("device_ids", None)
+        return Resources(**size, device_ids=tuple(ids) if ids else None)
+
+    def status(self) -> dict[str, Any]:
+        return read_json(self.path / "status.json")
+
+    def state(self) -> JobState:
+        """The state on record; a RUNNING one whose process is gone from this host has failed."""
+        status = self.status()
+        state = JobState(status.get("state", "UNKNOWN"))
+        if state is JobState.RUNNING and status.get("host") == socket.gethostname():
+            return state if is_alive(int(status.get("pid", 0))) else JobState.FAILED
+        return state
+
+    def is_under_way(self) -> bool:
+        """Whether it runs, or is being started by a process of this host."""
+        status = self.status()
+        if self.state() is JobState.PENDING and status.get("host") == socket.gethostname():
+            return is_alive(int(status.get("pid", 0))) and status.get("pid") != os.getpid()
+        return self.state() is JobState.RUNNING
+
+    def update(self, **fields: Any) -> None:
+        """Merges `fields` into status.json."""
+        write_json(self.path / "status.json", {**self.status(), **fields})
+
+    def begin(self) -> None:
+        self.update(
+            state=JobState.RUNNING,
+            started=time.time(),
+            ended=None,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            error=None,
+        )
+
+    def end(self, state: JobState, **fields: Any) -> None:
+        self.update(state=state, ended=time.time(), exit_code=state.exit_code, **fields)
+
+    def record_error(self, rank: int, kind: str, message: str, traceback: str) -> None:
+        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages."""
+        fields = {"time": time.time(), "rank": rank, "type": kind, "message": message}
+        write_json(self.path / "errors" / f"rank_{rank}.json", {**fields, "traceback": traceback})
+
+    def first_error(self) -> dict[str, Any] | None:
+        """The earliest failure of any rank: the others usually fail because of it."""
+        errors = [read_json(f) for f in (self.path / "errors").glob("rank_*.json")]
+        return min((e for e in errors if e), key=lambda e: e["time"], default=None)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / CONFIG).is_file()
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run.
+
+        Raises:
+            UserError: There is none; names the runs that lie near.
+        """
+        from distdl.tracking.records import find_run
+
+        run = cls(find_run(str(path)).resolve())
+        if not run.exists:
+            raise UserError(Problem(str(path), "has no config.yaml, so it cannot go on"))
+        return run
+
+    def create(self, recipe: str, provenance: dict[str, Any]) -> None:
+        """Lays the run down. `config.yaml` comes last: with it, the run exists."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / PROVENANCE, provenance)
+        write_text(self.path / CONFIG, recipe)
+
+    def recipe(self) -> DictConfig:
+        config = OmegaConf.load(self.path / CONFIG)
+        assert isinstance(config, DictConfig)
+        return config
+
+    def attempts(self) -> list[Attempt]:
+        folders = (self.path / "attempts").glob("[0-9]*")
+        return [Attempt(f) for f in sorted(folders) if (f / "launch.yaml").exists()]
+
+    def last_attempt(self) -> Attempt | None:
+        return (self.attempts() or [None])[-1]  # type: ignore[list-item]
+
+    def begin_attempt(self, launch: dict[str, Any]) -> Attempt:
+        """The next attempt. Its folder is made exclusively, so two starts never share one.
+
+        Raises:
+            UserError: An attempt of this run is running.
+        """
+        last = self.last_attempt()
+        if last is not None and last.is_under_way():
+            status = last.status()
+            remedy = "wait for it, stop it, or start a run with another name"
+            if status.get("host") != socket.gethostname():
+                remedy += f"; if that machine is gone: rm {last.path / 'status.json'}"
+            raise UserError(
+                Problem(
+                    str(self.path),
+                    f"attempt {last.number} is running (pid {status.get('pid')} on "
+                    f"{status.get('host')}, started {time.ctime(status.get('started', 0))})",
+                    remedy,
+                )
+            )
+        number = last.number + 1 if last else 1
+        path = self.path / "attempts" / f"{number:03d}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            remedy = f"if it is not: rmdir {path}"
+            raise UserError(Problem(str(path), "another start is under way", remedy)) from None
+        write_text(path / "launch.yaml", OmegaConf.to_yaml(OmegaConf.create(launch)))
+        attempt = Attempt(path)
+        attempt.update(
+            state=JobState.PENDING,
+            started=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        return attempt
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    # A zombie still has its number, and has ended.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):
+        return True

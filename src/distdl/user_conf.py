@@ -1,0 +1,93 @@
+"""The user's own `./conf` (or $DISTDL_CONF): its options come before ours and may shadow them.
+
+The search path is changed by a plugin that is registered in this process only. A `hydra_plugins`
+package would change every Hydra application of the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distdl.errors import Problem, UserError
+
+VARIABLE = "DISTDL_CONF"
+# The directories of --config-dir: their options come after ours and shadow none.
+_further: list[Path] = []
+
+
+def folder() -> Path | None:
+    """The user's folder of configs, if there is one that is not our own.
+
+    Raises:
+        UserError: $DISTDL_CONF is no folder, or the folder would replace our primary config.
+    """
+    import distdl.conf
+
+    named = os.environ.get(VARIABLE)
+    path = Path(named or "conf").resolve()
+    if not path.is_dir():
+        if named:
+            raise UserError(Problem(VARIABLE, f"{named!r} is no folder"))
+        return None
+    if path.samefile(Path(distdl.conf.__file__).parent):
+        return None
+    if (path / "distdl.yaml").exists():
+        raise UserError(
+            Problem(
+                f"{path.name}/distdl.yaml",
+                "would replace distdl's primary config; a folder of yours adds options to groups",
+                f"rename it, or point {VARIABLE} to another folder",
+            )
+        )
+    return path
+
+
+def shadowed() -> list[str]:
+    """Our options that the user's folder replaces, as `model/resnet50`."""
+    import distdl.conf
+
+    path = folder()
+    if path is None:
+        return []
+    ours = Path(distdl.conf.__file__).parent
+    files = (f.relative_to(path) for f in sorted(path.glob("*/**/*.yaml")))
+    return [str(f.with_suffix("")) for f in files if (ours / f).exists()]
+
+
+def print_shadowed() -> None:
+    """A note for each of them: an option that is not the one in the documentation."""
+    for option in shadowed():
+        print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
+
+
+def register(config_dirs: Sequence[str] = ()) -> None:
+    """Makes Hydra look there first. Safe to call again: the folder is looked up each time.
+
+    Raises:
+        UserError: One of the directories of --config-dir is none.
+    """
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    _further[:] = [Path(directory).resolve() for directory in config_dirs]
+    absent = [Problem("--config-dir", f"{d} is no folder") for d in _further if not d.is_dir()]
+    if absent:
+        raise UserError(*absent)
+
+    class UserConf(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            # Another Hydra application in this process must not see it.
+            if any(e.path == "pkg://distdl.conf" for e in search_path.get_path()):
+                found = folder()
+                if found is not None:
+                    search_path.prepend("distdl-user", f"file://{found}")
+                for directory in _further:
+                    search_path.append("command-line", f"file://{directory}")
+
+    plugins = Plugins.instance()
+    if not any(p.__name__ == UserConf.__name__ for p in plugins.discover(SearchPathPlugin)):
+        plugins.register(UserConf)

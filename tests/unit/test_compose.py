@@ -1,0 +1,143 @@
+"""What a user types -> one config; everything that Hydra refuses is a UserError."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdl import compose
+from distdl.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DISTDL_CONF", raising=False)
+    return tmp_path
+
+
+def refused(*overrides: str, sweep: bool = False) -> str:
+    with pytest.raises(UserError) as error:
+        if sweep:
+            compose.sweep(overrides)
+        else:
+            compose.compose(overrides)
+    return str(error.value)
+
+
+def test_every_group_has_its_default() -> None:
+    config = compose.compose([])
+    assert config.model.network._target_ == "torchvision.models.resnet50"
+    assert config.experiment_name == "default"
+    assert list(config.tracking) == ["mlflow"] and list(config.callbacks) == ["progress"]
+    assert compose.compose(["tracking=none", "callbacks=none"]).tracking == {}
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_an_experiment_however_it_is_written(sign) -> None:
+    config = compose.compose([f"{sign}experiment=resnet50_ddp"])
+    assert config.data.batch_size == 256
+    assert config.experiment_name == "resnet50_ddp"
+
+
+def test_what_comes_over_what_whatever_the_order() -> None:
+    """options < experiment < debug < values."""
+    for order in (
+        ["data.batch_size=3", "debug=cpu", "experiment=resnet50_ddp", "model=resnet18"],
+        ["model=resnet18", "experiment=resnet50_ddp", "debug=cpu", "data.batch_size=3"],
+    ):
+        config = compose.compose(order)
+        assert config.data.batch_size == 3
+        assert config.trainer.precision == "32-true"  # debug's, over the experiment's bf16
+        assert config.schedule.warmup_epochs == 0  # the experiment
+        # A choice on the command line wins over the experiment's.
+        assert config.model.network._target_ == "torchvision.models.resnet18"
+
+
+def test_several_options_of_one_group() -> None:
+    config = compose.compose(["tracking=[csv,tensorboard]", "callbacks=[default,ema]"])
+    assert list(config.tracking) == ["csv", "tensorboard"]
+    assert list(config.callbacks) == ["progress", "ema"]
+
+
+def test_unknown_keys_are_left_to_validation() -> None:
+    config = compose.compose(["lrr=1", "+optimizer.foo=2", "trainer.max_epoch=3"])
+    assert (config.lrr, config.optimizer.foo, config.trainer.max_epoch) == (1, 2, 3)
+
+
+def test_interpolations_are_left_to_validation() -> None:
+    config = compose.compose(["experiment_name=${nope}", "name=${oc.env:NOPE}"])
+    assert config._get_node("experiment_name")._value() == "${nope}"
+
+
+def test_options_that_do_not_exist_all_at_once() -> None:
+    text = refused("model=resnet5", "data=imagnet", "optimizer=null", "experiment=nope")
+    assert "model: no option 'resnet5'\n    did you mean model=resnet50?" in text
+    assert "did you mean data=imagenet?" in text
+    assert "optimizer: no option 'null'" in text and "available: adamw, lars, none, sgd" in text
+    assert "experiment: no option 'nope'" in text
+
+
+def test_what_is_no_override_all_at_once() -> None:
+    text = refused("a=[1", "seed=1", "name=a b=c", "~")
+    assert text.count("is no override") == 2
+    assert """a text with special characters: 'a="[1"'""" in text
+
+
+def test_a_refused_override_does_not_repeat_a_secret() -> None:
+    assert "hunter22" not in refused("model.api_token=hunter22[")
+
+
+def test_a_file_that_is_no_yaml(tmp_path) -> None:
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/broken.yaml").write_text("a: [1\nb: 2\n")
+    assert "broken.yaml" in refused("model=broken")
+    (tmp_path / "conf/model/broken.yaml").write_text("defaults:\n  - nothing_here\n")
+    assert "nothing_here" in refused("model=broken")
+
+
+def test_sweeps_are_products_in_order() -> None:
+    jobs = compose.sweep(["seed=1,2", "model=resnet18", "optimizer.lr=range(1,3)"])
+    assert jobs == [
+        ["seed=1", "model=resnet18", "optimizer.lr=1"],
+        ["seed=1", "model=resnet18", "optimizer.lr=2"],
+        ["seed=2", "model=resnet18", "optimizer.lr=1"],
+        ["seed=2", "model=resnet18", "optimizer.lr=2"],
+    ]
+    assert compose.sweep(["model=glob(*18)"]) == [["model=resnet18"]]
+    assert compose.sweep(["tracking=[csv],[csv,mlflow]"]) == [
+        ["tracking=[csv]"],
+        ["tracking=[csv,mlflow]"],
+    ]
+    assert compose.sweep_keys(["seed=1,2", "tags=[a,b]", "+x=choice(1,2)"]) == ["seed", "x"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimizer.lr=interval(0,1)", "cannot be counted out"),
+        ("model=glob(nothing*)", "matches nothing"),
+        ("optimizer.lr=glob(*)", "matches nothing"),
+    ],
+)
+def test_sweeps_without_members(override, words) -> None:
+    assert words in refused(override, sweep=True)
+
+
+def test_config_dir_adds_and_does_not_shadow(tmp_path) -> None:
+    (tmp_path / "more/model").mkdir(parents=True)
+    (tmp_path / "more/model/mine.yaml").write_text("_target_: mine.Model\n")
+    (tmp_path / "more/model/resnet50.yaml").write_text("_target_: mine.Model\n")
+    assert compose.compose(["model=mine"], ["more"]).model._target_ == "mine.Model"
+    assert compose.compose([], ["more"]).model._target_ == "distdl.models.ImageClassifier"
+    # Gone again in the next command of this process.
+    assert "no option 'mine'" in refused("model=mine")
+    with pytest.raises(UserError, match="--config-dir"):
+        compose.compose([], ["nowhere"])
+
+
+def test_nothing_is_written(tmp_path) -> None:
+    compose.compose(["experiment=resnet50_ddp"])
+    refused("model=nope")
+    assert list(tmp_path.iterdir()) == []
