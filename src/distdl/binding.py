@@ -1,0 +1,297 @@
+"""Stage 2 of validation: imports every `_target_` of a config and binds its arguments.
+
+Run as a child process (`python -m distdl.binding`): the request is JSON on stdin, the answer JSON
+on stdout. Importing takes seconds, runs the user's code and may print, crash or hang, none of which
+may happen to the command line itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
+from distdl.suggest import closest
+
+_SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+# Functions that pass **kwargs on to a model: only building it shows what they take.
+_BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
+
+
+class Binding:
+    """One validation; collects problems as (path, what, remedy), notes and facts."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.config: dict[str, Any] = request["config"]
+        self.supplied: dict[str, dict[str, list[str]]] = request["supplied"]
+        self.context: dict[str, Any] = request["context"]
+        self.local: bool = self.context["local"]
+        self.skip = [tuple(path) for path in request["skip"]]
+        self.broken = [tuple(path) for path in request["broken"]]
+        self.expressions = {tuple(path): text for path, text in request["expressions"]}
+        self.problems: list[tuple[str, str, str]] = []
+        self.notes: list[str] = []
+        self.facts: dict[str, Any] = {"model_configures_optimizers": None}
+
+    def run(self) -> None:
+        for key in COMPONENTS:
+            self.visit(self.config.get(key), (key,))
+        for key in COLLECTIONS:
+            self.visit(self.config.get(key), (key,))
+        if isinstance(self.config.get("trainer"), dict):
+            self.trainer(self.config["trainer"])
+
+    def visit(self, value: Any, path: Path, *, built: bool = True) -> None:
+        """Checks a node and those inside it.
+
+        Args:
+            built: False below `_recursive_: false`, where the target builds the inner nodes itself
+                and may pass further arguments.
+        """
+        items = value.items() if isinstance(value, dict) else ()
+        if isinstance(value, list):
+            items = enumerate(value)  # type: ignore[assignment]
+        inner_built = built
+        if isinstance(value, dict) and "_target_" in value:
+            inner_built = built and value.get("_recursive_", True) is not False
+            if path not in self.skip:
+                self.node(value, path, built)
+        for key, item in items:
+            self.visit(item, (*path, key), built=inner_built)
+
+    def node(self, node: dict[str, Any], path: Path, built: bool) -> None:
+        called = self.locate(node["_target_"], path)
+        if called is None:
+            return
+        if len(path) == 1:
+            self.kind(called, str(path[0]))
+        if built:
+            before = len(self.problems)
+            self.bind(called, node, path)
+            # A hook may rely on values that are known to be wrong.
+            broken = any(path == bad[: len(path)] for bad in self.broken)
+            if len(self.problems) == before and not broken:
+                self.hook(called, node, path)
+
+    def add(self, path: Path, what: str, remedy: str = "") -> None:
+        self.problems.append((path_text(path), what, remedy))
+
+    def locate(self, target: str, path: Path) -> Any:
+        """Imports what a dotted path names; None (and a problem or a note) if it cannot be."""
+        place = (*path, "_target_")
+        package, *names = target.split(".")
+        if package not in sys.modules and importlib.util.find_spec(package) is None:
+            return self.absent(package, place)
+        found: Any = None
+        reached = package
+        try:
+            found = importlib.import_module(package)
+            for name in names:
+                if not hasattr(found, name) and inspect.ismodule(found):
+                    try:
+                        importlib.import_module(f"{reached}.{name}")
+                    except ModuleNotFoundError as error:
+                        if error.name != f"{reached}.{name}":
+                            raise
+                if not hasattr(found, name):
+                    near = closest(name, [n for n in dir(found) if not n.startswith("_")])
+                    remedy = f"did you mean {reached}.{near}?" if near else ""
+                    self.add(place, f"{reached} has no {name!r}", remedy)
+                    return None
+                found = getattr(found, name)
+                reached = f"{reached}.{name}"
+        except ModuleNotFoundError as error:
+            return self.absent(str(error.name).partition(".")[0], place)
+        except Exception as error:
+            self.add(place, f"{target} cannot be imported: {said(error)}", origin(error))
+            return None
+        return self.accepted(found, target, place)
+
+    def absent(self, package: str, place: Path) -> None:
+        if self.local:
+            what = f"needs the package {package}, which is not installed"
+            self.add(place, what, "install it into this environment")
+        else:
+            note = f"not checked: {path_text(place)}: package {package} is not installed here"
+            self.notes.append(note)
+
+    def accepted(self, found: Any, target: str, place: Path) -> Any:
+        """Refuses what is not callable, and names that lead out of their package."""
+        if not callable(found):
+            self.add(place, f"{target} is a {type(found).__name__}, no class or function")
+            return None
+        is_plain = inspect.isclass(found) or inspect.isroutine(found)
+        real = str(found.__module__ or "").partition(".")[0] if is_plain else ""
+        if real in sys.stdlib_module_names and real != target.partition(".")[0]:
+            name = getattr(found, "__qualname__", "")
+            self.add(place, f"{target} is Python's own {real}.{name}")
+            return None
+        return found
+
+    def kind(self, called: Any, section: str) -> None:
+        """The model must be Lightning's, and so must the data."""
+        if section not in ("model", "data") or not inspect.isclass(called):
+            return
+        import lightning.pytorch as lightning
+
+        base = lightning.LightningModule if section == "model" else lightning.LightningDataModule
+        if not issubclass(called, base):
+            twin = any(c.__module__.startswith("pytorch_lightning.") for c in called.__mro__)
+            remedy = f"derive it from lightning.pytorch.{base.__name__}"
+            if twin:
+                remedy += ": pytorch_lightning's class of that name is another one"
+            elif section == "model":
+                remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
+            self.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
+        elif section == "model":
+            default = lightning.LightningModule.configure_optimizers
+            own = getattr(called, "configure_optimizers", None) is not default
+            self.facts["model_configures_optimizers"] = own
+
+    def bind(self, called: Any, node: dict[str, Any], path: Path) -> None:
+        from distdl.signatures import bind, takes
+
+        target = node["_target_"]
+        table = self.supplied.get(str(path[0]), {}) if len(path) == 1 else {}
+        hidden = (*_SPECIAL, *table.get("consumed", ()))
+        given = {key: value for key, value in node.items() if key not in hidden}
+        signature = takes(called)
+        if signature is None:
+            return
+        positional = len(table.get("supplied", ())) + len(node.get("_args_") or ())
+        partial = node.get("_partial_") is True
+        for name, what, remedy in bind(
+            signature,
+            given,
+            positional=positional,
+            partial=partial,
+            offered=table.get("offered", ()),
+        ):
+            place = (*path, name) if name else path
+            if what == "unknown argument":
+                what = f"{target} takes no argument {name!r}"
+                remedy = remedy.replace("{}", f"{path_text(path)}.")
+            elif what == "missing argument":
+                what, remedy = f"missing, {target} needs it", f"write {path_text(place)}=..."
+            elif "{}" in what:
+                what = what.replace("{}", self.show(place))
+            self.add(place, what, remedy)
+        if signature.any_keyword and not partial and target.startswith(_BUILT_ON_META):
+            self.build(target, node, path)
+
+    def build(self, target: str, node: dict[str, Any], path: Path) -> None:
+        from distdl.meta import misfit
+
+        inner = [t for t in targets(node) if not t.startswith(("torch.", *_BUILT_ON_META))]
+        if (
+            path[0] != "model"
+            or inner
+            or any(path == bad[: len(path)] for bad in (*self.skip, *self.broken))
+        ):
+            return
+        found = misfit(node)
+        if found is not None:
+            name, what, remedy = found
+            place = (*path, name) if name else path
+            self.add(place, f"{target}: {what}", remedy.replace("{}", path_text(path)))
+
+    def trainer(self, node: dict[str, Any]) -> None:
+        from lightning.pytorch import Trainer
+
+        from distdl.signatures import bind, takes
+
+        self.visit(node, ("trainer",))
+        signature = takes(Trainer)
+        assert signature is not None
+        for owned in TRAINER_OWNED:  # stage 1 speaks of these
+            signature.parameters.pop(owned, None)
+        given = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
+        for name, what, remedy in bind(signature, given):
+            place: Path = ("trainer", name)
+            if what == "unknown argument":
+                what = "lightning's Trainer takes no such argument"
+                remedy = remedy.replace("{}", "trainer.")
+            elif "{}" in what:
+                what = what.replace("{}", self.show(place))
+            self.add(place, what, remedy)
+
+    def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
+        """Lets a target check its own node: a static or class method `check(node[, context])`.
+
+        It returns Problems, whose paths are relative to the node. The context says how many
+        devices there are and whether the run is `local`; a check of a data node that does not ask
+        for it looks at files, which only a local run finds here.
+        """
+        static = inspect.getattr_static(called, "check", None)
+        is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
+        if static is None or not is_ours:
+            return
+        check = called.check
+        try:
+            wants_context = len(inspect.signature(check).parameters) > 1
+            if path[0] == "data" and not self.local and not wants_context:
+                return
+            problems = check(node, self.context) if wants_context else check(node)
+            for problem in problems or ():
+                start = path_text(path)
+                place = f"{start}.{problem.path}" if problem.path else start
+                self.problems.append((place, problem.what, problem.remedy))
+        except Exception as error:
+            self.add(path, f"its own check failed: {said(error)}", origin(error))
+
+    def show(self, path: Path) -> str:
+        from distdl.resolve import Resolved
+
+        return Resolved(values=self.config, expressions=self.expressions).show(path)
+
+
+def targets(value: Any) -> Iterator[str]:
+    from distdl.targets import nodes
+
+    for _, node in nodes(value):
+        yield str(node["_target_"])
+
+
+def said(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def origin(error: BaseException) -> str:
+    """File and line where an import or a check failed, for the user to look at."""
+    if isinstance(error, SyntaxError):
+        return f"see {error.filename}, line {error.lineno}"
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if FilePath(name).is_file() and "distdl/binding" not in FilePath(name).as_posix():
+            place = f"see {name}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def main() -> None:
+    # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    # As provenance.python_path: the folder the user works in, then the root of his code.
+    sys.path[:0] = dict.fromkeys((os.getcwd(), request["root"]))
+    binding = Binding(request)
+    binding.run()
+    from distdl.redact import hide_shapes
+
+    problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
+    json.dump({"problems": problems, "notes": binding.notes, "facts": binding.facts}, answer)
+    answer.close()
+
+
+if __name__ == "__main__":
+    main()

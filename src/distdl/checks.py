@@ -1,0 +1,146 @@
+"""Checks of stage 1 beyond the schema: size, batches, secrets, and what the far side will lack."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, Protocol
+
+from distdl.errors import Problem
+from distdl.redact import holds_secret, looks_secret, redact
+from distdl.resolve import Resolved
+from distdl.schema import TRAINER_OWNED, Path, path_text
+
+_LOCAL = "distdl.launchers.local"  # one machine: this one
+_HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
+
+Found = list[tuple[Path, Problem]]
+
+
+class Topology(Protocol):
+    """What distdl.job.Resources says about the size of a run; devices are per node."""
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def accelerator(self) -> str: ...
+
+
+def strings(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def launcher(resolved: Resolved) -> str:
+    return str(resolved.section("launcher").get("_target_") or _LOCAL)
+
+
+def is_here(resolved: Resolved, local: bool | None) -> bool:
+    """Whether the workers run on this machine: as told, or by the launcher."""
+    return launcher(resolved).startswith(_HERE) if local is None else local
+
+
+def owned(resolved: Resolved) -> Found:
+    """Arguments of the Trainer that distdl fills itself."""
+    trainer = resolved.section("trainer")
+    found: Found = []
+    for key, remedy in TRAINER_OWNED.items():
+        if key in trainer:
+            problem = Problem(f"trainer.{key}", "is set by distdl itself", remedy)
+            found.append((("trainer", key), problem))
+    return found
+
+
+def forwarded(resolved: Resolved, here: bool) -> Found:
+    """A variable that the far side will not have: refused now and not after an hour in a queue."""
+    if here:
+        return []
+    names = strings(resolved.section("launcher").get("forward_env"))
+    found: Found = []
+    for path, name, has_default in resolved.variables():
+        # The launcher's own settings are read here, before the job is submitted.
+        if path[0] == "launcher" or has_default or name in names:
+            continue
+        what = f"reads the environment variable {name}, which the job will not have"
+        remedy = f"launcher.forward_env=[{','.join([*names, name])}]"
+        found.append((path, Problem(path_text(path), what, remedy)))
+    return found
+
+
+def topology(resolved: Resolved, size: Topology | None, here: bool) -> Found:
+    trainer = resolved.section("trainer")
+    found: Found = []
+
+    def add(path: str, what: str, remedy: str) -> None:
+        found.append((tuple(path.split(".")), Problem(path, what, remedy)))
+
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
+    if isinstance(devices, list) and not here:
+        add(
+            "trainer.devices",
+            "a list names devices of this machine, and the job runs elsewhere",
+            f"write the number per node: trainer.devices={len(devices)}",
+        )
+    if isinstance(nodes, int) and nodes > 1 and launcher(resolved).startswith(_LOCAL):
+        add(
+            "trainer.num_nodes",
+            f"launcher=local is one machine, not {nodes}",
+            "trainer.num_nodes=1, or another launcher (--help lists them)",
+        )
+    if size is None:
+        return found
+    world = size.num_nodes * size.devices
+    strategy = str(resolved.section("strategy").get("_target_", "")).rpartition(".")[2]
+    if world > 1 and strategy.lower().startswith("single"):
+        ranks = f"{size.devices} devices x {size.num_nodes} nodes"
+        add("strategy", f"{strategy} trains on one device, not on {ranks}", "strategy=ddp")
+    if size.accelerator == "mps" and size.devices > 1:
+        add("trainer.devices", "an Apple GPU is one device", "trainer.devices=1")
+    _batches(resolved, world, add)
+    return found
+
+
+def _batches(resolved: Resolved, world: int, add: Any) -> None:
+    data = resolved.section("data")
+    whole, own = data.get("global_batch_size"), data.get("batch_size", 1)
+    accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
+    if not all(type(value) is int and value > 0 for value in (whole, own, accumulate)):
+        return
+    parts = world * accumulate
+    if whole == own * parts:
+        return
+    what = f"{whole} is not {own} (data.batch_size) x {world} devices x {accumulate} accumulated"
+    if whole % parts:
+        nearest = max(1, whole // parts) * parts
+        add("data.global_batch_size", f"{what}, nor divisible", f"data.global_batch_size={nearest}")
+    else:
+        add("data.global_batch_size", what, f"data.batch_size={whole // parts}")
+
+
+def secrets(value: Any, resolved: Resolved, path: Path) -> Found:
+    """Literal secrets: config.yaml is kept and shared, so it may name a secret, never hold it."""
+    if isinstance(value, dict):
+        found: Found = []
+        for key, item in value.items():
+            found += secrets(item, resolved, (*path, str(key)))
+        return found
+    if isinstance(value, list):
+        return [p for i, v in enumerate(value) for p in secrets(v, resolved, (*path, i))]
+    if not isinstance(value, str):
+        return []
+    key = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
+    reason = holds_secret(key, value)
+    if not reason and "${" in value and "oc.env" not in value and looks_secret(key):
+        # `${other.key}`: look at what it leads to.
+        target = resolved.values
+        for part in path:
+            target = target[part]  # type: ignore[index]
+        if isinstance(target, str) and target and target not in os.environ.values():
+            reason = "refers to a secret that is plain text"
+    if not reason:
+        return []
+    named = re.search(r"environment variable (\w+)$", reason)
+    name = named[1] if named else re.sub(r"\W", "_", key).upper()
+    remedy = f"write {redact(path_text(path))}='${{oc.env:{name}}}' and export {name}"
+    return [(path, Problem(redact(path_text(path)), reason, remedy))]

@@ -1,0 +1,163 @@
+"""Resolves a composed config value by value, so that one bad interpolation does not hide the rest.
+
+OmegaConf's own `resolve` stops at the first failure and prints values. Here each failure becomes a
+Problem, and it is remembered which values were interpolated: they may come from the environment and
+are never printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from distdl.errors import Problem
+from distdl.redact import looks_secret, redact
+from distdl.schema import Path, path_text
+from distdl.suggest import did_you_mean
+
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
+
+
+@dataclass
+class Resolved:
+    """A config as plain containers, once resolved and once as written."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # what failed to resolve is None
+    written: dict[str, Any] = field(default_factory=dict)
+    expressions: dict[Path, str] = field(default_factory=dict)  # the interpolations, as written
+    problems: list[tuple[Path, Problem]] = field(default_factory=list)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A top-level section; empty where it is absent or no mapping."""
+        value = self.values.get(name)
+        return value if isinstance(value, dict) else {}
+
+    def show(self, path: Path) -> str:
+        """Prints the value at `path`; an interpolation is printed as written, a secret not."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.expressions:
+                return self.expressions[path[:end]]
+        if any(looks_secret(str(part)) for part in path):
+            return "***"
+        value: Any = self.values
+        for part in path:
+            value = value[part]
+        if isinstance(value, (dict, list)):
+            return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
+        names = {None: "null", True: "true", False: "false"}
+        if value is None or isinstance(value, bool):
+            return names[value]
+        text = redact(repr(value))
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    def variables(self) -> Iterator[tuple[Path, str, bool]]:
+        """Each environment variable that the config reads: where, its name, has it a default."""
+        for path, expression in self.expressions.items():
+            for name, comma in _VARIABLE.findall(expression):
+                yield path, name, bool(comma)
+
+    def hide_environment(self, text: str) -> str:
+        """Writes `${oc.env:X}` for the value of X, wherever a message repeats it."""
+        for _, name, _ in self.variables():
+            value = os.environ.get(name, "")
+            if len(value) >= 4:  # shorter ones would garble the text and give nothing away
+                whole = rf"(?<!\w){re.escape(value)}(?!\w)"
+                text = re.sub(whole, f"${{oc.env:{name}}}", text)
+        return text
+
+
+def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
+    """Resolves every value of a config and collects what cannot be resolved."""
+    if not isinstance(config, DictConfig):
+        config = OmegaConf.create(dict(config))
+    resolved = Resolved()
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
+    deferred: dict[str, tuple[Path, Problem]] = {}
+    for key in config:
+        if key != "hydra":
+            resolved.values[str(key)] = _visit(config, key, (str(key),), resolved, deferred)
+    # A value that refers to a broken one fails with it: told once, at the origin.
+    told = " ".join(problem.what for _, problem in resolved.problems)
+    resolved.problems += [item for name, item in deferred.items() if name not in told]
+    return resolved
+
+
+def _visit(
+    parent: DictConfig | ListConfig,
+    key: Any,
+    path: Path,
+    resolved: Resolved,
+    deferred: dict[str, tuple[Path, Problem]],
+) -> Any:
+    if OmegaConf.is_missing(parent, key):
+        text = path_text(path)
+        resolved.problems.append((path, Problem(text, "missing", f"write {text}=...")))
+        return None
+    if OmegaConf.is_interpolation(parent, key):
+        written = str(parent._get_node(key)._value())  # type: ignore[union-attr]
+        resolved.expressions[path] = written
+        try:
+            value = parent[key]
+            if isinstance(value, (DictConfig, ListConfig)):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            return value
+        except InterpolationToMissingValueError:
+            return None  # the missing value is a problem of its own
+        except (OmegaConfBaseException, RecursionError, ValueError) as error:
+            name, problem = _explain(error, written, path, resolved)
+            if name in written:
+                resolved.problems.append((path, problem))
+            else:
+                deferred.setdefault(name, (path, problem))
+            return None
+    value = parent[key]
+    if isinstance(value, DictConfig):
+        return {str(k): _visit(value, k, (*path, str(k)), resolved, deferred) for k in value}
+    if isinstance(value, ListConfig):
+        return [_visit(value, i, (*path, i), resolved, deferred) for i in range(len(value))]
+    return value
+
+
+def _explain(error: Exception, written: str, path: Path, resolved: Resolved) -> tuple[str, Problem]:
+    """The name that fails to resolve and the problem in our words: OmegaConf's repeat values."""
+    text, message = path_text(path), str(error)
+    if match := re.search(r"Environment variable '(\w+)' not found", message):
+        name = match[1]
+        what = f"the environment variable {name} is not set"
+        remedy = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
+        return name, Problem(text, what, remedy)
+    if isinstance(error, InterpolationKeyError):
+        found = re.search(r"Interpolation key '([^']*)'", message)
+        name = found[1] if found else written
+        near = did_you_mean(name, _paths(resolved.written))
+        return name, Problem(text, f"refers to {name}, which is not in the config", near)
+    if isinstance(error, UnsupportedInterpolationType):
+        return written, Problem(text, f"uses a resolver that is not known: {written}")
+    if isinstance(error, RecursionError) or "ecursive" in message:
+        return written, Problem(text, f"refers to itself: {written}")
+    return written, Problem(text, f"cannot be resolved: {written}")
+
+
+def _paths(values: Any, path: Path = ()) -> Iterator[str]:
+    items = values.items() if isinstance(values, Mapping) else ()
+    for key, value in items:
+        yield path_text((*path, str(key)))
+        yield from _paths(value, (*path, str(key)))
+
+
+def all_paths(values: Mapping[str, Any]) -> list[str]:
+    """Every path of nested mappings, sections included."""
+    return list(_paths(values))

@@ -1,0 +1,290 @@
+"""The typed shape of a composed config, section by section (pydantic, no torch).
+
+Sections that distdl reads itself have fixed keys. A component section (`model`, `data`, ...) names
+a class by `_target_`; its other keys are that class's arguments, which `distdl.binding` checks
+against the signature. `trainer` is in between: the types of Lightning's arguments are here, so that
+most mistakes are found without importing Lightning, and unknown ones are found by binding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from distdl.errors import Problem
+from distdl.suggest import did_you_mean
+
+Path = tuple[str | int, ...]
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+MinusOneOrMore = Annotated[int, Field(ge=-1)]
+Limit = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None
+
+
+def _nonzero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 devices cannot train")
+    return value
+
+
+Precision = Literal[
+    16, 32, 64, "16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
+    "32-true", "64-true", "transformer-engine", "transformer-engine-float16",
+]  # fmt: skip
+
+
+class _Fixed(BaseModel):
+    # Strict: "3" is no int and true is no int; an int is fine where a float is asked for.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Project(_Fixed):
+    """Where the user's own code is, and whose classes a config may name."""
+
+    root: str | None = None
+    allow: list[str] = []
+
+
+class Checkpoint(_Fixed):
+    every_n_steps: Positive | None = None
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    every_n_epochs: Positive = 1
+    keep_last: Positive = 1
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "max"
+    resume_from: str | None = None
+
+
+class TrainerArguments(_Open):
+    """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
+    devices: (
+        Literal["auto"]
+        | Annotated[int, Field(ge=-1), AfterValidator(_nonzero)]
+        | Annotated[list[Count], Field(min_length=1)]
+    ) = "auto"
+    num_nodes: Positive = 1
+    precision: Precision | None = None
+    fast_dev_run: bool | Count = False
+    max_epochs: MinusOneOrMore | None = None
+    min_epochs: Count | None = None
+    max_steps: MinusOneOrMore = -1
+    min_steps: Count | None = None
+    max_time: str | dict[str, int] | None = None
+    limit_train_batches: Limit = None
+    limit_val_batches: Limit = None
+    limit_test_batches: Limit = None
+    limit_predict_batches: Limit = None
+    overfit_batches: Limit = 0.0
+    val_check_interval: int | float | str | dict[str, int] | None = None
+    check_val_every_n_epoch: Positive | None = 1
+    num_sanity_val_steps: MinusOneOrMore | None = None
+    log_every_n_steps: Positive | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: Positive = 1
+    gradient_clip_val: Annotated[float, Field(ge=0)] | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    deterministic: bool | Literal["warn"] | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    profiler: Any = None
+    detect_anomaly: bool = False
+    barebones: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: Count = 0
+    enable_autolog_hparams: bool = True
+    model_registry: str | None = None
+
+
+# Arguments of the Trainer that distdl fills itself, and what the user sets instead.
+TRAINER_OWNED = {
+    "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
+    "callbacks": "add callbacks under callbacks: +callbacks.<name>._target_=package.Class",
+    "plugins": "choose the precision by trainer.precision, the rest by the group strategy",
+    "strategy": "choose the strategy by its group: strategy=ddp",
+    "default_root_dir": "choose the place of all runs by output_dir=FOLDER",
+    "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
+    "enable_checkpointing": "choose what is saved by checkpoint.*",
+    "use_distributed_sampler": "the data module makes its own sampler, exact at any world size",
+}
+
+
+class Component(_Open):
+    """A mapping that names a class or function (`_target_`) and its arguments."""
+
+    target: str = Field(alias="_target_")
+    partial: bool = Field(False, alias="_partial_")
+    recursive: bool = Field(True, alias="_recursive_")
+    convert: Literal["none", "partial", "object", "all"] = Field("none", alias="_convert_")
+    args: list[Any] = Field([], alias="_args_")
+
+
+class Data(Component):
+    batch_size: Positive = 1
+    num_workers: Count | None = None
+
+
+class Optimizer(Component):
+    lr: Annotated[float, Field(gt=0)] = 1.0
+    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    lr_reference_batch: Positive = 256
+    decay_norm_and_bias: bool = False
+
+
+class Config(_Fixed):
+    """The whole config. Groups that `~group` may remove have a default; the rest is required."""
+
+    name: Name | None
+    experiment_name: Name | None
+    seed: Count
+    tags: list[str]
+    output_dir: str
+    dry_run: bool
+    project: Project
+    checkpoint: Checkpoint
+    trainer: TrainerArguments
+    task: Component
+    model: Component | None = None
+    data: Data | None = None
+    optimizer: Optimizer | None = None
+    schedule: Component | None = None
+    strategy: Component | None = None
+    launcher: Component | None = None
+    tracking: dict[str, Component | None] | None = None
+    callbacks: dict[str, Component | None] | None = None
+
+
+COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
+COLLECTIONS = ("tracking", "callbacks")
+# What `optimizer=none` composes to: an empty mapping, which is as good as null.
+EMPTY_ALLOWED = ("model", "data", "optimizer", "schedule", "strategy", "launcher")
+
+
+def known_paths() -> Iterator[str]:
+    """Every path that the schema itself names, such as `trainer.max_epochs`."""
+    sections: dict[str, type[BaseModel]] = {
+        "project": Project,
+        "checkpoint": Checkpoint,
+        "trainer": TrainerArguments,
+        "data": Data,
+        "optimizer": Optimizer,
+    }
+    for key in Config.model_fields:
+        yield key
+        if key in sections:
+            for name, field in sections[key].model_fields.items():
+                if field.alias is None:
+                    yield f"{key}.{name}"
+
+
+def path_text(path: Path) -> str:
+    """Writes a path as the user would: `callbacks.ema.layers[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def check(
+    values: Mapping[str, Any], *, show: Callable[[Path], str], known: Iterable[str]
+) -> list[tuple[Path, Problem]]:
+    """Checks resolved values against the schema.
+
+    Args:
+        values: The resolved config as plain containers.
+        show: Prints the value at a path without giving away what came from the environment.
+        known: Paths to choose suggestions from.
+    """
+    shaped = {key: None if _empty(key, value) else value for key, value in values.items()}
+    try:
+        Config.model_validate(shaped)
+    except ValidationError as error:
+        found: dict[Path, list[str]] = {}
+        problems = []
+        for item in error.errors(include_url=False, include_context=False, include_input=False):
+            path, deeper = _real_path(shaped, item["loc"])
+            if item["type"] == "extra_forbidden":
+                problems += _unknown(path, _at(shaped, path), known)
+            elif item["type"] == "missing":
+                problems.append(_absent(path, deeper, _at(shaped, path), known))
+            else:
+                found.setdefault(path, []).append(_sentence(item["msg"]))
+        for path, sentences in found.items():
+            expected = " or ".join(dict.fromkeys(sentences))
+            what = f"must be {expected}, not {show(path)}"
+            problems.append(
+                (path, Problem(path_text(path), what, _quoting(path, expected, values)))
+            )
+        return problems
+    return []
+
+
+def _empty(key: str, value: Any) -> bool:
+    return key in EMPTY_ALLOWED and value == {}
+
+
+def _at(values: Any, path: Path) -> Any:
+    for part in path:
+        values = values[part]
+    return values
+
+
+def _real_path(values: Any, location: Path) -> tuple[Path, Path]:
+    """Splits pydantic's location into the user's path and the rest (a union's branch, a field)."""
+    for depth, part in enumerate(location):
+        inside = isinstance(values, Mapping) and part in values
+        if not inside and not (isinstance(values, list) and isinstance(part, int)):
+            return location[:depth], location[depth:]
+        values = values[part]
+    return location, ()
+
+
+def _unknown(path: Path, value: Any, known: Iterable[str]) -> list[tuple[Path, Problem]]:
+    """One problem for an unknown key, or for each value below it: `optimiser: {lr: 1}`."""
+    if isinstance(value, Mapping) and value:
+        return [p for key, item in value.items() for p in _unknown((*path, key), item, known)]
+    text = path_text(path)
+    where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
+    return [(path, Problem(text, f"unknown key {where}", did_you_mean(text, known)))]
+
+
+def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple[Path, Problem]:
+    text = path_text(path)
+    if deeper[-1:] != ("_target_",):
+        full = path_text((*path, *deeper))
+        return (*path, *deeper), Problem(full, "missing", f"write {full}=...")
+    given = ", ".join(map(str, value)) or "nothing"
+    what = f"names no class (_target_), only {given}"
+    if path[0] in COLLECTIONS:
+        near = did_you_mean(text, [name for name in known if name.count(".") == 1])
+        return path, Problem(text, what, near or f"write +{text}._target_=package.Class")
+    return path, Problem(text, what, f"choose one: {text}=NAME (--help lists them)")
+
+
+def _sentence(message: str) -> str:
+    """Turns "Input should be a valid integer" into "a valid integer"."""
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    if message.startswith("a valid dictionary"):
+        return "a mapping"
+    if message.startswith("String should match pattern"):
+        return "made of letters, digits, dots, underscores and dashes"
+    if message.startswith("List should have at least 1 item"):
+        return "a list with at least one item"
+    return message.replace("a valid ", "a ").replace("a integer", "an integer")
+
+
+def _quoting(path: Path, expected: str, values: Mapping[str, Any]) -> str:
+    value = _at(values, path)
+    if expected == "a string" and isinstance(value, (int, float)):
+        # Without the inner quotes Hydra reads digits as a number again.
+        return f"""write {path_text(path)}='"{value}"'"""
+    return ""

@@ -1,0 +1,48 @@
+"""Suggestions for misspelt names: the one place that decides what is close enough to mention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+_CLOSE = 0.65  # "lrr" and "lr" score 0.8; "epochs" and "max_epochs" 0.75; unrelated words below 0.6
+_OTHER_SECTION = 0.05  # a name in the section that the user wrote beats an equal one elsewhere
+
+
+def _ratio(left: str, right: str) -> float:
+    return SequenceMatcher(None, left.lower(), right.lower()).ratio()
+
+
+def closest(word: str, choices: Iterable[str]) -> str:
+    """The choice that resembles `word` most, or "" if none does."""
+    scored = [(_ratio(word, choice), choice) for choice in choices if choice != word]
+    score, choice = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
+    return choice if score >= _CLOSE else ""
+
+
+def did_you_mean(path: str, known: Iterable[str]) -> str:
+    """Names the known config path (at most two) that the user may have meant by `path`.
+
+    `lrr` finds `optimizer.lr`, `trainer.max_epoch` finds `trainer.max_epochs`, and `optimiser.lr`
+    finds `optimizer.lr`.
+
+    Returns:
+        "did you mean optimizer.lr?", or "" where nothing is close.
+    """
+    section, _, leaf = path.rpartition(".")
+    scored: list[tuple[float, str]] = []
+    for candidate in known:
+        if candidate == path:
+            continue
+        candidate_section, _, candidate_leaf = candidate.rpartition(".")
+        same = candidate_section == section
+        score = _ratio(leaf, candidate_leaf) - (0 if same else _OTHER_SECTION)
+        if section and not same:
+            # The leaf alone would let `optimiser.lr` find any other section's `lr`.
+            score = (score + _ratio(section, candidate_section)) / 2 + score / 10
+        scored.append((score, candidate))
+    best = max((score for score, _ in scored), default=0.0)
+    if best < _CLOSE - _OTHER_SECTION:
+        return ""
+    names = [name for score, name in scored if best - score < 0.01][:2]
+    return f"did you mean {' or '.join(names)}?"

@@ -1,0 +1,230 @@
+"""Finds what is wrong with a run before anything starts, all of it in one go.
+
+Stage 1 (`problems_of`) looks at the config alone and imports neither torch nor Lightning. Stage 2
+(`check_bindings`) imports every `_target_` and binds its arguments, in a child process, since that
+import takes seconds, may run the user's code and may fail in any way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from distdl import checks
+from distdl.checks import Found, Topology, is_here, strings
+from distdl.errors import Problem, UserError
+from distdl.redact import redact
+from distdl.resolve import Resolved, all_paths, resolve
+from distdl.schema import (
+    COLLECTIONS,
+    COMPONENTS,
+    Checkpoint,
+    Config,
+    Path,
+    Project,
+    check,
+    known_paths,
+)
+from distdl.targets import target_problems
+
+_CHILD_SECONDS = 300.0
+
+# What the builder (distdl.build) passes besides the node's own keys. `supplied`: names of the
+# leading positional arguments; `consumed`: keys of the node that never reach the target;
+# `offered`: arguments passed if the signature takes them.
+SUPPLIED: dict[str, dict[str, list[str]]] = {
+    "optimizer": {
+        "supplied": ["params"],
+        "consumed": ["lr_scaling", "lr_reference_batch", "decay_norm_and_bias"],
+    },
+    "schedule": {
+        "supplied": ["optimizer"],
+        "consumed": ["interval"],
+        "offered": ["steps_per_epoch", "max_epochs", "total_steps"],
+    },
+    "task": {"supplied": ["context"]},
+}
+
+
+def problems_of(
+    config: DictConfig | Mapping[str, Any],
+    *,
+    topology: Topology | None = None,
+    local: bool | None = None,
+    project_root: str | None = None,
+) -> list[Problem]:
+    """Stage 1: everything that is wrong with a config, found without importing what it names.
+
+    Args:
+        config: As composed, with unknown keys still in it.
+        topology: The resolved size of the run; None leaves out the checks that need it.
+        local: Whether the workers run on this machine; None reads it from the launcher.
+        project_root: Folder of the user's code; None means `project.root`.
+
+    Returns:
+        Problems sorted by path; their texts never repeat a value from the environment.
+    """
+    found = _stage_1(resolve(config), topology, local, project_root)
+    return _tidy([problem for _, problem in found])
+
+
+def validate(
+    config: DictConfig | Mapping[str, Any],
+    resources: Topology | None,
+    *,
+    local: bool | None = None,
+    project_root: str | None = None,
+    further: Sequence[Problem] = (),
+) -> tuple[list[str], dict[str, Any]]:
+    """Both stages.
+
+    Args:
+        config, local, project_root: As in `problems_of`.
+        resources: The resolved size of the run; None where it could not be resolved.
+        further: Problems that the caller has found already, to be told with the others.
+
+    Returns:
+        Notes for the user (what could not be checked here) and facts, see `check_bindings`.
+
+    Raises:
+        UserError: with all problems of both stages; where both speak of one path, stage 1 wins.
+    """
+    resolved = resolve(config)
+    first = _stage_1(resolved, resources, local, project_root)
+    bad = [path for path, _ in first]
+    second, notes, facts = _stage_2(resolved, resources, local, project_root, bad)
+    problems = [*further, *(problem for _, problem in first)]
+    told = {problem.path for problem in problems}
+    problems += [problem for problem in second if problem.path not in told]
+    if problems:
+        raise UserError(*_tidy(problems))
+    return notes, facts
+
+
+def check_bindings(
+    config: DictConfig | Mapping[str, Any],
+    resources: Topology | None,
+    project_root: str | None,
+    *,
+    local: bool | None = None,
+) -> tuple[list[Problem], list[str], dict[str, Any]]:
+    """Stage 2: imports each allowed `_target_` in a child process and binds its arguments.
+
+    Returns:
+        Problems; notes ("not checked: ..."); facts: `model_configures_optimizers` is True or False
+        for a model that is a class, and None where it is a function or could not be imported.
+    """
+    problems, notes, facts = _stage_2(resolve(config), resources, local, project_root)
+    return _tidy(problems), notes, facts
+
+
+def _tidy(problems: Sequence[Problem]) -> list[Problem]:
+    return sorted(dict.fromkeys(problems), key=lambda problem: problem.path)
+
+
+def _root(resolved: Resolved, project_root: str | None) -> str:
+    return str(project_root or resolved.section("project").get("root") or os.getcwd())
+
+
+def _refused(resolved: Resolved, project_root: str | None) -> Found:
+    allow = strings(resolved.section("project").get("allow"))
+    return target_problems(resolved.values, allow, [_root(resolved, project_root), os.getcwd()])
+
+
+def _stage_1(
+    resolved: Resolved, size: Topology | None, local: bool | None, root: str | None
+) -> Found:
+    here = is_here(resolved, local)
+    found = [
+        *check(resolved.values, show=resolved.show, known=_known(resolved)),
+        *checks.owned(resolved),
+        *_refused(resolved, root),
+        *checks.topology(resolved, size, here),
+        *checks.secrets(resolved.written, resolved, ()),
+    ]
+    # What did not resolve is None by now and must not be told a second time.
+    broken = [path for path, _ in resolved.problems]
+    found = [item for item in found if not any(item[0][: len(path)] == path for path in broken)]
+    found += [*resolved.problems, *checks.forwarded(resolved, here)]
+    return [(path, _safe(problem, resolved)) for path, problem in found]
+
+
+def _safe(problem: Problem, resolved: Resolved) -> Problem:
+    what, remedy = map(resolved.hide_environment, (problem.what, problem.remedy))
+    return Problem(problem.path, what, remedy)
+
+
+def _known(resolved: Resolved) -> list[str]:
+    """Paths that exist, to suggest: the schema's and those of the chosen components."""
+    fixed = {"project": Project, "checkpoint": Checkpoint}
+    names = dict.fromkeys(known_paths())
+    for path in all_paths(resolved.values):
+        top = path.partition(".")[0]
+        leaf = path.rpartition(".")[2]
+        if top in Config.model_fields and top not in fixed and not leaf.startswith("_"):
+            is_component = top in COMPONENTS or top in COLLECTIONS
+            if is_component and _has_target(resolved.values, path):
+                names[path] = None
+    return list(names)
+
+
+def _has_target(values: Any, path: str) -> bool:
+    """Whether the value at `path`, or the component around it, names a class."""
+    for part in path.split("."):
+        if isinstance(values, dict) and "_target_" in values:
+            return True
+        values = values.get(part) if isinstance(values, dict) else None
+    return isinstance(values, dict) and "_target_" in values
+
+
+def _stage_2(
+    resolved: Resolved,
+    size: Topology | None,
+    local: bool | None,
+    root: str | None,
+    told: Sequence[Path] = (),
+) -> tuple[list[Problem], list[str], dict[str, Any]]:
+    nodes, devices = (size.num_nodes, size.devices) if size else (1, 1)
+    request = {
+        "config": resolved.values,
+        "expressions": list(resolved.expressions.items()),
+        "skip": [path[:-1] for path, _ in _refused(resolved, root)],
+        "broken": [*told, *(path for path, _ in resolved.problems)],
+        "root": os.path.abspath(_root(resolved, root)),
+        "supplied": SUPPLIED,
+        "context": {
+            "num_nodes": nodes,
+            "devices": devices,
+            "world_size": nodes * devices,
+            "accelerator": size.accelerator if size else "auto",
+            "local": is_here(resolved, local),
+        },
+    }
+    answer = _ask_child(json.dumps(request, default=str))
+    problems = [_safe(Problem(*problem), resolved) for problem in answer["problems"]]
+    notes = [resolved.hide_environment(note) for note in answer["notes"]]
+    return problems, notes, answer["facts"]
+
+
+def _ask_child(request: str) -> dict[str, Any]:
+    """Runs `distdl.binding`; that it hangs or crashes is a problem like any other."""
+    command = [sys.executable, "-m", "distdl.binding"]
+    try:
+        child = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=_CHILD_SECONDS
+        )
+        return json.loads(child.stdout)
+    except subprocess.TimeoutExpired:
+        what = f"importing what the config names took more than {_CHILD_SECONDS:.0f} s"
+        remedy = "import your modules by hand to see where they hang"
+    except ValueError:
+        what = f"importing what the config names ended Python (exit code {child.returncode})"
+        lines = [line for line in redact(child.stderr).splitlines() if line.strip()]
+        remedy = "\n    ".join(lines[-5:])
+    return {"problems": [["", what, remedy]], "notes": [], "facts": {}}

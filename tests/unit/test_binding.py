@@ -1,0 +1,414 @@
+"""Stage 2: targets that cannot be imported, arguments that do not bind, by message.
+
+The child's work runs in this process here, so that Lightning is imported once; two tests start the
+real child.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import pytest
+from sample_config import sample
+
+from distdl import validate as validation
+from distdl.binding import Binding
+from distdl.errors import UserError
+from distdl.meta import misfit
+from distdl.validate import check_bindings, problems_of, validate
+
+DEMOS = "lightning.pytorch.demos.boring_classes"
+
+
+@pytest.fixture(autouse=True)
+def in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real_child" in request.fixturenames:
+        return
+
+    def answer(text: str) -> dict[str, Any]:
+        parsed = json.loads(text)
+        monkeypatch.syspath_prepend(parsed["root"])
+        binding = Binding(parsed)
+        binding.run()
+        assert json.dumps(binding.problems)
+        return {"problems": binding.problems, "notes": binding.notes, "facts": binding.facts}
+
+    monkeypatch.setattr(validation, "_ask_child", answer)
+
+
+@pytest.fixture
+def real_child() -> None:
+    """Marks the tests that start the child."""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    """A user's project with modules good and bad."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from typing import Literal
+
+            import lightning.pytorch as pl
+            from distdl.errors import Problem
+
+
+            class Plain:
+                def __init__(self, width: int, mode: Literal["a", "b"] = "a", *, rate: float = 1.0):
+                    pass
+
+
+            class Model(pl.LightningModule):
+                def __init__(self, width: int = 3, note: str | None = None, inner=None, **kwargs):
+                    super().__init__()
+                    self.kept = kwargs
+
+                def configure_optimizers(self):
+                    return None
+
+
+            class Bare(pl.LightningModule):
+                pass
+
+
+            class Stop(pl.callbacks.EarlyStopping):
+                def __init__(self, extra: int = 1, **kwargs):
+                    super().__init__(monitor="x", **kwargs)
+
+
+            class Data(pl.LightningDataModule):
+                def __init__(self, root: str, batch_size: int = 1, size=8):
+                    super().__init__()
+
+                @staticmethod
+                def check(config):
+                    assert config.get("size", 8) > 0
+                    yield Problem("root", f"no folder {config['root']}", "data.root=x")
+
+
+            def schedule(optimizer, steps_per_epoch: int, max_epochs: int, warmup: int = 0):
+                pass
+
+
+            def sized(context_free: int = 0):
+                pass
+
+
+            def _check(config, context):
+                if context["world_size"] > 1:
+                    yield Problem("", f"one device, not {context['world_size']}", "strategy=ddp")
+
+
+            sized.check = _check
+
+
+            def broken_check():
+                pass
+
+
+            broken_check.check = lambda config: 1 / 0
+            """
+        )
+    )
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "failing.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "needy.py").write_text("import package_that_is_absent\n")
+    yield tmp_path
+    for name in ("mine", "broken", "failing", "needy"):
+        sys.modules.pop(name, None)
+
+
+class Size:
+    num_nodes = 1
+    devices = 2
+    accelerator = "cpu"
+
+
+def messages(
+    changes: dict[str, Any], root: Path | None = None, size: Any = None, local: bool = True
+) -> list[str]:
+    found, _, _ = check_bindings(sample(changes), size, str(root) if root else None, local=local)
+    return [str(problem) for problem in found]
+
+
+def only(changes: dict[str, Any], root: Path | None = None, **options: Any) -> str:
+    (message,) = messages(changes, root, **options)
+    return message
+
+
+def test_a_valid_config_binds() -> None:
+    assert messages({}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"optimizer.momentun": 0.9}, "optimizer.momentun: torch.optim.SGD takes no argument"),
+        ({"optimizer.momentun": 0.9}, "did you mean optimizer.momentum?"),
+        ({"optimizer.params": []}, "optimizer.params: is passed by distdl or by position already"),
+        ({"optimizer.nesterov": "yes"}, "optimizer.nesterov: must be true or false, not 'yes'"),
+        ({"optimizer._args_": [0.1]}, "optimizer.lr: is passed by distdl or by position already"),
+        ({"trainer.max_epoch": 3}, "trainer.max_epoch: lightning's Trainer takes no such argument"),
+        ({"trainer.max_epoch": 3}, "did you mean trainer.max_epochs?"),
+        ({"trainer.benchmark": "y"}, "trainer.benchmark: must be true or false or null, not 'y'"),
+        ({"strategy.find_unused": True}, "did you mean strategy.find_unused_parameters?"),
+        ({"strategy.start_method": "x"}, "strategy.start_method: must be 'popen' or 'spawn'"),
+        ({"callbacks.early_stopping.patience": "3"}, "must be an integer, not '3'"),
+        (
+            {"tracking.csv": {"_target_": "lightning.pytorch.loggers.CSVLogger"}},
+            "save_dir: missing",
+        ),
+        ({"schedule": {"_target_": "torch.optim.lr_scheduler.StepLR"}}, "step_size: missing"),
+        ({"model.width": 3}, "model.width: "),
+        ({"model._target_": f"{DEMOS}.BorinModel"}, f"{DEMOS} has no 'BorinModel'"),
+        ({"model._target_": f"{DEMOS}.BorinModel"}, f"did you mean {DEMOS}.BoringModel?"),
+        ({"model._target_": "torch.optim.lr_scheduler"}, "is a module, no class or function"),
+        ({"model._target_": "torch.nn.Linear"}, "missing, torch.nn.Linear needs it"),
+        ({"model._target_": "torch.nn.ReLU"}, "model._target_: ReLU is no LightningModule"),
+        ({"data._target_": f"{DEMOS}.BoringModel"}, "BoringModel is no LightningDataModule"),
+        ({"model._target_": "timm.utils.jit.nosuch"}, "timm.utils.jit has no 'nosuch'"),
+    ],
+)
+def test_what_does_not_bind(changes: dict[str, Any], expected: str) -> None:
+    assert expected in "\n".join(messages(changes))
+
+
+def test_one_problem_each() -> None:
+    assert len(messages({"optimizer.momentun": 0.9, "trainer.max_epoch": 3})) == 2
+
+
+def test_kwargs_that_lightning_hands_to_ddp() -> None:
+    assert messages({"strategy.gradient_as_bucket_view": True, "strategy.bucket_cap_mb": 25}) == []
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        ({"_target_": "torchvision.models.resnet18", "num_classes": 10}, ""),
+        ({"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"}, ""),
+        (
+            {"_target_": "torchvision.models.resnet18", "num_clases": 10},
+            "model.inner.num_clases: torchvision.models.resnet18: takes no argument 'num_clases'\n"
+            "    did you mean model.inner.num_classes?",
+        ),
+        (
+            {"_target_": "torchvision.models.resnet18", "num_classes": "ten"},
+            "model.inner: torchvision.models.resnet18: cannot be built: TypeError",
+        ),
+        ({"_target_": "timm.create_model", "model_name": "resnet10t", "pretrained": True}, ""),
+        ({"_target_": "timm.create_model", "model_name": "vit_tiny_patch16_224"}, ""),
+        (
+            {"_target_": "timm.create_model", "model_name": "resnet10t", "num_clases": 3},
+            "did you mean model.inner.num_classes?",
+        ),
+        (
+            {"_target_": "timm.create_model", "model_name": "resnet10tt"},
+            "model.inner.model_name: timm.create_model: timm has no model 'resnet10tt'\n"
+            "    did you mean model.inner.model_name=resnet10t?",
+        ),
+        ({"_target_": "torchvision.models.resnet18", "_partial_": True, "progress": False}, ""),
+    ],
+)
+def test_models_that_take_kwargs_are_built_without_memory(
+    network: dict[str, Any], expected: str, project: Path
+) -> None:
+    found = messages({"model": {"_target_": "mine.Model", "inner": network}}, project)
+    assert expected in "\n".join(found) if expected else found == []
+
+
+def test_models_are_built_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    real = hydra.utils.instantiate
+    monkeypatch.setattr(hydra.utils, "instantiate", lambda node: built.append(real(node)))
+    assert misfit({"_target_": "torchvision.models.resnet18"}) is None
+    assert {parameter.device.type for parameter in built[0].parameters()} == {"meta"}
+
+
+def test_types_of_simple_annotations(project: Path) -> None:
+    node = {"_target_": "mine.Plain", "width": 3}
+    for good in ({}, {"rate": 1}, {"mode": "b"}):
+        assert messages({"callbacks.x": {**node, **good}}, project) == []
+    for bad, expected in (
+        ({"width": 1.5}, "callbacks.x.width: must be an integer, not 1.5"),
+        ({"width": True}, "callbacks.x.width: must be an integer, not true"),
+        ({"rate": "1"}, "callbacks.x.rate: must be a number, not '1'"),
+        ({"mode": "c"}, "callbacks.x.mode: must be 'a' or 'b', not 'c'"),
+        ({"height": 3}, "it takes width, mode, rate"),
+    ):
+        assert expected in only({"callbacks.x": {**node, **bad}}, project)
+
+
+def test_values_of_the_environment_are_not_printed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMPLE_WIDTH", "very-private")
+    node = {"_target_": "mine.Plain", "width": "${oc.env:SAMPLE_WIDTH}"}
+    message = only({"callbacks.x": node}, project)
+    assert message == "callbacks.x.width: must be an integer, not ${oc.env:SAMPLE_WIDTH}"
+
+
+def test_partial_and_unbuilt_nodes(project: Path) -> None:
+    partial = {"_target_": "mine.Plain", "_partial_": True}
+    assert messages({"callbacks.x": partial}, project) == []
+    assert "takes no argument 'z'" in only({"callbacks.x": {**partial, "z": 1}}, project)
+    inner = {"_target_": "mine.Plain"}
+    outer = {"_target_": "mine.Model", "inner": inner}
+    assert "model.inner.width: missing" in only({"model": outer}, project)
+    assert messages({"model": {**outer, "_recursive_": False}}, project) == []
+    inner["_target_"] = "mine.Plan"
+    message = only({"model": {**outer, "_recursive_": False}}, project)
+    assert "model.inner._target_: mine has no 'Plan'" in message
+    assert "did you mean mine.Plain?" in message
+
+
+def test_kwargs_follow_super_but_not_elsewhere(project: Path) -> None:
+    assert messages({"model": {"_target_": "mine.Model", "whatever": 1}}, project) == []
+    stop = {"_target_": "mine.Stop", "patience": 3}
+    assert messages({"callbacks.x": stop}, project) == []
+    message = only({"callbacks.x": {**stop, "pateince": 3}}, project)
+    assert "did you mean callbacks.x.patience?" in message
+
+
+def test_what_the_builder_supplies(project: Path) -> None:
+    node = {"_target_": "mine.schedule"}
+    assert messages({"schedule": node}, project) == []
+    assert messages({"schedule": {**node, "interval": "step", "warmup": 1}}, project) == []
+    found = "\n".join(messages({"callbacks.x": {**node, "interval": 1}}, project))
+    assert "mine.schedule takes no argument 'interval'" in found
+    assert "optimizer: is passed by distdl" in only({"schedule": {**node, "optimizer": 1}}, project)
+
+
+def test_modules_that_cannot_be_imported(project: Path) -> None:
+    message = only({"callbacks.x": {"_target_": "broken.f"}}, project)
+    assert "broken.f cannot be imported: SyntaxError" in message and "broken.py, line 1" in message
+    message = only({"callbacks.x": {"_target_": "failing.f"}}, project)
+    assert "RuntimeError: no licence" in message and "failing.py, line 1" in message
+
+
+def test_absent_packages(project: Path) -> None:
+    changes = {
+        "project.allow": ["absent_package"],
+        "callbacks.x": {"_target_": "absent_package.Thing"},
+        "callbacks.y": {"_target_": "needy.Thing"},
+    }
+    first, second = messages(changes, project)
+    assert "callbacks.x._target_: needs the package absent_package, which is not" in first
+    assert "callbacks.y._target_: needs the package package_that_is_absent" in second
+    problems, notes, _ = check_bindings(sample(changes), None, str(project), local=False)
+    assert problems == []
+    assert notes[0].startswith("not checked: callbacks.x._target_: package absent_package is not")
+
+
+def test_refused_targets_are_never_imported(project: Path) -> None:
+    changes = {"callbacks.x": {"_target_": "failing.f"}, "model": {"_target_": "os.system"}}
+    assert messages(changes, root=project.parent) == []
+    assert "failing" not in sys.modules
+
+
+def test_names_that_lead_to_pythons_own_modules() -> None:
+    message = only({"callbacks.x": {"_target_": "torch.utils.data.dataloader.threading.Thread"}})
+    assert "is Python's own threading.Thread" in message
+
+
+def test_facts(project: Path) -> None:
+    def fact(target: str) -> Any:
+        return check_bindings(sample({"model": {"_target_": target}}), None, str(project))[2]
+
+    assert fact("mine.Model") == {"model_configures_optimizers": True}
+    assert fact("mine.Bare") == {"model_configures_optimizers": False}
+    assert fact("mine.schedule") == {"model_configures_optimizers": None}
+
+
+def test_checks_of_the_targets_themselves(project: Path) -> None:
+    data = {"data": {"_target_": "mine.Data", "root": "nowhere"}}
+    assert only(data, project) == "data.root: no folder nowhere\n    data.root=x"
+    assert messages(data, project, local=False) == []
+    strategy = {"strategy": {"_target_": "mine.sized"}}
+    assert messages(strategy, project) == []
+    message = only(strategy, project, size=Size())
+    assert message == "strategy: one device, not 2\n    strategy=ddp"
+    message = only({"strategy": {"_target_": "mine.broken_check"}}, project)
+    assert "strategy: its own check failed: ZeroDivisionError" in message
+
+
+def test_a_check_is_not_run_on_values_known_to_be_wrong(project: Path) -> None:
+    data = {"data": {"_target_": "mine.Data", "root": "x", "size": "???"}}
+    with pytest.raises(UserError) as caught:
+        validate(sample(data), None, project_root=str(project))
+    assert [str(p) for p in caught.value.problems] == [
+        "data.size: missing\n    write data.size=..."
+    ]
+
+
+def _shipped() -> list[list[str]]:
+    conf = Path(__file__).resolve().parents[2] / "conf"
+    further = {
+        "model/timm": ["model.network.model_name=resnet10t"],
+        "data/imagenet": ["data.root={root}", "data.num_classes=2"],
+        "experiment/resnet50_imagenet": ["data.root={root}", "data.num_classes=2"],
+    }
+    groups = ("callbacks", "data", "debug", "experiment", "model", "optimizer", "schedule")
+    options = [
+        p for g in (*groups, "strategy", "task", "tracking") for p in (conf / g).glob("*.yaml")
+    ]
+    return [
+        [f"{p.parent.name}={p.stem}", *further.get(f"{p.parent.name}/{p.stem}", [])]
+        for p in sorted(options)
+        if p.stem != "classifier"
+    ]
+
+
+@pytest.mark.parametrize("overrides", _shipped(), ids=lambda overrides: overrides[0])
+def test_every_shipped_option_binds(overrides: list[str], tmp_path: Path) -> None:
+    from distdl.compose import compose
+
+    for folder in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
+    stage_1 = problems_of(config, local=True)
+    stage_2, notes, _ = check_bindings(config, None, None, local=True)
+    assert ([*map(str, stage_1), *map(str, stage_2)], notes) == ([], [])
+
+
+@pytest.mark.usefixtures("real_child")
+def test_the_real_child_answers_through_noise(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "noisy.py").write_text(
+        "import os\nprint('noise')\nos.system('echo noise')\n\n\ndef f(x): ...\n"
+    )
+    answer = _child_of(project, "noisy.f", monkeypatch)
+    assert [problem[:2] for problem in answer["problems"]] == [
+        ["callbacks.x.x", "missing, noisy.f needs it"]
+    ]
+    assert "noise" not in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("real_child")
+def test_the_real_child_may_die(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "deadly.py").write_text("import os\nos._exit(7)\n")
+    answer = _child_of(project, "deadly.f", monkeypatch)
+    assert "ended Python (exit code 7)" in answer["problems"][0][1]
+
+
+def _child_of(project: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The real child over a config of one callback, which needs no torch."""
+    asked: list[str] = []
+
+    def keep(request: str) -> dict[str, Any]:
+        asked.append(request)
+        return {"problems": [], "notes": [], "facts": {}}
+
+    ask = validation._ask_child
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "_ask_child", keep)
+        check_bindings(sample(), None, str(project))
+    request = json.loads(asked[0])
+    request["config"] = {"callbacks": {"x": {"_target_": target}}}
+    return ask(json.dumps(request))
