@@ -1,0 +1,179 @@
+"""Which samples come next: pure functions of (seed, epoch, samples consumed), on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import Sampler
+
+from distdl.errors import Problem, UserError
+
+
+class SampleKey(NamedTuple):
+    """What a sampler hands to the dataset.
+
+    Args:
+        index: Which sample of the dataset.
+        epoch: The epoch that it is drawn in; random augmentation depends on (seed, epoch, index).
+        weight: 1, or 0 for a filler row that only makes the shapes of all ranks equal.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    epoch: int
+    weight: float
+
+
+@dataclass
+class TrainPosition:
+    """How far training has come, in numbers that do not depend on the world size.
+
+    Args:
+        epoch: The current epoch.
+        consumed: Samples already trained on in this epoch, over all ranks.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+
+
+def stable_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers: the same in every process, on every machine, for good."""
+    text = ",".join(str(int(part)) for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class TrainBatches(Sampler[list[SampleKey]]):
+    """Batches of one rank for training: full ones only, the same number on every rank.
+
+    The order of an epoch depends on (seed, epoch) alone. A global batch is the next
+    `batch_size * world_size` samples of it, and rank r takes the r-th slice: ranks see disjoint
+    samples, and any world size with the same global batch sees the same global batches. The tail
+    that fills no global batch is dropped (another one in every epoch, when shuffled).
+
+    `iter()` starts at `position` as it is at that moment and does no work for what is skipped.
+
+    Args:
+        num_samples: Length of the dataset.
+        batch_size: Samples per rank and batch.
+        rank: Of this process among those that take different data.
+        world_size: How many of them there are.
+        seed: The same on every rank.
+        shuffle: False: the dataset's order, in every epoch.
+        position: Where to start; the training loop keeps it up to date.
+        resume: False: every `iter()` starts at the beginning of `position.epoch`.
+
+    Raises:
+        UserError: When there are fewer samples than one global batch.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        position: TrainPosition,
+        resume: bool = True,
+    ) -> None:
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.rank, self.world_size = rank, world_size
+        self.seed, self.shuffle = seed, shuffle
+        self.position, self.resume = position, resume
+        self.global_batch = batch_size * world_size
+        if num_samples < self.global_batch:
+            raise UserError(
+                Problem(
+                    "data.batch_size",
+                    f"{num_samples} training samples are fewer than one global batch of "
+                    f"{batch_size} x {world_size} = {self.global_batch}",
+                    f"data.batch_size={max(1, num_samples // world_size)}"
+                    if num_samples >= world_size
+                    else "fewer devices, or more samples",
+                )
+            )
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, also when the next `iter()` starts in the middle of one."""
+        return self.num_samples // self.global_batch
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        # Not itself a generator: the position counts as it is now, not at the first `next`, which
+        # a prefetching loader may ask for later.
+        consumed = self.position.consumed if self.resume else 0
+        return self._batches(self.position.epoch, consumed)
+
+    def _batches(self, epoch: int, consumed: int) -> Iterator[list[SampleKey]]:
+        order = self._order(epoch)
+        # A position that is no multiple of the global batch comes from a run with another one.
+        remaining = len(self) - math.ceil(consumed / self.global_batch)
+        for step in range(remaining):
+            start = consumed + step * self.global_batch + self.rank * self.batch_size
+            rows = order[start : start + self.batch_size].tolist()
+            yield [SampleKey(index, epoch, 1.0) for index in rows]
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+
+class EvalBatches(Sampler[list[SampleKey]]):
+    """Batches of one rank for evaluation, in order: the same number and shapes on every rank.
+
+    Ranks take turns: row i of rank r is sample `i * world_size + r`. What is left of the last rows
+    is filled up, since ranks that differ in their number of batches hang FSDP and ZeRO-3.
+
+    Args:
+        num_samples: Length of the dataset; any number, also below the world size.
+        batch_size: Rows per batch; less when no rank has so many samples.
+        rank: Of this process among those that take different data.
+        world_size: How many of them there are.
+        exact: True: fillers are sample 0 with weight 0, and all batches have one shape: sums of
+            weighted values count every sample exactly once. False: the first samples are repeated
+            with weight 1 until the ranks are equal, and the last batch may be smaller.
+        drop_last: Leave out a smaller last batch (not when exact).
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        exact: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.exact = exact
+        rows = math.ceil(num_samples / world_size)
+        self.rows_per_batch = max(1, min(batch_size, rows)) if exact else batch_size
+        if exact:
+            rows = math.ceil(rows / self.rows_per_batch) * self.rows_per_batch
+        elif drop_last:
+            rows -= rows % batch_size
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return math.ceil(self.rows / self.rows_per_batch)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for start in range(0, self.rows, self.rows_per_batch):
+            stop = min(start + self.rows_per_batch, self.rows)
+            yield [self._key(row) for row in range(start, stop)]
+
+    def _key(self, row: int) -> SampleKey:
+        place = row * self.world_size + self.rank
+        if place < self.num_samples:
+            return SampleKey(place, 0, 1.0)
+        return SampleKey(0, 0, 0.0) if self.exact else SampleKey(place % self.num_samples, 0, 1.0)

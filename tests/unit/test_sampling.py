@@ -1,0 +1,168 @@
+"""The samplers' promises, over many sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+
+from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition, stable_seed
+from distdl.errors import UserError
+
+
+def train_batches(samples, batch, world, position=None, seed=0, shuffle=True, **kwargs):
+    """One sampler per rank."""
+    position = position or TrainPosition()
+    return [
+        TrainBatches(
+            samples,
+            batch,
+            rank=rank,
+            world_size=world,
+            seed=seed,
+            shuffle=shuffle,
+            position=position,
+            **kwargs,
+        )
+        for rank in range(world)
+    ]
+
+
+def global_batches(samples, batch, world, position=None, **kwargs):
+    """The samples of each global batch, in rank order."""
+    ranks = [list(s) for s in train_batches(samples, batch, world, position, **kwargs)]
+    assert len({len(batches) for batches in ranks}) == 1
+    return [[key.index for rank in step for key in rank] for step in zip(*ranks, strict=True)]
+
+
+SIZES = [
+    (n, b, w)
+    for n, b, w in itertools.product((1, 2, 5, 7, 16, 97, 100), (1, 2, 4, 7), (1, 2, 3, 4))
+]
+
+
+@pytest.mark.parametrize("samples, batch, world", [s for s in SIZES if s[0] >= s[1] * s[2]])
+def test_training_ranks_are_equal_full_and_disjoint(samples, batch, world):
+    batches = global_batches(samples, batch, world)
+    assert len(batches) == samples // (batch * world)
+    assert all(len(b) == batch * world for b in batches)
+    seen = [index for b in batches for index in b]
+    assert len(set(seen)) == len(seen) and set(seen) <= set(range(samples))
+
+
+def test_every_world_size_sees_the_same_global_batches():
+    alone = global_batches(101, 12, 1)
+    assert alone == global_batches(101, 6, 2) == global_batches(101, 4, 3)
+    assert alone != global_batches(101, 12, 1, seed=1)
+    assert alone != global_batches(101, 12, 1, TrainPosition(epoch=1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 1, 5, 8])
+def test_resume_goes_on_with_the_next_sample_at_any_world_size(world, steps):
+    whole = global_batches(101, 12, 1, TrainPosition(epoch=3))
+    rest = global_batches(101, 12 // world, world, TrainPosition(3, steps * 12))
+    assert rest == whole[steps:]
+
+
+@pytest.mark.parametrize("batch, consumed", [*itertools.product((3, 5, 8), range(0, 101, 9))])
+def test_resume_under_another_global_batch_repeats_nothing(batch, consumed):
+    order = [i for b in global_batches(100, 1, 1) for i in b]
+    sampler = train_batches(100, batch, 1, TrainPosition(0, consumed))[0]
+    rest = [key.index for keys in sampler for key in keys]
+    assert rest == order[consumed : consumed + len(rest)]
+    assert len(sampler) == 100 // batch
+    assert len(rest) == batch * max(0, len(sampler) - math.ceil(consumed / batch))
+
+
+def test_the_position_counts_when_iter_is_called():
+    position = TrainPosition()
+    sampler = train_batches(64, 4, 1, position)[0]
+    first = iter(sampler)
+    position.epoch, position.consumed = 1, 32
+    second = iter(sampler)
+    position.consumed = 60
+    assert (len(list(first)), len(list(second)), len(list(sampler))) == (16, 8, 1)
+    assert all(key.epoch == 1 for keys in sampler for key in keys)
+
+
+def test_a_sampler_that_does_not_resume_starts_the_epoch_anew():
+    batches = global_batches(64, 4, 1, TrainPosition(2, 32), resume=False)
+    assert batches == global_batches(64, 4, 1, TrainPosition(2))
+
+
+def test_without_shuffling_the_order_is_the_datasets():
+    assert global_batches(7, 2, 1, TrainPosition(epoch=5), shuffle=False) == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+
+
+def test_too_few_samples_for_one_global_batch_names_the_numbers():
+    with pytest.raises(UserError) as refused:
+        train_batches(10, 4, 3)
+    assert refused.value.problems[0].path == "data.batch_size"
+    assert "10 training samples" in str(refused.value) and "4 x 3 = 12" in str(refused.value)
+    assert "data.batch_size=3" in str(refused.value)
+
+
+def test_resume_costs_no_more_than_a_start():
+    def first_batch(consumed):
+        sampler = train_batches(1_000_000, 4, 1, TrainPosition(0, consumed))[0]
+        start = time.perf_counter()
+        next(iter(sampler))
+        return time.perf_counter() - start
+
+    first_batch(0)
+    start, resumed = (min(first_batch(c) for _ in range(3)) for c in (0, 999_000))
+    assert resumed < 3 * start + 0.01
+
+
+def evaluation(samples, batch, world, **kwargs):
+    return [
+        list(EvalBatches(samples, batch, rank=r, world_size=world, **kwargs)) for r in range(world)
+    ]
+
+
+@pytest.mark.parametrize("samples, batch, world", SIZES)
+def test_exact_evaluation_counts_each_sample_once_in_equal_shapes(samples, batch, world):
+    ranks = evaluation(samples, batch, world)
+    counted = [key.index for rank in ranks for keys in rank for key in keys if key.weight]
+    assert sorted(counted) == list(range(samples))
+    assert len({tuple(len(keys) for keys in rank) for rank in ranks}) == 1
+    assert len({len(keys) for rank in ranks for keys in rank}) == 1
+    fillers = [key for rank in ranks for keys in rank for key in keys if not key.weight]
+    assert all(key.index == 0 for key in fillers)
+    assert len(EvalBatches(samples, batch, rank=0, world_size=world)) == len(ranks[0])
+
+
+def test_a_rank_may_have_fillers_only():
+    ranks = evaluation(2, 8, 3)
+    assert ranks[2] == [[SampleKey(0, 0, 0.0)]]
+
+
+@pytest.mark.parametrize("samples, batch, world", SIZES)
+def test_repeating_evaluation_evens_the_ranks_out(samples, batch, world):
+    ranks = evaluation(samples, batch, world, exact=False)
+    assert len({tuple(len(keys) for keys in rank) for rank in ranks}) == 1
+    keys = [key for rank in ranks for batch_keys in rank for key in batch_keys]
+    assert {key.index for key in keys} == set(range(samples)) and all(k.weight for k in keys)
+    assert len(keys) == samples + -samples % world
+
+
+def test_repeating_evaluation_may_drop_its_smaller_last_batch():
+    ranks = evaluation(21, 4, 2, exact=False, drop_last=True)
+    assert [[len(keys) for keys in rank] for rank in ranks] == [[4, 4], [4, 4]]
+
+
+def test_an_empty_evaluation_has_no_batches():
+    assert evaluation(0, 4, 2) == [[], []]
+
+
+def test_stable_seed_is_a_fixed_function():
+    # A literal: a change would break the resume of every run under way.
+    assert stable_seed(1, 2, 3) == stable_seed(1, 2, 3) != stable_seed(1, 3, 2)
+    assert stable_seed(0, 0, 0) == 9169699564768075551
