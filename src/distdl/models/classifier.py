@@ -1,0 +1,188 @@
+"""Image classification with any network: loss, exact validation, mixup, compile."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+from distdl.data.sampling import stable_seed
+from distdl.errors import Problem, UserError
+from distdl.models.mixing import mix
+
+
+class ImageClassifier(LightningModule):
+    """A network that maps images to logits, trained by cross-entropy.
+
+    A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]; "weight" float32 [B] says in
+    validation which rows count (1) and which are fillers (0). A pair (image, label) will do too.
+
+    Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
+    1) and `val/samples`. They are sums over all samples of all ranks, all-reduced once at the end
+    and then divided: every rank logs the same, at any world size. `test/...` likewise.
+
+    It defines no optimizer (the optimizer node is attached to it) and logs nothing in training.
+
+    Args:
+        network: [B, 3, H, W] to logits [B, num_classes].
+        num_classes: Labels are below it.
+        norm: "batch" leaves the network as it is; "group" puts a GroupNorm into the place of every
+            BatchNorm2d (32 groups, Wu and He 2018; fewer where 32 does not divide the channels),
+            so that results do not depend on the batch size per device.
+        label_smoothing: From 0 to below 1 (Szegedy et al. 2016).
+        mixup: Its alpha (Zhang et al. 2018); 0: off.
+        cutmix: Its alpha (Yun et al. 2019); 0: off. With both one is chosen for each batch.
+        channels_last: Memory layout of the images and weights; what tensor cores want.
+        compile: torch.compile the network.
+        seed: Of mixup and cutmix, whose draws depend on (seed, epoch, batch, rank) alone and so
+            come out the same after a resume.
+
+    Raises:
+        UserError: When an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int = 1000,
+        norm: str = "batch",
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        channels_last: bool = True,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        given = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
+        problems = list(self.check(given))
+        if problems:
+            raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
+        if norm == "group":
+            network = with_group_norm(network)
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.network = network.to(memory_format=self._layout)
+        self.num_classes = num_classes
+        self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
+        self._compile, self._seed = compile, seed
+        self._sums = torch.zeros(4)
+
+    @staticmethod
+    def check(config: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the arguments; paths are relative to the model node."""
+        if config.get("norm", "batch") not in ("batch", "group"):
+            yield Problem("norm", f"is {config['norm']!r}", "model.norm=batch or model.norm=group")
+        for name in ("mixup", "cutmix"):
+            if config.get(name, 0) < 0:
+                yield Problem(
+                    name, f"is {config[name]}, below 0", f"model.{name}=0 switches it off"
+                )
+        if not 0 <= config.get("label_smoothing", 0) < 1:
+            yield Problem(
+                "label_smoothing",
+                f"is {config['label_smoothing']}, not from 0 to below 1",
+                "model.label_smoothing=0.1",
+            )
+
+    def configure_model(self) -> None:
+        # In place (nn.Module.compile), so that names in checkpoints stay the same.
+        if self._compile and self.network._compiled_call_impl is None:
+            self.network.compile()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [B, 3, H, W] to logits [B, num_classes]."""
+        return self.network(images.contiguous(memory_format=self._layout))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        images, targets, _ = _parts(batch)
+        if self.mixup or self.cutmix:
+            seed = stable_seed(self._seed, self.current_epoch, batch_idx, self.global_rank)
+            images, targets = mix(
+                images, targets, self.num_classes, mixup=self.mixup, cutmix=self.cutmix, seed=seed
+            )
+        logits = self(images).float()
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        return {"loss": loss}
+
+    def on_validation_epoch_start(self) -> None:
+        # float64 counts and sums exactly; Apple's GPUs have none.
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        self._sums = torch.zeros(4, dtype=dtype, device=self.device)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels, weight = _parts(batch)
+        logits = self(images).float()
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        best = logits.topk(min(5, logits.shape[1])).indices
+        hits = best == labels[:, None]
+        rows = torch.stack((loss, hits[:, 0], hits.any(dim=1), torch.ones_like(loss)))
+        # where, not a product: a filler's loss of infinity must not count as NaN.
+        counted = torch.where(weight > 0, rows * weight, 0.0)
+        self._sums += counted.to(self._sums.dtype).sum(dim=1)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_means("val")
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_means("test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Logits [B, num_classes], filler rows (weight 0) included."""
+        return self(_parts(batch)[0])
+
+    def _log_means(self, stage: str) -> None:
+        sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        assert isinstance(sums, torch.Tensor)
+        loss, top1, top5, samples = sums.tolist()
+        count = samples or math.nan
+        names = "loss", "acc1", "acc5"
+        means = {f"{stage}/{n}": v / count for n, v in zip(names, (loss, top1, top5), strict=True)}
+        # Lightning would advise sync_dist, not knowing that all ranks have the same values.
+        warnings.filterwarnings("ignore", message=rf"It is recommended to use `self.log\('{stage}/")
+        self.log_dict({**means, f"{stage}/samples": samples}, rank_zero_only=False, sync_dist=False)
+
+
+def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Images, labels, and weights float32 [B] (ones where the batch has none)."""
+    if isinstance(batch, Mapping):
+        images, labels, weight = batch["image"], batch["label"], batch.get("weight")
+    else:
+        (images, labels), weight = batch, None
+    if weight is None:
+        weight = torch.ones(len(images), device=images.device)
+    return images, labels, weight.float()
+
+
+def with_group_norm(module: nn.Module) -> nn.Module:
+    """Put a GroupNorm into the place of every BatchNorm2d in `module`, scale and shift kept.
+
+    timm's BatchNorm2d also applies an activation: it stays, behind the GroupNorm.
+    """
+    if isinstance(module, nn.BatchNorm2d):
+        return _group_norm(module)
+    for name, child in module.named_children():
+        setattr(module, name, with_group_norm(child))
+    return module
+
+
+def _group_norm(batch_norm: nn.BatchNorm2d) -> nn.Module:
+    channels = batch_norm.num_features
+    norm = nn.GroupNorm(
+        math.gcd(32, channels), channels, eps=batch_norm.eps, affine=batch_norm.affine
+    )
+    if batch_norm.affine:
+        norm.weight, norm.bias = batch_norm.weight, batch_norm.bias
+    after = [layer for layer in batch_norm.children() if not isinstance(layer, nn.Identity)]
+    return nn.Sequential(norm, *after) if after else norm

@@ -1,0 +1,224 @@
+"""From the optimizer and schedule nodes to the real ones: learning rates, decay, schedules."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from distdl.errors import Problem, UserError
+from distdl.schedules import constant, rescale_schedule, warmup_cosine, warmup_step
+
+__all__ = [
+    "build_optimizer",
+    "build_schedule",
+    "constant",
+    "describe_lr",
+    "parameter_groups",
+    "rescale_schedule",
+    "scale_lr",
+    "warmup_cosine",
+    "warmup_step",
+]
+
+# Keys of an optimizer node that are ours; all others are arguments of the optimizer's class.
+OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_norm_and_bias")
+# Keys of a schedule node that tell Lightning when to step it; all others are arguments.
+OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
+OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
+LR_RULES = ("linear", "sqrt", "none")
+
+# _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+# timm's own that are no subclass of torch's; the others are.
+_TIMM_NORMS = (
+    *("RmsNorm", "RmsNorm2d", "SimpleNorm", "SimpleNorm2d", "FrozenBatchNormAct2d"),
+    *("FilterResponseNormTlu2d", "FilterResponseNormAct2d", "GlobalResponseNorm"),
+    *("EvoNorm2dB0", "EvoNorm2dB1", "EvoNorm2dB2"),
+    *("EvoNorm2dS0", "EvoNorm2dS1", "EvoNorm2dS2"),
+)
+
+
+def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> float:
+    """The learning rate for a global batch, from one that is given per `reference` images.
+
+    Args:
+        lr: For a global batch of `reference`.
+        global_batch: Images per optimizer step, over all ranks and accumulated batches.
+        rule: "linear" (Goyal et al. 2017), "sqrt" (Krizhevsky 2014, "One weird trick") or "none".
+        reference: What `lr` was tuned for.
+
+    Raises:
+        UserError: For another rule.
+    """
+    if rule == "linear":
+        return lr * global_batch / reference
+    if rule == "sqrt":
+        return lr * math.sqrt(global_batch / reference)
+    if rule == "none":
+        return lr
+    raise UserError(
+        Problem("optimizer.lr_scaling", f"no rule {rule!r}", f"one of {', '.join(LR_RULES)}")
+    )
+
+
+def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
+    """One line on how the learning rate of an optimizer node comes about."""
+    config = _plain(config)
+    if "lr" not in config:
+        return "lr is the optimizer's default"
+    lr, rule, reference = _lr_terms(config)
+    if rule == "none":
+        return f"lr {lr:g} (not scaled by the global batch of {global_batch})"
+    ratio = f"{global_batch}/{reference}"
+    factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
+    scaled = scale_lr(lr, global_batch, rule, reference)
+    return f"lr {lr:g} per {reference} images x {factor} ({rule}) = {scaled:g}"
+
+
+def parameter_groups(
+    module: nn.Module, weight_decay: float | None, decay_norm_and_bias: bool = False
+) -> list[dict[str, Any]]:
+    """The trainable parameters, each once, apart by whether weight decay is applied to them.
+
+    No decay for what a normalisation layer owns and for biases (Goyal et al. 2017, section 5.3; He
+    et al. 2019, "Bag of Tricks"), told by the type of the layer that owns it, never by its name.
+
+    Args:
+        module: Whatever is trained.
+        weight_decay: Of the decayed ones; None: the optimizer's default.
+        decay_norm_and_bias: Decay all of them.
+
+    Returns:
+        At most two groups for an optimizer, decayed ones first; an empty one is left out.
+    """
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    seen: set[int] = set()
+    norms = _norm_types()
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            spare = isinstance(owner, norms) or _is_bias(owner, name)
+            (spared if spare and not decay_norm_and_bias else decayed).append(parameter)
+    first: dict[str, Any] = {"params": decayed}
+    if weight_decay is not None:
+        first["weight_decay"] = weight_decay
+    groups = [first, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _norm_types() -> tuple[type, ...]:
+    # Whoever uses timm's layers has imported them; nobody else should wait for the import.
+    timm = sys.modules.get("timm.layers")
+    found = [getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)]
+    return (*_NORMS, *found)
+
+
+def _is_bias(owner: nn.Module, name: str) -> bool:
+    # Torch's attention and recurrent layers have several: in_proj_bias, bias_ih_l0.
+    several = isinstance(owner, nn.MultiheadAttention | nn.RNNBase)
+    return name == "bias" or (several and "bias" in name)
+
+
+def build_optimizer(
+    module: nn.Module, config: Mapping[str, Any], *, global_batch: int
+) -> Optimizer:
+    """The optimizer of an optimizer node over `module`'s trainable parameters.
+
+    Each group also holds "reference_lr", the rate before scaling, for the schedules' warm-up.
+
+    Args:
+        module: Whatever is trained.
+        config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
+            decay_norm_and_bias (False), and arguments of the class.
+        global_batch: Images per optimizer step, over all ranks and accumulated batches.
+
+    Raises:
+        UserError: When nothing is trainable, or the node names no class.
+    """
+    config = _plain(config)
+    target = _target(config, "optimizer", "optimizer=sgd")
+    arguments = {k: v for k, v in config.items() if k not in OUR_OPTIMIZER_KEYS}
+    groups = parameter_groups(
+        module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
+    )
+    if not groups:
+        raise UserError(Problem("model", "has no trainable parameter", "unfreeze something"))
+    if "lr" in config:
+        lr, rule, reference = _lr_terms(config)
+        arguments["lr"] = scale_lr(lr, global_batch, rule, reference)
+        for group in groups:
+            group["reference_lr"] = lr
+    return target(groups, **arguments)
+
+
+def _lr_terms(config: Mapping[str, Any]) -> tuple[float, str, int]:
+    rule, reference = config.get("lr_scaling", "none"), config.get("lr_reference_batch", 256)
+    return float(config["lr"]), str(rule), int(reference)
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    config: Mapping[str, Any] | None,
+    *,
+    steps_per_epoch: int,
+    max_epochs: int,
+) -> dict[str, Any]:
+    """The schedule of a schedule node, as Lightning's `lr_scheduler` dict; {} for an empty node.
+
+    `steps_per_epoch`, `max_epochs` and `total_steps` are handed to a target that takes them, unless
+    the node sets them itself. It steps once per optimizer step if it is ours or takes
+    `total_steps`, else once per epoch; `interval` says otherwise.
+
+    Args:
+        optimizer: From `build_optimizer`, or any.
+        config: `_target_`, arguments of the target, and what Lightning takes beside it (interval,
+            frequency, monitor, strict, name).
+        steps_per_epoch: Optimizer steps (after accumulation) of an epoch.
+        max_epochs: Of the whole training.
+    """
+    config = _plain(config or {})
+    if not config:
+        return {}
+    target = _target(config, "schedule", "schedule=cosine")
+    taken = inspect.signature(target).parameters
+    supplied = {
+        "steps_per_epoch": steps_per_epoch,
+        "max_epochs": max_epochs,
+        "total_steps": steps_per_epoch * max_epochs,
+    }
+    arguments = {name: value for name, value in supplied.items() if name in taken}
+    arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
+    per_step = target in OUR_SCHEDULES or "total_steps" in taken
+    for_lightning = {k: v for k, v in config.items() if k in OUR_SCHEDULE_KEYS[1:]}
+    return {
+        "scheduler": target(optimizer, **arguments),
+        "interval": "step" if per_step else "epoch",
+        "frequency": 1,
+        **for_lightning,
+    }
+
+
+def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:
+    if not config.get("_target_"):
+        raise UserError(Problem(f"{node}._target_", "is missing", remedy))
+    return get_object(config["_target_"])
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(config, DictConfig):
+        return dict(config)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
