@@ -1,0 +1,180 @@
+"""What a report tells, read from a run directory. Everything may be absent."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distdl.tracking.records import journals, read
+
+
+@dataclass
+class Series:
+    """One metric: optimizer steps, times (seconds since 1970) and values, in order."""
+
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Attempt:
+    """One start of the run; times are seconds since 1970."""
+
+    number: int
+    state: str
+    started: float | None
+    ended: float | None
+    changed: dict[str, Any]
+    error: str
+    metrics: dict[str, float]
+
+
+@dataclass
+class Run:
+    """All of it. `series` holds what the latest attempt says about each step."""
+
+    path: Path
+    run_id: str
+    attempts: list[Attempt]
+    provenance: dict[str, Any]
+    config: str
+    series: dict[str, Series]
+
+    @property
+    def state(self) -> str:
+        return self.attempts[-1].state if self.attempts else "UNKNOWN"
+
+
+def load(path: Path) -> Run:
+    """Read a run directory."""
+    folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
+    launches = [_yaml(folder / "launch.yaml") for folder in folders]
+    absolute = path.absolute()
+    run_id = next((str(x["run_id"]) for x in reversed(launches) if x.get("run_id")), "")
+    config = path / "config.yaml"
+    return Run(
+        path=path,
+        run_id=run_id or f"{absolute.parent.name}/{absolute.name}",
+        attempts=[_attempt(f, launch) for f, launch in zip(folders, launches, strict=True)],
+        provenance=_json(path / "provenance.json"),
+        config=config.read_text(errors="replace") if config.is_file() else "",
+        series=_series(path),
+    )
+
+
+def _attempt(folder: Path, launch: dict[str, Any]) -> Attempt:
+    status = _json(folder / "status.json")
+    error = status.get("error") or ""
+    if isinstance(error, dict):
+        error = error.get("message") or json.dumps(error)
+    metrics = status.get("metrics") or {}
+    return Attempt(
+        number=int(folder.name),
+        state=str(status.get("state") or "UNKNOWN"),
+        started=_number(status.get("started")),
+        ended=_number(status.get("ended")),
+        changed=dict(status.get("changed") or launch.get("changes") or {}),
+        error=str(error),
+        metrics={k: v for k, v in metrics.items() if _number(v) is not None},
+    )
+
+
+def _series(run: Path) -> dict[str, Series]:
+    """Every metric of every node.
+
+    A crash makes steps happen twice. Where a later attempt covers a range of steps, its values
+    replace what the earlier ones say there, also where it logged at other steps of that range.
+    System metrics belong to a time and are kept whole.
+    """
+    found: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name -> attempt -> points
+    for path in journals(run).values():
+        for record in read(path):
+            for name, value in record.metrics.items():
+                points = found.setdefault(name, {}).setdefault(record.attempt, [])
+                points.append((record.step, record.time, value))
+    series = {}
+    for name, attempts in found.items():
+        kept: list[tuple[int, float, float]] = []
+        if name.startswith("system/"):
+            kept = sorted((p for points in attempts.values() for p in points), key=lambda p: p[1])
+        else:
+            for number in sorted(attempts):
+                points = list({p[0]: p for p in attempts[number]}.values())
+                first, last = min(p[0] for p in points), max(p[0] for p in points)
+                kept = [p for p in kept if not first <= p[0] <= last] + points
+            kept.sort()
+        series[name] = Series(*map(list, zip(*kept, strict=True)))
+    return series
+
+
+def summary(run: Run) -> list[tuple[str, str]]:
+    """The few lines that most people open a report for."""
+    rows: list[tuple[str, str]] = []
+    for name in ("val/acc1", "val/acc5", "val/acc", "val/loss", "train/loss"):
+        if name in run.series:
+            values = [v for v in run.series[name].values if v == v]
+            if values:
+                best = min(values) if "loss" in name else max(values)
+                rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
+    speed = run.series.get("perf/images_per_second")
+    if speed:
+        rows.append(("throughput", f"{_median(speed.values):,.0f} img/s (median)"))
+    wait = run.series.get("perf/data_wait")
+    if wait:
+        rows.append(("data_wait", f"{100 * _median(wait.values):.1f} % of the time (median)"))
+    seconds = sum(end - a.started for a in run.attempts if a.started and (end := _end(run, a)))
+    if seconds:
+        rows.append(("duration", duration(seconds)))
+    return rows
+
+
+def _end(run: Run, attempt: Attempt) -> float | None:
+    """When an attempt ended; of one that could not say so, the last thing that it logged."""
+    if attempt.ended or attempt.state == "RUNNING":
+        return attempt.ended or time.time()
+    times = [t for s in run.series.values() for t in s.times[-1:]]
+    last = max(times, default=None)
+    return last if last and attempt.started and last > attempt.started else None
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _shown(name: str, value: float) -> str:
+    if "acc" in name and 0 <= value <= 1:
+        return f"{100 * value:.2f} %"
+    return f"{value:.4g}"
+
+
+def _median(values: list[float]) -> float:
+    finite = sorted(v for v in values if v == v)
+    return finite[len(finite) // 2] if finite else float("nan")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and value == value else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+        return loaded if isinstance(loaded, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+        return loaded if isinstance(loaded, dict) else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}

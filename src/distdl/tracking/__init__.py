@@ -1,0 +1,135 @@
+"""Tracking: a journal in the run directory, always; MLflow and Lightning's loggers beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Nothing heavy up here: the report and `track sync` come by, and must start fast.
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers.logger import Logger
+
+    from distdl.tracking.journal import Journal
+    from distdl.tracking.system import SystemMetrics
+
+log = logging.getLogger(__name__)
+
+SYSTEM_METRICS_INTERVAL = 15.0  # seconds
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What tracking is told about the run, on every rank.
+
+    Args:
+        run_dir: The run directory.
+        run_id: `<experiment>/<name>`, the same in every attempt.
+        attempt: Which start of the run this is, from 1.
+        rank, local_rank, node_rank, world_size: Where this process stands.
+        output_dir: The folder of all runs, which holds the project's database.
+        experiment_name: The experiment in a tracking server.
+        params: Few (under 200), redacted, each told as at most 500 characters.
+        changed: What this attempt changed against the frozen recipe, by config path.
+        artifacts: Files that describe the run (config.yaml, provenance.json).
+        tags: Further tags.
+    """
+
+    run_dir: Path
+    run_id: str
+    attempt: int
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    output_dir: Path
+    experiment_name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    artifacts: list[Path] = field(default_factory=list)
+    tags: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Tracking:
+    """What `start_tracking` began.
+
+    Args:
+        loggers: For Lightning's Trainer, the same number on every rank; the journal comes first.
+        journal: The run's own record.
+        components: Ours (with `start` and `finish`), by their key.
+        sampler: The system metrics of this node, if this process samples them.
+    """
+
+    def __init__(
+        self,
+        loggers: list[Logger],
+        journal: Journal,
+        components: dict[str, Any],
+        sampler: SystemMetrics | None,
+    ) -> None:
+        self.loggers, self.journal = loggers, journal
+        self.components, self.sampler = components, sampler
+
+    def finish(self, status: str) -> None:
+        """Write and send what is left. Never raises; may be called again.
+
+        Args:
+            status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED (the last two wait only seconds).
+        """
+        if self.sampler is not None:
+            self.sampler.stop()
+        self.journal.close()
+        for key, component in self.components.items():
+            try:
+                component.finish(status)
+            except Exception as error:
+                log.warning("tracking.%s could not finish: %s", key, error)
+
+    def how_to_open(self) -> list[str]:
+        """One command or address per tracker, for the end of the run."""
+        lines = [c.how_to_open() for c in self.components.values() if hasattr(c, "how_to_open")]
+        for logger in self.loggers:
+            if type(logger).__name__ == "TensorBoardLogger" and logger.save_dir:
+                lines.append(f"tensorboard --logdir {os.path.relpath(logger.save_dir)}")
+        return lines
+
+
+def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
+    """Start the journal, the system metrics and every component, on every rank.
+
+    Args:
+        info: The run.
+        components: What the `tracking` part of the config was built into. One with `start(info)`
+            and `finish(status)` is ours; a Lightning logger is passed on; a `_partial_` of one is
+            first told its `save_dir`, `RUN/logs/<key>`.
+    """
+    from distdl.tracking.journal import Journal
+    from distdl.tracking.records import journal_path
+    from distdl.tracking.system import SystemMetrics
+
+    path = journal_path(info.run_dir, info.node_rank) if info.local_rank == 0 else None
+    journal = Journal(path, info.run_dir, info.attempt, training=info.rank == 0)
+    loggers: list[Logger] = [journal]
+    ours: dict[str, Any] = {}
+    interval = SYSTEM_METRICS_INTERVAL
+    for key, component in components.items():
+        if isinstance(component, functools.partial):
+            component = component(save_dir=str(info.run_dir / "logs" / key))
+        if hasattr(component, "start") and hasattr(component, "finish"):
+            component.start(info)
+            ours[key] = component
+            interval = getattr(component, "system_metrics_interval", interval)
+        else:
+            loggers.append(component)
+    sampler = None
+    if path is not None and interval > 0:
+        with contextlib.suppress(OSError):
+            info.run_dir.mkdir(parents=True, exist_ok=True)
+        sampler = SystemMetrics(journal, interval, info.node_rank, info.run_dir)
+        sampler.start()
+    return Tracking(loggers, journal, ours, sampler)

@@ -1,0 +1,90 @@
+"""MLflow's client and its habits, apart from what we send: import, names, refusals, locks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import posixpath
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# The server's way to say "never": trying again would hold up everything behind it.
+REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
+
+# A data loader must not fork while another thread is in the middle of importing mlflow: the child
+# would wait for ever on the import lock of pandas or numpy. So a fork waits (once, seconds; never
+# for ever, should that import itself wait for a module which the forking thread is importing).
+_importing = threading.RLock()
+_held: list[bool] = []
+
+
+def _after_fork() -> None:
+    if _held.pop():
+        _importing.release()
+
+
+os.register_at_fork(
+    before=lambda: _held.append(_importing.acquire(timeout=30)),
+    after_in_parent=_after_fork,
+    after_in_child=_after_fork,
+)
+
+
+def import_client() -> Any:
+    """MLflow's client class, imported when first needed: it takes seconds."""
+    with _importing:
+        for name in ("alembic", "mlflow.store.db.utils"):  # the making of a database, line by line
+            logging.getLogger(name).setLevel(logging.WARNING)
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")  # MLflow's lazy half
+        from mlflow.tracking import MlflowClient
+    return MlflowClient
+
+
+def prepare_environment() -> None:
+    """MLflow's settings that exist as variables only. What the user set stays.
+
+    Call it in the main thread, before mlflow is imported. We retry ourselves, and MLflow's default
+    of 7 retries of up to 120 s each would hide for minutes that the server is back.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # It would print the address, password included, from the thread into a progress bar.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+
+
+def metric_name(name: str) -> str:
+    """The nearest name that MLflow accepts (it refuses `acc@1`, `a//b`, `/x` and what is long)."""
+    name = re.sub(r"[^\w\-. :/]", "_", name)
+    return posixpath.normpath(name).replace("../", "").strip("/")[:250] or "_"
+
+
+def refusal(error: Exception) -> bool:
+    """Whether sending the same again can never succeed."""
+    return getattr(error, "error_code", None) in REFUSED
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[bool]:
+    """Hold a lock file; yields False where another process holds it."""
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    except (OSError, NotImplementedError):  # a mount without locks (blobfuse): better without
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

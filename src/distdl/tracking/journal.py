@@ -1,0 +1,160 @@
+"""The run's own record, always on: one append-only file that a background thread writes."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+
+from distdl.tracking.records import encode
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.5
+UNWRITTEN_LIMIT = 64 << 20  # bytes kept in memory while the disk is full
+
+
+class Journal(Logger):
+    """A Lightning logger whose `log_metrics` costs the training thread a few microseconds.
+
+    It only appends to a deque: a queue that wakes its reader at every record would make the two
+    threads fight for the interpreter. The thread converts and writes every half second. Nothing
+    here ever raises into training: a full disk is said once and tried again.
+
+    Args:
+        path: The file; None for a rank that writes nothing (it still hands the Trainer a logger,
+            because callbacks such as LearningRateMonitor refuse a rank without one).
+        run_dir: The run directory, where Lightning looks for `save_dir`.
+        attempt: Which start of the run this is, from 1.
+        training: False where only `put` writes (the system metrics of nodes other than 0).
+    """
+
+    def __init__(
+        self, path: Path | None, run_dir: Path, attempt: int = 1, training: bool = True
+    ) -> None:
+        super().__init__()
+        self.path, self.run_dir, self.attempt = path, Path(run_dir), attempt
+        self.last_step = 0
+        self._training = training and path is not None
+        self._records: deque[tuple[float, int, dict[str, Any]]] = deque()
+        self._unwritten = b""
+        self._file: int | None = None
+        self._complained: set[str] = set()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._pid = os.getpid()
+        if path is not None:
+            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.run_dir)
+
+    @property
+    def log_dir(self) -> str:
+        return str(self.run_dir)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Queue what Lightning logged on this rank at this optimizer step."""
+        if step is not None:
+            self.last_step = step
+        if self._training:
+            self.put(metrics, self.last_step)
+
+    def put(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Queue values under a step. A tensor is read now: its owner may change it in place."""
+        values = {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
+        self._records.append((time.time(), int(step), values))
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kw: Any) -> None:
+        """Nothing: the run's config.yaml is the record."""
+
+    def finalize(self, status: str) -> None:
+        """Write what is queued. The journal stays open: another stage may follow."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Write everything queued so far to the file."""
+        if self.path is None or os.getpid() != self._pid:  # a forked child owns no record
+            return
+        with self._lock:
+            self._drain()
+            try:
+                self._write()
+            except OSError as error:
+                self._complain("disk", f"{self.path} cannot be written ({error}): trying again")
+                if len(self._unwritten) > UNWRITTEN_LIMIT:
+                    self._unwritten = b"\n"
+                    self._complain("lost", f"{self.path}: metrics are lost, the disk is still full")
+
+    def close(self) -> None:
+        """Write what is queued and end the thread. May be called again."""
+        if self.path is None or self._stop.is_set():
+            return
+        self._stop.set()
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_SECONDS):
+            self.flush()
+
+    def _drain(self) -> None:
+        lines = []
+        while self._records:
+            at, step, values = self._records.popleft()
+            kept = {str(k): v for k, v in values.items() if v is not None}
+            if kept:
+                lines.append(encode(at, step, self.attempt, kept))
+        self._unwritten += b"".join(lines)
+
+    def _write(self) -> None:
+        if not self._unwritten:
+            return
+        assert self.path is not None
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            size = os.fstat(self._file).st_size
+            # The last attempt may have been killed in the middle of a line.
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                self._unwritten = b"\n" + self._unwritten
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        if "disk" in self._complained:
+            self._complained -= {"disk", "lost"}
+            log.warning("%s can be written again", self.path)
+
+    def _number(self, name: str, value: Any) -> float | None:
+        try:
+            return float(value)
+        except Exception:  # whatever a user's object does
+            self._complain(name, f"metric {name!r} is no number and is left out: {type(value)}")
+            return None
+
+    def _complain(self, topic: str, text: str) -> None:
+        if topic not in self._complained:
+            self._complained.add(topic)
+            log.warning("%s", text)

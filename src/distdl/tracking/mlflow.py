@@ -1,0 +1,268 @@
+"""MLflow: one MLflow run per run of ours, fed from the journal by a background thread."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distdl.tracking.client import exclusive, prepare_environment
+from distdl.tracking.delivery import Delivery
+from distdl.tracking.outbox import Outbox, State, database_path, is_local, redact
+from distdl.tracking.records import journal_path, journals
+
+if TYPE_CHECKING:
+    from distdl.tracking import RunInfo
+
+log = logging.getLogger(__name__)
+
+STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
+LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
+PREEMPTED_TIMEOUT = 5.0  # a scheduler's grace is short, and the next attempt delivers the rest
+
+
+class MLflowLogger:
+    """Follows the run's journal and sends it to an MLflow server, whatever that server does.
+
+    Nothing here touches the training thread: a thread reads the journal past a cursor file, sends
+    it in batches with the original times and steps, and moves the cursor. While the server fails it
+    says so once and tries again, less and less often; what is left at the end stays in the run for
+    `python -m distdl track sync RUN`. It is no Lightning logger: every metric reaches it by way of
+    the journal.
+
+    Each component gets `start` and `finish` on every rank; only rank 0 makes the MLflow run. A
+    server hears from the local rank 0 of each other node, too (its system metrics); a database
+    file is written by rank 0 alone, which sends the journals of all nodes that it can see.
+
+    In a job whose platform made an MLflow run (`MLFLOW_RUN_ID`, or `AZUREML_RUN_ID`), that run is
+    used. Then a resumed run, being another job, gets the whole history into its own MLflow run,
+    tagged `distdl.previous_job`.
+
+    Args:
+        tracking_uri: The server; None is `$MLFLOW_TRACKING_URI`, else the project's own database
+            `<output_dir>/mlflow.db`.
+        experiment_name: None is the run's experiment.
+        artifact_location: Where a new experiment keeps artifacts; None is the server's choice, or
+            `mlflow-artifacts` beside a database file (MLflow would take the current folder).
+        system_metrics_interval: Seconds between two samples of the node; 0 is none.
+        flush_timeout: Seconds to wait for the server at the end of the run.
+        interval: Seconds between two deliveries.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        experiment_name: str | None = None,
+        artifact_location: str | None = None,
+        system_metrics_interval: float = 15.0,
+        flush_timeout: float = 60.0,
+        interval: float = 5.0,
+    ) -> None:
+        ours = os.environ.get("MLFLOW_TRACKING_URI") or None
+        self.tracking_uri = tracking_uri or ours
+        # Read at once: a user's mlflow.start_run() takes MLFLOW_RUN_ID out of the environment.
+        job_run = os.environ.get("MLFLOW_RUN_ID") or os.environ.get("AZUREML_RUN_ID")
+        self.job_run = job_run if ours and self.tracking_uri == ours else None
+        self.experiment_name, self.artifact_location = experiment_name, artifact_location
+        self.system_metrics_interval = system_metrics_interval
+        self.flush_timeout, self.interval = flush_timeout, interval
+        self.delivery: Delivery | None = None
+        self.uri = ""
+        self._failures = 0
+        self._finishing = self._done = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Begin to follow. Never raises and never waits for the server."""
+        self.info = info
+        outbox = Outbox(info.run_dir)
+        self._describe(outbox)
+        self.uri = self.tracking_uri or outbox.database()
+        helper = info.local_rank == 0 and not is_local(self.uri)
+        if info.rank != 0 and not helper:
+            return
+        prepare_environment()
+        if info.rank == 0:
+            outbox.save()
+        self.delivery = Delivery(outbox, self.uri, info.node_rank)
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def finish(self, status: str) -> None:
+        """Send what is left, for at most `flush_timeout` seconds, and say what stays.
+
+        Args:
+            status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.
+        """
+        if self.delivery is None or self._thread is None or self._finishing:
+            return
+        if self.info.rank == 0:
+            outbox = self.delivery.outbox
+            with outbox.lock:
+                outbox.state.status = STATUS.get(status, "FAILED")
+                outbox.state.end_time = time.time()
+                outbox.state.tags[f"distdl.attempt.{self.info.attempt}.state"] = status
+                outbox.save()
+        short = status in ("PREEMPTED", "CANCELLED")
+        timeout = min(self.flush_timeout, PREEMPTED_TIMEOUT) if short else self.flush_timeout
+        self._finishing = True
+        self._wake.set()
+        self._thread.join(timeout)
+        if not self._done:
+            self._finishing = False  # the thread stops trying; whatever it is waiting for
+            self._thread = None
+            points = self.delivery.pending()
+            log.warning(
+                "MLflow at %s has not taken everything (%d points are left). They stay in the run: "
+                "python -m distdl track sync %s",
+                redact(self.uri),
+                points,
+                shlex.quote(str(self.info.run_dir)),
+            )
+
+    def how_to_open(self) -> str:
+        """What to type, or to open in a browser, to see the run."""
+        return how_to_open(self.uri, self.delivery.run_id if self.delivery else None)
+
+    def _describe(self, outbox: Outbox) -> None:
+        """Fill the outbox with what this attempt has to tell."""
+        info, state = self.info, outbox.state
+        outbox.lost = not outbox.found and info.attempt > 1
+        state.distdl_run = info.run_id
+        state.server = redact(self.tracking_uri) if self.tracking_uri else None
+        state.output_dir = os.path.relpath(info.output_dir, info.run_dir)
+        state.experiment = self.experiment_name or info.experiment_name
+        uri = self.tracking_uri or outbox.database()
+        state.artifact_location = self.artifact_location
+        if self.artifact_location is None and "://" in uri and not uri.startswith("http"):
+            folder = database_path(uri).parent if is_local(uri) else info.output_dir.absolute()
+            if uri.split(":")[0].split("+")[0] in ("sqlite", "mysql", "postgresql", "mssql"):
+                state.artifact_location = (folder / "mlflow-artifacts").as_uri()
+        state.tags |= {k: str(v)[:5000] for k, v in info.tags.items()} | self._tags()
+        if self.job_run and self.job_run != state.run_id:
+            if state.run_id:
+                state.tags["distdl.previous_job"] = state.run_id
+            state.run_id = self.job_run
+        state.job_run = bool(self.job_run)
+        state.params |= {k: str(v)[:500] for k, v in info.params.items()}
+        state.status, state.end_time = "RUNNING", None
+        folder_there = "" if info.attempt == 1 else f"attempts/{info.attempt:03d}"
+        for path in [*info.artifacts, info.run_dir / "tracking" / "packages.txt"]:
+            item = [os.path.relpath(path, info.run_dir), folder_there]
+            if item not in state.artifacts:
+                state.artifacts.append(item)
+
+    def _tags(self) -> dict[str, str]:
+        info = self.info
+        tags = {
+            "distdl.run_id": info.run_id,
+            "distdl.attempts": str(info.attempt),
+            f"distdl.attempt.{info.attempt}.state": "RUNNING",
+        }
+        if info.changed:
+            changed = json.dumps(info.changed, default=str)
+            tags[f"distdl.attempt.{info.attempt}.changed"] = changed[:5000]
+        for n in range(1, info.attempt):  # a killed attempt could not tell its own end
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
+                state = status.get("state", "UNKNOWN")
+                tags[f"distdl.attempt.{n}.state"] = "UNKNOWN" if state == "RUNNING" else state
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+            commit = json.loads((info.run_dir / "provenance.json").read_text())["git"]["commit"]
+            if commit:
+                tags["mlflow.source.git.commit"] = commit
+        return tags
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.info.rank == 0:
+                _write_packages(self.info.run_dir / "tracking" / "packages.txt")
+        lock = self.info.run_dir / "tracking" / f"mlflow-node{self.info.node_rank}.lock"
+        while self._thread is not None:
+            with exclusive(lock) as held:
+                if held:
+                    self._follow()
+                    return
+            self._wait(self.interval)  # `track sync` is at work: its cursor is ours
+
+    def _follow(self) -> None:
+        while self._thread is not None:
+            finishing = self._finishing  # read first: what was logged before is in this pass
+            try:
+                complete = self._send(finishing)
+                if self._failures:
+                    log.warning("MLflow at %s is back: sending on", redact(self.uri))
+                    self._failures = 0
+                if finishing:
+                    self._done = complete
+                    return
+                self._wait(self.interval)
+            except Exception as error:
+                self._failures += 1
+                if self._failures == 1:
+                    text = str(error).replace(self.uri, redact(self.uri))
+                    log.warning(
+                        "MLflow at %s fails; training goes on, what is logged is kept and sent "
+                        "when it is back. It said: %s",
+                        redact(self.uri),
+                        text[:300],
+                    )
+                self._wait(1.0 if finishing else min(2.0**self._failures, LONGEST_WAIT))
+
+    def _send(self, finishing: bool) -> bool:
+        """One pass. True if everything that this node owes has arrived."""
+        assert self.delivery is not None
+        if not self.delivery.connect():
+            return False
+        own = self.info.node_rank
+        if own:
+            self.delivery.send_journal(own, journal_path(self.info.run_dir, own))
+            return True
+        self.delivery.send_outbox()
+        mine = {0: journal_path(self.info.run_dir)}
+        for node, path in (journals(self.info.run_dir) if is_local(self.uri) else mine).items():
+            self.delivery.send_journal(node, path)
+        if finishing:  # before the artifacts: a store that refuses them must not hide the end
+            self.delivery.send_end()
+        self.delivery.send_artifacts()
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        if self._wake.wait(seconds):
+            self._wake.clear()
+
+
+def how_to_open(uri: str, run_id: str | None = None) -> str:
+    """The command that opens a database file, or the address of a server."""
+    if uri.startswith("http"):
+        return redact(uri)
+    if is_local(uri):
+        path = database_path(uri)
+        with contextlib.suppress(ValueError):
+            path = path.relative_to(Path.cwd())
+        uri = f"sqlite:///{path}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(redact(uri))}"
+
+
+def server_of(state: State, database: str) -> str:
+    """Where a stored run goes; a password, which is never stored, comes from the environment."""
+    if state.server is None:
+        return database
+    if "***" in state.server:
+        return os.environ.get("MLFLOW_TRACKING_URI", "")
+    return state.server
+
+
+def _write_packages(path: Path) -> None:
+    from importlib.metadata import distributions
+
+    lines = {f"{d.metadata['Name']}=={d.version}" for d in distributions()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(sorted(lines, key=str.lower)) + "\n")

@@ -1,0 +1,157 @@
+"""How busy a node is: a thread that samples it into the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distdl.tracking.journal import Journal
+
+log = logging.getLogger(__name__)
+
+GIB = float(1 << 30)
+
+
+class SystemMetrics:
+    """Samples the node of this process every `interval` seconds until `stop`.
+
+    Keys are `system/cpu_percent`, `memory_percent`, `memory_gib`, `disk_percent`,
+    `network_received_mb_per_second`, `network_sent_mb_per_second` and, per NVIDIA GPU that this
+    process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`; on other nodes than 0
+    they begin with `system/node<n>/`. The step is the last one that training logged. A source that
+    fails is left out of that sample and tried again in the next (MLflow's own monitor ends for good
+    at the first failure).
+
+    Args:
+        journal: Where the samples go.
+        interval: Seconds between two samples.
+        node_rank: Which node this is.
+        disk: A path on the disk to watch.
+    """
+
+    def __init__(self, journal: Journal, interval: float, node_rank: int, disk: Path) -> None:
+        self.journal, self.interval, self.disk = journal, interval, disk
+        self.prefix = "system/" if node_rank == 0 else f"system/node{node_rank}/"
+        self.sources: list[Callable[[], dict[str, float]]] = [_Host(disk), _Network(), _Gpus()]
+        self._failed: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take the last sample and end (a driver call that hangs is left alone after 2 s)."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+
+    def sample(self) -> dict[str, float]:
+        """The values now, with the prefix of this node."""
+        values: dict[str, float] = {}
+        for source in self.sources:
+            try:
+                values.update(source())
+            except Exception as error:
+                name = type(source).__name__.strip("_").lower()
+                if name not in self._failed:
+                    self._failed.add(name)
+                    log.warning("system metrics: %s is left out for now (%s)", name, error)
+        return {self.prefix + key: value for key, value in values.items()}
+
+    def _run(self) -> None:
+        self.sample()  # the first of a rate has nothing to compare with
+        while not self._stop.wait(self.interval):
+            self.journal.put(self.sample(), self.journal.last_step)
+        self.journal.put(self.sample(), self.journal.last_step)  # a short run has one, too
+
+
+class _Host:
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def __call__(self) -> dict[str, float]:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return {
+            "cpu_percent": float(psutil.cpu_percent(None)),
+            "memory_percent": float(memory.percent),
+            "memory_gib": (memory.total - memory.available) / GIB,
+            "disk_percent": float(psutil.disk_usage(str(self.disk)).percent),
+        }
+
+
+class _Network:
+    def __init__(self) -> None:
+        self._last: tuple[float, int, int] | None = None
+
+    def __call__(self) -> dict[str, float]:
+        import psutil
+
+        count = psutil.net_io_counters()
+        if count is None:
+            return {}
+        before, self._last = self._last, (time.time(), count.bytes_recv, count.bytes_sent)
+        if before is None:
+            return {}
+        seconds = max(self._last[0] - before[0], 1e-3)
+        return {
+            "network_received_mb_per_second": (self._last[1] - before[1]) / seconds / 1e6,
+            "network_sent_mb_per_second": (self._last[2] - before[2]) / seconds / 1e6,
+        }
+
+
+class _Gpus:
+    """NVIDIA only. Without a driver it is silent: a CPU node is not a failure."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] | None = None
+
+    def _open(self) -> list[Any]:
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return []
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            count = pynvml.nvmlDeviceGetCount()
+            return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        handles = []
+        for name in filter(None, visible.split(",")):
+            if name.strip() == "-1":  # CUDA ignores what follows, too
+                break
+            handles.append(
+                pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.strip().isdigit()
+                else pynvml.nvmlDeviceGetHandleByUUID(name.strip())
+            )
+        return handles
+
+    def __call__(self) -> dict[str, float]:
+        import pynvml
+
+        if self._handles is None:
+            self._handles = self._open()
+        values: dict[str, float] = {}
+        for i, handle in enumerate(self._handles):
+            for key, read in self._reads(pynvml).items():
+                with contextlib.suppress(pynvml.NVMLError):  # a virtual GPU may not tell its power
+                    values[f"gpu{i}_{key}"] = float(read(handle))
+        return values
+
+    @staticmethod
+    def _reads(nvml: Any) -> dict[str, Callable[[Any], float]]:
+        return {
+            "percent": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_gib": lambda handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
+            "power_watts": lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        }
