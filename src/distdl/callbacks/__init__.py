@@ -1,0 +1,8 @@
+"""Callbacks: checkpoints and preemption, metrics, progress."""
+
+from distdl.callbacks.checkpointer import Checkpointer
+from distdl.callbacks.metrics import StepMetrics
+from distdl.callbacks.progress import Progress
+from distdl.callbacks.record_samples import RecordSamples
+
+__all__ = ["Checkpointer", "Progress", "RecordSamples", "StepMetrics"]

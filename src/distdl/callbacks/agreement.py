@@ -1,0 +1,44 @@
+"""What all ranks agree on at a step boundary: stop, or write a checkpoint now."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class Agreement:
+    """Flags that any rank may raise, seen by all ranks at the same step.
+
+    A MAX all-reduce of a few bytes on gloo. It is started at one step and read at the next, so no
+    step waits for the network; a flag takes effect one step later, on every rank alike. All ranks
+    must call `exchange` equally often.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._flags = torch.zeros(size, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+
+    def exchange(self, *flags: bool) -> list[bool]:
+        """Raises our flags and returns those that the ranks raised at the previous call."""
+        if self._alone:
+            return list(flags)
+        agreed = self._read()
+        self._flags = torch.tensor([int(flag) for flag in flags])
+        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
+        return agreed
+
+    def now(self, *flags: bool) -> list[bool]:
+        """The same without the lag, for rare moments; it waits for the slowest rank."""
+        before = self.exchange(*flags)
+        if self._alone:
+            return before
+        return [a or b for a, b in zip(before, self._read(), strict=True)]
+
+    def _read(self) -> list[bool]:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        agreed = [bool(flag) for flag in self._flags.tolist()]
+        self._flags = torch.zeros_like(self._flags)
+        return agreed

@@ -1,0 +1,144 @@
+"""What a person sees while it trains: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+from distdl.callbacks.metrics import StepMetrics
+
+log = logging.getLogger(__name__)
+
+DATA_WAIT_LIMIT = 0.1
+
+
+class Progress(Callback):
+    """img/s, data_wait, loss, lr and memory, at every log step.
+
+    Args:
+        bar: True or False; None: a bar when the output is a terminal.
+        refresh_seconds: How often the bar is redrawn at most.
+    """
+
+    def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2) -> None:
+        self.bar, self.refresh_seconds = bar, refresh_seconds
+        self._console = Console(stderr=True)
+        self._progress: RichProgress | None = None
+        self._drawn = 0.0
+        self._hinted = False
+        self._hot = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StepMetrics) and self not in callback.listeners:
+                callback.listeners.append(self)
+
+    @property
+    def _draws(self) -> bool:
+        return self._console.is_terminal if self.bar is None else self.bar
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self._draws:
+            self._open(f"epoch {trainer.current_epoch + 1}", trainer.num_training_batches)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if self._draws and trainer.is_global_zero:
+            now = time.monotonic()
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            if now - self._drawn >= self.refresh_seconds or done == trainer.num_training_batches:
+                if self._progress is None:  # gone on in the middle of an epoch
+                    self.on_train_epoch_start(trainer, trainer.lightning_module)
+                self._drawn = now
+                assert self._progress is not None
+                self._progress.update(self._task, completed=done)
+
+    def on_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        """Called by StepMetrics on global rank 0."""
+        text = describe(metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, info=text)
+        elif not self._draws:
+            batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            total = trainer.num_training_batches
+            log.info(
+                "epoch %d  step %d  batch %d/%s  %s",
+                trainer.current_epoch + 1,
+                step,
+                batch,
+                total,
+                text,
+            )
+        # The first batches of an epoch always wait; three logs in a row are a habit.
+        self._hot = self._hot + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
+        if self._hot >= 3 and not self._hinted:
+            self._hinted = True
+            log.warning(
+                "%.0f %% of the time is spent waiting for data: raise data.num_workers, or use "
+                "smaller or pre-scaled images",
+                100 * metrics["perf/data_wait"],
+            )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            values = {
+                k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val")
+            }
+            shown = "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
+            self._close()
+            log.info("epoch %d  %s", trainer.current_epoch + 1, shown)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, *args: Any) -> None:
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _open(self, title: str, total: float) -> None:
+        self._close()
+        self._progress = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[info]}"),
+            console=self._console,
+            transient=True,
+        )
+        finite = total if total != float("inf") else None
+        self._task = self._progress.add_task(title, total=finite, info="")
+        self._progress.start()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def describe(metrics: dict[str, float]) -> str:
+    """One line: `loss 6.91  lr 0.1  312 img/s  data_wait 1 %  mem 3.2 GiB`."""
+    parts = []
+    if "train/loss" in metrics:
+        parts.append(f"loss {metrics['train/loss']:.4f}")
+    if "lr" in metrics:
+        parts.append(f"lr {metrics['lr']:.4g}")
+    if "perf/images_per_second" in metrics:
+        parts.append(f"{metrics['perf/images_per_second']:,.0f} img/s")
+    parts.append(f"data_wait {100 * metrics.get('perf/data_wait', 0):.0f} %")
+    parts.append(f"mem {metrics.get('perf/memory_gib', 0):.1f} GiB")
+    return "  ".join(parts)

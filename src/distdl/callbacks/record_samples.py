@@ -1,0 +1,40 @@
+"""Which samples each step was trained on: a CSV per rank, for proofs and for hunting bad data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class RecordSamples(Callback):
+    """Appends `attempt,epoch,step,ids` to `logs/samples-rank<r>.csv` (ids separated by spaces).
+
+    `step` counts batches over all epochs from 1. Needs batches that are dicts with an `index`, as
+    distdl's own data modules make them.
+    """
+
+    def __init__(self) -> None:
+        self.run_dir: Path | None = None  # set by build
+        self.attempt = 0
+        self._file: IO[str] | None = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not isinstance(batch, dict) or "index" not in batch:
+            raise TypeError("callbacks=record_samples needs batches that are dicts with an 'index'")
+        if self._file is None:
+            assert self.run_dir is not None
+            path = self.run_dir / "logs" / f"samples-rank{trainer.global_rank}.csv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", buffering=1)
+        step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        ids = " ".join(map(str, batch["index"].tolist()))
+        self._file.write(f"{self.attempt},{trainer.current_epoch},{step},{ids}\n")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

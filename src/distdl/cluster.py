@@ -1,0 +1,104 @@
+"""The process group, and what Lightning is told about it."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+from distdl.environment import Environment
+
+# Long enough for a slow data set to start on one rank; a lost rank is noticed when it ends.
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def connect(environment: Environment, accelerator: str) -> None:
+    """Joins the ranks of a run; nothing for a world of one. Lightning finds it and uses it.
+
+    Both back ends, so that small agreements travel by gloo and never wait for the GPU's stream.
+    """
+    if environment.world_size == 1 or dist.is_initialized():
+        return
+    backend = "gloo"
+    if accelerator == "gpu":
+        torch.cuda.set_device(environment.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=TIMEOUT,
+    )
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tell_all(value: Any) -> Any:
+    """Rank 0's value, on every rank (anything that can be pickled)."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    # On the gloo half of the group: objects have no business on a GPU.
+    dist.all_gather_object(values, value)
+    return values
+
+
+class LaunchedEnvironment(ClusterEnvironment):
+    """Lightning's view of our canonical record: the processes exist, nothing is to be spawned."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__()
+        self._environment = environment
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._environment.main_address
+
+    @property
+    def main_port(self) -> int:
+        return self._environment.main_port
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # it is always handed over, never found
+
+    def world_size(self) -> int:
+        return self._environment.world_size
+
+    def set_world_size(self, size: int) -> None:
+        pass  # the launcher decided
+
+    def global_rank(self) -> int:
+        return self._environment.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._environment.local_rank
+
+    def node_rank(self) -> int:
+        return self._environment.node_rank

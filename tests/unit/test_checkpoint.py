@@ -1,0 +1,158 @@
+"""A checkpoint exists when its manifest does, and is opened only if it is what was written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from distdl import checkpoint
+from distdl.checkpoint import CheckpointStore, damage_of, find, manifest_of
+from distdl.errors import UserError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run/checkpoints")
+
+
+def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
+    name = f"step_{step}.ckpt"
+    store.temporary(name).write_bytes(content + str(step).encode())
+    return store.publish(name, step=step, epoch=0, reason="step")
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return [path.name for path in store.all()]
+
+
+def test_the_manifest_says_what_was_written(store) -> None:
+    path = save(store, 3)
+    manifest = json.loads(manifest_of(path).read_text())
+    assert manifest["files"][path.name]["size"] == path.stat().st_size
+    assert (manifest["step"], manifest["reason"]) == (3, "step")
+    assert damage_of(path) is None
+    assert {p.name for p in store.folder.iterdir()} == {path.name, manifest_of(path).name}
+
+
+def test_without_its_manifest_it_does_not_exist(store) -> None:
+    old, new = save(store, 1), save(store, 2)
+    manifest_of(new).unlink()
+    assert names(store) == [old.name] and store.newest() == old
+
+
+def test_the_newest_is_the_one_with_most_steps(store) -> None:
+    for step in (30, 4, 200):
+        save(store, step)
+    assert names(store) == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
+    assert CheckpointStore(store.folder / "none").newest() is None
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, "bytes, and 8 were written"),
+        (flip, "sha256 differs"),
+        (Path.unlink, "is missing"),
+        (lambda path: manifest_of(path).write_text("{"), "no readable manifest"),
+    ],
+)
+def test_a_damaged_one_is_skipped_with_a_warning(store, caplog, damage, words) -> None:
+    old, new = save(store, 1), save(store, 2)
+    damage(new)
+    assert words in damage_of(new)
+    with caplog.at_level(logging.WARNING):
+        assert store.newest() == old
+    assert "damaged checkpoint" in caplog.text and new.name in caplog.text
+
+
+@pytest.mark.parametrize("at", ["fsync", "replace", "manifest"])
+def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at) -> None:
+    old = save(store, 1)
+
+    def power_cut(*_, **__):
+        raise OSError("power cut")
+
+    with monkeypatch.context() as crash:
+        if at == "manifest":
+            crash.setattr(checkpoint, "write_json", power_cut)
+        else:
+            crash.setattr(checkpoint.os, at, power_cut)
+        with pytest.raises(OSError, match="power cut"):
+            save(store, 2)
+    assert store.newest() == old
+    assert store.newest() == old and save(store, 2) == store.newest()
+
+
+def test_a_replay_of_the_same_step_never_pairs_new_bytes_with_the_old_manifest(
+    store, monkeypatch
+) -> None:
+    path = save(store, 1)
+
+    def power_cut(*_, **__):
+        raise OSError("power cut")
+
+    with monkeypatch.context() as crash:
+        crash.setattr(checkpoint.os, "replace", power_cut)
+        with pytest.raises(OSError, match="power cut"):
+            save(store, 1, b"others")
+    assert not manifest_of(path).exists() and store.newest() is None
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_aliases(store, monkeypatch, links) -> None:
+    if not links:  # as on blobfuse
+
+        def refuse(*_):
+            raise OSError("operation not supported")
+
+        monkeypatch.setattr(checkpoint.os, "link", refuse)
+    first, second = save(store, 1), save(store, 2)
+    store.alias("last.ckpt", first)
+    store.alias("last.ckpt", second)
+    store.alias("best.ckpt", first)
+    last, best = store.folder / "last.ckpt", store.folder / "best.ckpt"
+    assert last.read_bytes() == second.read_bytes() and damage_of(last) is None
+    assert json.loads(manifest_of(last).read_text())["alias_of"] == second.name
+    assert (last.stat().st_ino == second.stat().st_ino) is links
+    # An alias is no checkpoint of its own, and what it means outlives the pruning.
+    assert names(store) == [second.name, first.name]
+    store.prune(1)
+    assert names(store) == [second.name] and not first.exists()
+    assert damage_of(best) is None and find(best) == best
+
+
+def test_only_the_newest_are_kept(store) -> None:
+    for step in range(1, 6):
+        save(store, step)
+    store.prune(2)
+    assert names(store) == ["step_5.ckpt", "step_4.ckpt"]
+    assert len(list(store.folder.iterdir())) == 4
+
+
+def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
+    with pytest.raises(UserError, match="no such checkpoint"):
+        find(tmp_path / "nowhere.ckpt")
+    path = save(store, 1)
+    assert find(tmp_path / "run") == path and find(str(path)) == path
+    foreign = tmp_path / "foreign.ckpt"
+    foreign.write_bytes(b"from elsewhere")
+    assert find(foreign) == foreign  # it has no manifest, and that is no damage
+    cut(path)
+    with pytest.raises(UserError, match=r"is damaged: step_1\.ckpt has 7 bytes"):
+        find(path)
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        find(tmp_path / "run")
