@@ -1,0 +1,185 @@
+"""The command line: a verb, or compose -> validate -> launch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from distdl import __version__
+from distdl.errors import Problem, UserError
+from distdl.suggest import closest
+
+# Verbs that are no training run: module and one line for --help.
+COMMANDS = {
+    "resume": ("distdl.commands.resume", "go on with a run"),
+    "report": ("distdl.commands.report", "write a run's curves and config as one HTML page"),
+    "track": ("distdl.commands.track", "deliver metrics that a tracking server missed"),
+}
+# Flags that are Hydra's own business: it answers them itself.
+HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for whatever the user can mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            module = importlib.import_module(COMMANDS[arguments[0]][0])
+            return int(module.main(arguments[1:]) or 0)
+        if any(a.split("=")[0] in HYDRAS for a in arguments):
+            return hydra_itself(arguments)
+        return run(arguments)
+    except UserError as error:
+        print_problems(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `distdl --help | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run(arguments: list[str]) -> int:
+    from distdl import environment
+
+    options = parse(arguments)
+    if options.help:
+        from distdl.help import text
+
+        print(text(COMMANDS))
+        return 0
+    if options.version:
+        print(f"distdl {__version__}")
+        return 0
+    check_words(options.overrides)
+    if options.cfg:
+        return show_config(options)
+    started_by = environment.detect()
+    if started_by and options.multirun:
+        what = f"a sweep starts its own processes, and {started_by} has started several already"
+        raise UserError(Problem("-m", what, "python -m distdl -m ..."))
+    if started_by:
+        from distdl import external
+
+        return external.train(options.overrides, options.config_dir)
+    from distdl import compose
+
+    if options.multirun:
+        return sweep(options.overrides, options.config_dir)
+    if compose.sweep_keys(options.overrides):
+        keys = ", ".join(compose.sweep_keys(options.overrides))
+        remedy = "add -m to run each of them; a list is written [a,b]"
+        raise UserError(Problem(keys, "several values, and no sweep", remedy))
+    return launch(compose.compose(options.overrides, options.config_dir))
+
+
+def launch(config: object) -> int:
+    from distdl import launch as launching
+    from distdl import user_conf
+
+    user_conf.print_shadowed()
+    planned = launching.plan(config)  # type: ignore[arg-type]
+    if planned.config.dry_run:
+        print(launching.render(planned))
+        return 0
+    return launching.start(planned, [sys.argv[0], *sys.argv[1:]])
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m distdl", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("-p", "--package")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    return parser.parse_intermixed_args(arguments)
+
+
+def show_config(options: argparse.Namespace) -> int:
+    """`--cfg job`: the composed config as YAML, of each job of a sweep with -m."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from distdl import compose
+
+    jobs = [options.overrides]
+    if options.multirun:
+        jobs = compose.sweep(options.overrides, options.config_dir)
+    for overrides in jobs:
+        config = compose.compose(overrides, options.config_dir)
+        if len(jobs) > 1:
+            print(f"# {' '.join(overrides)}")
+        shown = config.hydra if options.cfg == "hydra" else config
+        if options.cfg == "job":
+            shown = config.copy()
+            shown.pop("hydra")
+        if options.package:
+            shown = OmegaConf.select(shown, options.package)
+            if shown is None:
+                raise UserError(Problem("--package", f"the config has no {options.package!r}"))
+        try:
+            print(OmegaConf.to_yaml(shown, resolve=options.resolve), end="")
+        except OmegaConfBaseException as error:
+            raise UserError(Problem("--resolve", str(error).split("\n")[0])) from error
+    return 0
+
+
+def sweep(overrides: list[str], config_dirs: list[str]) -> int:
+    """Every job of a sweep is a run of its own in a fresh process; all are checked first."""
+    from distdl import sweeps
+
+    return sweeps.main(overrides, config_dirs)
+
+
+def check_words(overrides: list[str]) -> None:
+    """A word without `=` is a verb that is misspelt, or at the wrong place."""
+    problems = []
+    for word in overrides:
+        if ("=" not in word and not word.startswith("~")) or word.startswith("="):
+            close = closest(word, COMMANDS)
+            remedy = (
+                f"did you mean: python -m distdl {close}"
+                if close
+                else f"write key=value, or first one of the commands {', '.join(COMMANDS)}"
+            )
+            problems.append(Problem(word, "is no command and no override", remedy))
+    if problems:
+        raise UserError(*problems)
+
+
+def hydra_itself(arguments: list[str]) -> int:
+    """Hydra's own flags (shell completion, --info), answered by Hydra's own main."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from distdl import compose, user_conf
+
+    user_conf.register()
+    sys.argv = ["distdl", *arguments]
+    answer = hydra.main(config_path="pkg://distdl.conf", config_name="distdl", version_base="1.3")
+    try:
+        answer(lambda config: None)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(compose.first_lines(error)) from error
+    return 0
+
+
+def print_problems(error: UserError) -> None:
+    count = len(error.problems)
+    print(
+        f"distdl: {count} problem{'s' if count > 1 else ''}, nothing was started", file=sys.stderr
+    )
+    for problem in error.problems:
+        print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Config -> Trainer, LightningModule, LightningDataModule, callbacks, alike on every rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from omegaconf import DictConfig
+
+from distdl import batches, optim
+from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
+from distdl.checkpoint import CheckpointStore
+from distdl.cluster import LaunchedEnvironment
+from distdl.config import plain
+from distdl.data.loading import distribute
+from distdl.data.sampling import TrainPosition
+from distdl.environment import Environment
+from distdl.job import Resources
+from distdl.run_directory import Attempt, RunDirectory
+from distdl.stopping import StopRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Built:
+    """A run as a task gets it.
+
+    Args:
+        checkpoint: What to go on from, or None.
+        own_optimizer: The module defines `configure_optimizers`, so the config's optimizer and
+            schedule are not used.
+    """
+
+    config: DictConfig
+    run: RunDirectory
+    trainer: Trainer
+    module: LightningModule
+    datamodule: LightningDataModule | None
+    metrics: StepMetrics
+    store: CheckpointStore
+    checkpoint: str | None = None
+    own_optimizer: bool = False
+
+
+def build(
+    config: DictConfig,
+    run: RunDirectory,
+    attempt: Attempt,
+    environment: Environment,
+    resources: Resources,
+    stop: StopRequest,
+    loggers: list[Any],
+    checkpoint: str | None = None,
+) -> Built:
+    """Builds everything, on this rank.
+
+    Args:
+        config: Recipe and where, merged.
+        run, attempt: Where files go.
+        environment: Who this rank is.
+        resources: How many ranks there are, on what.
+        stop: Whether this process was asked to end.
+        loggers: Lightning loggers.
+        checkpoint: What to go on from; the same on all ranks.
+    """
+    store = CheckpointStore(run.checkpoints)
+    batch_size, _, accumulate = batches.factors(config, resources)
+    global_batch = batches.global_batch_size(config, resources)
+    position = TrainPosition()
+    module = build_module(config)
+    datamodule = make(config.get("data")) if config.get("data") else None
+    own_optimizer = configures_optimizers(module)
+    if not own_optimizer:
+        attach_optimizer(module, config, global_batch)
+    distribute(
+        datamodule if datamodule is not None else module,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        seed=config.seed,
+        position=position,
+        # Overfitting means the same batches in every epoch.
+        shuffle=False if config.trainer.get("overfit_batches") else None,
+    )
+    metrics = StepMetrics(batch_size, attempt)
+    kept = Checkpointer(
+        store,
+        stop,
+        position,
+        global_batch_size=global_batch,
+        accumulate=accumulate,
+        optimizer=plain(config.get("optimizer")),
+        seed=config.seed,
+        **{k: v for k, v in config.checkpoint.items() if k != "resume_from"},
+    )
+    chosen = [make(node) for node in (config.get("callbacks") or {}).values()]
+    for callback in chosen:
+        if isinstance(callback, RecordSamples):
+            callback.run_dir, callback.attempt = run.path, attempt.number
+    trainer = build_trainer(config, environment, resources, [metrics, *chosen, kept], loggers, run)
+    return Built(
+        config, run, trainer, module, datamodule, metrics, store, checkpoint, own_optimizer
+    )
+
+
+def make(node: Any) -> Any:
+    """Instantiates a `_target_` node with plain Python containers; its errors are its own."""
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        raise error.__cause__ or error from None
+
+
+def build_module(config: DictConfig) -> LightningModule:
+    from lightning.pytorch import seed_everything
+
+    # The same weights on every rank, whatever strategy would or would not broadcast them.
+    seed_everything(config.seed, workers=True, verbose=False)
+    return make(config.model)
+
+
+def configures_optimizers(module: LightningModule) -> bool:
+    return type(module).configure_optimizers is not LightningModule.configure_optimizers
+
+
+def attach_optimizer(module: LightningModule, config: DictConfig, global_batch: int | None) -> None:
+    """Gives a module the config's optimizer and schedule, as its `configure_optimizers`."""
+    optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
+    if not optimizer_node:
+        return
+
+    def configure_optimizers(self: LightningModule) -> Any:
+        reference = optimizer_node.get("lr_reference_batch", 256)
+        optimizer = optim.build_optimizer(
+            self, optimizer_node, global_batch=global_batch or reference
+        )
+        if not schedule_node:
+            return optimizer
+        total = self.trainer.estimated_stepping_batches
+        epochs = self.trainer.max_epochs
+        if self.trainer.max_steps > 0 or not epochs or epochs < 0:
+            per_epoch = self.trainer.num_training_batches
+            accumulate = self.trainer.accumulate_grad_batches
+            per_epoch = max(1, int(per_epoch) // accumulate)
+            epochs = max(1, -(-int(total) // per_epoch))
+        else:
+            per_epoch = max(1, int(total) // epochs)
+        schedule = optim.build_schedule(
+            optimizer, schedule_node, steps_per_epoch=per_epoch, max_epochs=epochs
+        )
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    module.configure_optimizers = functools.partial(configure_optimizers, module)  # type: ignore[method-assign]
+
+
+def build_trainer(
+    config: DictConfig,
+    environment: Environment,
+    resources: Resources,
+    callbacks: list[Callback],
+    loggers: list[Any],
+    run: RunDirectory,
+) -> Trainer:
+    """Lightning's Trainer, of which distdl owns the parts named in `conf/trainer`'s docs."""
+    arguments = plain(config.trainer)
+    arguments.update(
+        accelerator=resources.accelerator,
+        devices=environment.local_world_size,
+        num_nodes=resources.num_nodes,
+    )
+    trainer = Trainer(
+        **arguments,
+        strategy=make(config.strategy),
+        plugins=[LaunchedEnvironment(environment)],
+        callbacks=callbacks,
+        logger=loggers or False,
+        default_root_dir=Path(run.path),
+        enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
+        # Ours writes them; a user's own ModelCheckpoint may stand beside it.
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        # Sharding by rank is in `distribute`, which can also resume and count exactly.
+        use_distributed_sampler=False,
+    )
+    # Ours are installed already, and do not deadlock (pytorch-lightning#20806).
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    return trainer

@@ -1,0 +1,107 @@
+"""`python -m distdl resume RUN [overrides]`: go on with a run where it was."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distdl import compose, environment, external, launch
+from distdl import config as configs
+from distdl.errors import Problem, UserError
+from distdl.run_directory import RunDirectory
+from distdl.suggest import did_you_mean
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the next attempt of a run.
+
+    Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`), and
+    of the recipe `data.batch_size`, accumulation and the length; anything else is another run.
+
+    Raises:
+        UserError: RUN is no run, or an override changes what a run is.
+    """
+    parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("overrides", nargs="*", help="e.g. trainer.max_epochs=20 trainer.devices=2")
+    options = parser.parse_args(argv)
+    run = RunDirectory.open(options.run)
+    if environment.detect() is not None:  # torchrun -m distdl resume RUN
+        return external.main(lambda here: plan(run, options.overrides, here))
+    planned = plan(run, options.overrides)
+    if planned.config.dry_run:
+        print(launch.render(planned))
+        return 0
+    return launch.start(planned, sys.argv)
+
+
+def plan(
+    run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
+) -> launch.Plan:
+    """The next attempt of `run`; `started` are the ranks that somebody else started for it."""
+    recipe = run.recipe()
+    last = run.last_attempt()
+    if last is None:
+        raise UserError(Problem(str(run.path), "was never started", "start it as it was started"))
+    before = last.launch()
+    run_id = before["run_id"]
+    # Where it lies is where it was found, whatever folder it was first written to.
+    here = {"output_dir": str(run.path.parents[run_id.count("/")]), "dry_run": False}
+    where = OmegaConf.create(before["where"])
+    where.merge_with(here)
+    # A validation in between was an errand: the run is what it was started as.
+    where.task = run.attempts()[0].launch()["where"]["task"]
+    changes: dict[str, Any] = dict(before.get("changes") or {})
+    problems: list[Problem] = []
+    given: list[str] = []
+    with compose.hydra_session():
+        parsed = compose.parse_overrides(overrides)
+        groups = [o for o in parsed if compose.is_group(o.key_or_group)]
+    for override in parsed:
+        path, value = override.key_or_group, override.value()
+        given.append(path)
+        if override.is_delete() or override.is_sweep_override():
+            problems.append(Problem(path, "a resume sets values, it deletes and sweeps none"))
+        elif override in groups:
+            if path in ("launcher", "task"):
+                chosen = compose.compose([str(override.input_line)])
+                where[path] = chosen[path]
+            else:
+                problems.append(_refused(path))
+        elif any(path == w or path.startswith(w + ".") for w in configs.WHERE):
+            OmegaConf.update(where, path, value, force_add=True)
+        elif path in configs.CHANGEABLE:
+            changes[path] = value
+        else:
+            problems.append(_refused(path, configs.flat_paths(recipe)))
+    if problems:
+        raise UserError(*problems)
+    if started is not None:
+        asked = where.trainer.devices if "trainer.devices" in given else None
+        external.place(where, started, asked)
+    elif where.launcher["_target_"] == external.TARGET:  # nobody has started ranks this time
+        where.launcher = compose.compose([]).launcher
+    config = configs.merge(recipe, where, changes)
+    size, notes = launch.check(config)
+    notes += [
+        f"{path} is {value} from this attempt on"
+        for path, value in changes.items()
+        if path in given
+    ]
+    planned = launch.Plan(config, recipe, size, run, run_id, changes, notes)
+    return launch.proceed(planned, given)
+
+
+def _refused(path: str, known: Sequence[str] = ()) -> Problem:
+    may = ", ".join(
+        [*configs.CHANGEABLE, "launcher", "task", "trainer.devices", "trainer.num_nodes"]
+    )
+    if known and path not in known:
+        return Problem(path, "no such key", did_you_mean(path, [*known, *configs.CHANGEABLE]))
+    return Problem(
+        path, "would make it another run", f"a resume may change {may}; else start a new run"
+    )

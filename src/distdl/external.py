@@ -1,0 +1,142 @@
+"""`torchrun -m distdl ...`: somebody else started the ranks. Rank 0 composes, all of them work.
+
+Only rank 0 runs Hydra and makes the run directory; the others wait for its word in torch's own
+store, so no second folder appears and nothing is spawned again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from distdl import compose, launch, provenance, user_conf
+from distdl import config as configs
+from distdl import environment as environments
+from distdl.errors import Problem, UserError
+from distdl.job import EXIT_REFUSED
+
+TARGET = "distdl.launchers.external.ExternalLauncher"
+# What rank 0 tells the others, if it is not "<attempt> <run directory>".
+REFUSED, NOTHING_TO_DO = "refused", "nothing to do"
+Planner = Callable[[environments.Environment], launch.Plan]
+
+
+def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
+    """`torchrun -m distdl key=value ...`, on each of the ranks."""
+
+    def planner(here: environments.Environment) -> launch.Plan:
+        user_conf.print_shadowed()
+        config = compose.compose(overrides, config_dirs)
+        # What a preset says of the size (debug=cpu: one device) yields to what was started.
+        typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
+        asked = config.trainer.get("devices") if "trainer.devices" in typed else None
+        place(config, here, asked)
+        return launch.plan(config)
+
+    return main(planner)
+
+
+def main(planner: Planner) -> int:
+    """What each of the ranks runs. The exit code is the worker's own.
+
+    Args:
+        planner: Makes the plan; only rank 0 calls it.
+    """
+    os.environ[environments.LAUNCHER_VARIABLE] = "external"
+    here = environments.resolve()
+    here.export()
+    if here.rank != 0:
+        return _work(_tell(here, None))
+    try:
+        told = _lay_down(planner(here))
+    except BaseException:
+        _tell(here, REFUSED)
+        raise
+    return _work(_tell(here, told))
+
+
+def place(where: DictConfig, here: environments.Environment, asked: Any) -> None:
+    """Writes the size that was started into a config.
+
+    Raises:
+        UserError: Another size was asked for, or the nodes have different numbers of ranks.
+    """
+    nodes, rest = divmod(here.world_size, here.local_world_size)
+    if rest:
+        raise UserError(
+            Problem("trainer.devices", f"{here.world_size} processes are not equally many per node")
+        )
+    if isinstance(asked, int) and asked not in (-1, here.local_world_size):
+        raise UserError(
+            Problem(
+                "trainer.devices",
+                f"{asked} per node are asked for, and {here.local_world_size} were started",
+                "leave it out: the number of processes says it",
+            )
+        )
+    where.trainer.devices, where.trainer.num_nodes = here.local_world_size, nodes
+    where.launcher = {"_target_": TARGET}
+
+
+def _lay_down(planned: launch.Plan) -> str:
+    """Rank 0 freezes the run and begins the attempt; returns the word for the others."""
+    if planned.config.dry_run:
+        print(launch.render(planned))
+        return NOTHING_TO_DO
+    if planned.finished:
+        print(launch.how_to_train_longer(planned))
+        return NOTHING_TO_DO
+    root = launch.root_of(planned.config)
+    if not planned.run.exists:
+        recipe = configs.to_yaml(planned.recipe)
+        planned.run.create(recipe, provenance.collect(sys.argv, root))
+    attempt = planned.run.begin_attempt(launch.launch_record(planned, root))
+    return f"{attempt.number} {planned.run.path}"
+
+
+def _work(told: str) -> int:
+    if told == REFUSED:
+        # Rank 0 says why. torchrun kills the others when the first one ends: let that be rank 0.
+        time.sleep(2)
+        return EXIT_REFUSED
+    if told == NOTHING_TO_DO:
+        return 0
+    from distdl import worker
+
+    number, run = told.split(" ", 1)
+    return worker.main([run, run, "--attempt", number])
+
+
+def _tell(here: environments.Environment, word: str | None) -> str:
+    """Rank 0 says a word, the others hear it."""
+    if here.world_size == 1:
+        assert word is not None
+        return word
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, TCPStore
+
+    # torchrun's agent already keeps a store at this port; otherwise rank 0 keeps one beside it.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    tcp = TCPStore(
+        here.main_address,
+        here.main_port + (0 if agent else 1),
+        is_master=here.rank == 0 and not agent,
+        timeout=timedelta(minutes=10),
+        wait_for_workers=False,
+    )
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"distdl/{restart}", tcp)
+    if word is not None:
+        store.set("run", word)
+    heard = store.get("run").decode()
+    # Rank 0 may keep the store: it leaves last.
+    store.add("heard", 1)
+    while here.rank == 0 and not agent and store.add("heard", 0) < here.world_size:
+        time.sleep(0.05)
+    return heard

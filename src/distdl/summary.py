@@ -1,0 +1,139 @@
+"""What is told about a run: to the tracker at its start, to a person at its start and its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl import batches, optim
+from distdl.build import Built
+from distdl.config import plain
+from distdl.environment import Environment
+from distdl.job import Resources
+from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json
+from distdl.tracking import RunInfo
+
+# Few, and each useful as a column of a table of runs; the whole config is an artifact.
+PARAMETERS = (
+    "model._target_",
+    "model.network._target_",
+    "model.network.model_name",
+    "model.norm",
+    "data._target_",
+    "data.batch_size",
+    "data.image_size",
+    "optimizer._target_",
+    "optimizer.lr",
+    "optimizer.lr_scaling",
+    "optimizer.weight_decay",
+    "schedule._target_",
+    "schedule.warmup_epochs",
+    "strategy._target_",
+    "trainer.precision",
+    "trainer.max_epochs",
+    "trainer.accumulate_grad_batches",
+    "seed",
+)
+
+
+def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo:
+    """What tracking records, without anything that names this rank."""
+    launch = attempt.launch()
+    run_id = launch["run_id"]
+    size = attempt.resources()
+    params = {path: _select(config, path) for path in PARAMETERS}
+    params["global_batch_size"] = launch.get("global_batch_size")
+    git = read_json(run.path / PROVENANCE).get("git") or {}
+    tags = {"git.commit": git.get("commit"), "world_size": size.world_size}
+    if config.get("tags"):
+        tags["tags"] = ",".join(config.tags)
+    return RunInfo(
+        run_dir=run.path,
+        run_id=run_id,
+        attempt=attempt.number,
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=size.world_size,
+        output_dir=run.path.parents[run_id.count("/")],
+        experiment_name=run_id.split("/")[0],
+        params={k: v for k, v in params.items() if v is not None},
+        changed=launch.get("changes") or {},
+        artifacts=[run.path / CONFIG, run.path / PROVENANCE],
+        tags={k: v for k, v in tags.items() if v is not None},
+    )
+
+
+def for_rank(info: RunInfo, here: Environment) -> RunInfo:
+    return dataclasses.replace(
+        info, rank=here.rank, local_rank=here.local_rank, node_rank=here.node_rank
+    )
+
+
+def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
+    """Where, how many, which learning rate, and what it goes on from."""
+    config = built.config
+    print(f"run     {_short(built.run.path)}  (attempt {launch_number(built.run)})")
+    print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
+    batch = batches.describe(config, size)
+    if batch:
+        print(f"batch   {batch}")
+    global_batch = batches.global_batch_size(config, size)
+    if config.get("optimizer") and global_batch and not built.own_optimizer:
+        print(f"rate    {optim.describe_lr(plain(config.optimizer), global_batch)}")
+    if built.own_optimizer:
+        print("rate    the model's own configure_optimizers")
+    for note in launch.get("notes") or []:
+        print(f"note    {note}")
+    if built.checkpoint:
+        print(f"resume  {_short(Path(built.checkpoint))}")
+    print(flush=True)
+
+
+def launch_number(run: RunDirectory) -> int:
+    last = run.last_attempt()
+    return last.number if last else 0
+
+
+def print_end(
+    built: Built, metrics: dict[str, float], opens: Sequence[str], started: float
+) -> None:
+    """What came out, where it lies, and what to type next."""
+    minutes, seconds = divmod(int(time.time() - started), 60)
+    shown = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
+    print()
+    print("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(shown.items())))
+    speed = metrics.get("perf/images_per_second")
+    print(
+        f"time    {minutes} min {seconds} s"
+        + (f"  {speed:,.1f} img/s (median)" if speed else "")
+        + (
+            f"  data_wait {100 * metrics['perf/data_wait']:.0f} %"
+            if "perf/data_wait" in metrics
+            else ""
+        )
+    )
+    path = _short(built.run.path)
+    print(f"run     {path}")
+    for line in opens:
+        print(f"watch   {line}")
+    print(f"next    python -m distdl report {path}")
+    print(f"        python -m distdl resume {path} trainer.max_epochs=<more>", flush=True)
+
+
+def _select(config: DictConfig, path: str) -> Any:
+    try:
+        return OmegaConf.select(config, path)
+    except Exception:  # an interpolation that only another machine can resolve
+        return None
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,21 @@
+"""Train, from the newest checkpoint if there is one."""
+
+from __future__ import annotations
+
+from distdl.build import Built
+
+
+def train(context: Built) -> dict[str, float]:
+    """Fits the module and returns the last value of every metric."""
+    context.trainer.fit(
+        context.module,
+        datamodule=context.datamodule,
+        ckpt_path=context.checkpoint,
+        weights_only=True if context.checkpoint else None,
+    )
+    metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
+    speeds = sorted(context.metrics.images_per_second)
+    if speeds:
+        metrics["perf/images_per_second"] = speeds[len(speeds) // 2]
+    latest = context.metrics.latest
+    return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}

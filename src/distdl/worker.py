@@ -1,0 +1,239 @@
+"""What every rank runs, everywhere: `python -m distdl.worker BUNDLE STORE`.
+
+It never runs Hydra on a command line: it reads the frozen config, finds out which rank it is,
+builds, and does the task. How it ended stands in the attempt's status.json and in the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl import config as configs
+from distdl import environment as environments
+from distdl.errors import UserError
+from distdl.job import EXIT_REFUSED, JobState
+from distdl.redact import RedactingFilter, redact
+from distdl.run_directory import Attempt, RunDirectory
+from distdl.stopping import Stopped, StopRequest
+
+log = logging.getLogger("distdl.worker")
+
+QUIET = ("urllib3",)  # it tells of each retry; what comes of them is told by those who asked
+HANDLER = "distdl"  # the name of our log handlers
+# Whose INFO lines a person wants to see: ours, and the table of `debug=profile`.
+SHOWN = ("distdl", "lightning.pytorch.profilers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one rank of one attempt and returns its exit code."""
+    parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
+    parser.add_argument("bundle", type=Path, help="where config.yaml is")
+    parser.add_argument("store", type=Path, help="where checkpoints, logs and status go")
+    parser.add_argument("--attempt", type=int, help="default: the newest")
+    arguments = parser.parse_args(argv)
+
+    stop = StopRequest()
+    stop.install()  # before the slow imports: a signal during set-up must not be lost
+    run = RunDirectory(arguments.store)
+    attempts = {a.number: a for a in run.attempts()}
+    attempt = attempts[arguments.attempt or max(attempts)]
+    rank = 0
+    state = JobState.FAILED
+    try:
+        here = environments.resolve(resources=attempt.resources())
+        if here.launcher == "local":
+            die_with_parent()
+        rank = here.rank
+        here.export()
+        start_logging(attempt, rank)
+        log.debug("%s", here.describe())
+        if rank == 0:
+            attempt.begin()
+        metrics = perform(RunDirectory(arguments.bundle), run, attempt, here, stop)
+        state = JobState.SUCCEEDED
+        if rank == 0:
+            attempt.end(state, metrics=metrics)
+    except Stopped as ended:
+        state = ended.state
+        log.warning("%s: %s", state.lower(), ended)
+        if rank == 0:
+            attempt.end(state, error=str(ended))
+    except KeyboardInterrupt:
+        state = JobState.CANCELLED
+        if rank == 0:
+            attempt.end(state, error="interrupted")
+    except UserError as error:
+        fail(attempt, rank, error)
+        print(f"distdl: {redact(str(error))}", file=sys.stderr)
+        return EXIT_REFUSED
+    except BaseException as error:  # whatever it was, it is recorded and named
+        fail(attempt, rank, error)
+    finally:
+        stop.uninstall()
+    return state.exit_code
+
+
+def perform(
+    bundle: RunDirectory,
+    run: RunDirectory,
+    attempt: Attempt,
+    here: environments.Environment,
+    stop: StopRequest,
+) -> dict[str, float]:
+    """Environment -> process group -> build -> task -> tracking; returns the task's metrics."""
+    from distdl import cluster, summary, tracking
+    from distdl.build import build, make
+
+    adopt_lightnings_loggers()
+    launch = attempt.launch()
+    config = effective_config(bundle, launch)
+    # The user's code comes before everything that is installed.
+    mine = [str(path) for path in launch.get("python_path") or []]
+    sys.path[:] = [*mine, *(path for path in sys.path if path not in mine)]
+    stop.check()
+    resources = attempt.resources()
+    cluster.connect(here, resources.accelerator)
+    try:
+        checkpoint = cluster.tell_all(newest_checkpoint(config, run) if here.rank == 0 else None)
+        info = cluster.tell_all(summary.run_info(config, run, attempt) if here.rank == 0 else None)
+        tracker = tracking.start_tracking(
+            summary.for_rank(info, here),
+            {k: make(node) for k, node in (config.get("tracking") or {}).items()},
+        )
+        state = JobState.FAILED
+        try:
+            built = build(config, run, attempt, here, resources, stop, tracker.loggers, checkpoint)
+            stop.check()
+            if here.rank == 0:
+                summary.print_start(built, resources, launch)
+            metrics = perform_task(config, built)
+            state = JobState.SUCCEEDED
+            if here.rank == 0:
+                summary.print_end(
+                    built, metrics, tracker.how_to_open(), attempt.status().get("started", 0)
+                )
+            return metrics
+        except Stopped as ended:
+            state = ended.state
+            raise
+        finally:
+            tracker.finish(str(state))
+    finally:
+        cluster.disconnect()
+
+
+def die_with_parent() -> None:
+    """On Linux: a launcher that was killed with -9 must not leave ranks that train on unseen."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
+    """Calls the task by itself: through Hydra its exceptions would come out as Hydra's."""
+    from hydra.utils import get_method
+
+    arguments = configs.plain(config.task)
+    task = get_method(str(arguments.pop("_target_")))
+    return task(built, **arguments) or {}
+
+
+def effective_config(bundle: RunDirectory, launch: dict[str, Any]) -> DictConfig:
+    """The frozen recipe, where this attempt runs, and what this attempt changed."""
+    return configs.merge(
+        bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
+    )
+
+
+def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
+    """What training goes on from: the run's own newest, else `checkpoint.resume_from`."""
+    from distdl import checkpoint
+
+    own = checkpoint.CheckpointStore(run.checkpoints).newest()
+    if own is not None:
+        return str(own)
+    given = config.checkpoint.get("resume_from")
+    return str(checkpoint.find(given)) if given else None
+
+
+class ScreenHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that moment: a live progress bar puts itself in its place."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
+
+
+def start_logging(attempt: Attempt, rank: int) -> None:
+    """Every rank into a file of its own; rank 0, and the errors of the others, on screen too."""
+    attempt.logs.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if h.name == HANDLER]:
+        root.removeHandler(old)
+    file = logging.FileHandler(attempt.logs / f"rank_{rank}.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = ScreenHandler()
+    screen.setFormatter(
+        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
+    screen.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    screen.addFilter(
+        lambda record: (
+            record.name.startswith(SHOWN)
+            or (record.levelno >= logging.WARNING and not record.name.startswith(QUIET))
+        )
+    )
+    for handler in (file, screen):
+        handler.name = HANDLER
+        handler.addFilter(RedactingFilter())
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)  # for the file: which variable said which rank
+    logging.captureWarnings(True)
+    for category in (DeprecationWarning, FutureWarning):  # for the authors of libraries
+        warnings.filterwarnings("ignore", category=category)
+    if rank:
+        warnings.filterwarnings("ignore")
+
+
+def adopt_lightnings_loggers() -> None:
+    """Lightning, once imported, has handlers of its own: its warnings come by ours instead, and
+    its chatter stays in the file."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
+
+
+def fail(attempt: Attempt, rank: int, error: BaseException) -> None:
+    text = redact("".join(traceback.format_exception(error)))
+    message = redact(str(error))
+    attempt.record_error(rank, type(error).__name__, message, text)
+    if rank == 0:
+        attempt.end(JobState.FAILED, error=f"{type(error).__name__}: {message}")
+    if not isinstance(error, UserError):
+        log.error("%s", text)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries must not hold up a rank that has ended: its peers wait for it.
+    os._exit(code)
