@@ -1,0 +1,201 @@
+"""Each kind of bad input on the real command line: the message a user reads, exit code 2, no
+traceback, and no file written.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import distdl
+
+# Everything that is wrong here is told by one command. kind -> (what is typed, what is read).
+BAD = {
+    "unknown key": (["lrr=1"], ["lrr: unknown key", "did you mean optimizer.lr?"]),
+    "unknown key, added": (
+        ["+trainer.max_epoch=3"],
+        ["trainer.max_epoch: ", "did you mean trainer.max_epochs?"],
+    ),
+    "unknown argument": (
+        ["optimizer.momentun=0.9"],
+        ["optimizer.momentun: torch.optim.SGD takes no argument", "optimizer.momentum?"],
+    ),
+    "missing value": (["data=imagenet"], ["data.root: missing", "write data.root=..."]),
+    "missing argument": (
+        ["+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"],
+        ["callbacks.stop.monitor: missing", "write callbacks.stop.monitor=..."],
+    ),
+    "wrong type": (["seed=abc"], ["seed: must be an integer, not 'abc'"]),
+    "wrong type, nested": (["data.batch_size=many"], ["data.batch_size: must be an integer"]),
+    "wrong value": (["optimizer.lr_scaling=cubic"], ["optimizer.lr_scaling: ", "linear"]),
+    "foreign target": (
+        ["+callbacks.shell._target_=os.system"],
+        ["callbacks.shell._target_: os.system is outside the allowed packages"],
+    ),
+    "a package that could be allowed": (
+        ["+callbacks.foreign._target_=composer.Thing"],
+        ["composer.Thing is outside", "if you trust it: project.allow=[composer]"],
+    ),
+    "target that cannot be imported": (
+        ["+callbacks.ours._target_=distdl.callbacks.Progres"],
+        ["callbacks.ours._target_: distdl.callbacks has no 'Progres'"],
+    ),
+    "devices against the strategy": (
+        ["strategy=single", "trainer.devices=2", "trainer.accelerator=cpu"],
+        ["strategy: single trains on one device", "strategy=ddp"],
+    ),
+    "interpolation to nothing": (
+        ["experiment_name=${projct.name}"],
+        ["experiment_name: refers to projct.name, which is not in the config"],
+    ),
+    "unset variable": (
+        ["checkpoint.resume_from=${oc.env:NOT_SET_ANYWHERE}"],
+        ["the environment variable NOT_SET_ANYWHERE is not set", "export NOT_SET_ANYWHERE="],
+    ),
+    "plain secret": (
+        ["+model.api_token=canary-5e11a0"],
+        ["model.api_token: holds a secret as plain text", "${oc.env:"],
+    ),
+    "what distdl sets itself": (["+trainer.callbacks=[]"], ["trainer.callbacks: is set by distdl"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("refused")
+
+
+@pytest.fixture(scope="module")
+def everything_wrong(folder: Path) -> subprocess.CompletedProcess[str]:
+    return distdl(*(word for typed, _ in BAD.values() for word in typed), cwd=folder)
+
+
+def check_refused(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "Error executing job" not in done.stderr
+    assert done.stdout == ""
+    assert list(folder.iterdir()) == [], "a refused command writes no file"
+
+
+def test_all_problems_in_one_go(everything_wrong, folder) -> None:
+    check_refused(everything_wrong, folder)
+    head, *lines = everything_wrong.stderr.splitlines()
+    problems = [line for line in lines if line.startswith("  ") and line[2] != " "]
+    assert head == f"distdl: {len(problems)} problems, nothing was started"
+    paths = [line.strip().split(":")[0] for line in problems]
+    assert paths == sorted(paths)
+    assert len(problems) >= len(BAD) and len(set(problems)) == len(problems)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_each_kind_is_told(everything_wrong, kind) -> None:
+    for words in BAD[kind][1]:
+        assert words in everything_wrong.stderr, everything_wrong.stderr
+
+
+def test_a_refused_secret_is_not_repeated(everything_wrong) -> None:
+    assert "canary-5e11a0" not in everything_wrong.stdout + everything_wrong.stderr
+
+
+def test_what_is_right_is_not_told(everything_wrong) -> None:
+    for path in ("trainer.devices", "trainer.accelerator", "model.network", "tracking"):
+        assert f"\n  {path}" not in everything_wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        # Hydra's own errors.
+        ("model=resnet5", ["model: no option 'resnet5'", "did you mean model=resnet50?"]),
+        ("data=null", ["data: no option 'null'", "available: imagenet, synthetic"]),
+        ("experiment=resnet50", ["did you mean experiment=resnet50_"]),
+        ("optimizer.lr=[1", ["'optimizer.lr=[1' is no override"]),
+        ("name=a=b", ["'name=a=b' is no override"]),
+        ("~nothing_here", ["nothing_here"]),
+        ("hydra/launcher=joblib", ["hydra/launcher/joblib"]),
+        ("--cfg job --resolve name=${nope}", ["'nope' not found"]),
+        ("--cfg job -p modle", ["the config has no 'modle'"]),
+        ("--cfg job -m optimizer.lr=interval(0,1)", ["optimizer.lr=interval(0,1) cannot be count"]),
+        # Those of the command line itself.
+        ("trainer.max_epochs=1,2", ["several values, and no sweep", "add -m"]),
+        ("-m name=a,b", ["name: a sweep names its members itself"]),
+        ("resme outputs/x", ["did you mean: python -m distdl resume"]),
+        ("model resnet18", ["model: is no command and no override", "resnet18: is no command"]),
+        ("--frobnicate", ["unrecognized arguments: --frobnicate"]),
+        ("--cfg nonsense", ["invalid choice: 'nonsense'"]),
+        ("--config-dir nowhere", ["--config-dir: ", "nowhere is no folder"]),
+        ("resume outputs/nothing/here", ["outputs/nothing/here"]),
+    ],
+)
+def test_refused_before_anything_is_imported(typed, read, tmp_path) -> None:
+    done = distdl(*typed.split(), cwd=tmp_path, timeout=60)
+    check_refused(done, tmp_path)
+    for words in read:
+        assert words in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "typed", "read"),
+    [
+        ("conf/model/broken.yaml", "a: [1\nb: 2\n", "model=broken", "broken.yaml"),
+        (
+            "conf/model/odd.yaml",
+            "defaults:\n  - nothing\n",
+            "model=odd",
+            "Could not load 'model/nothing'",
+        ),
+        ("conf/distdl.yaml", "seed: 1\n", "seed=1", "would replace distdl's primary config"),
+    ],
+)
+def test_broken_configs_of_the_users_own(file, content, typed, read, command, tmp_path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(content)
+    said = command(typed)
+    assert (said.code, said.out) == (2, "") and read in said.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_batches_that_do_not_divide(command, without_stage_2) -> None:
+    own = ("data._target_=mine.Data", "project.allow=[mine]", "trainer.accelerator=cpu")
+    said = command(*own, "+data.global_batch_size=99", "data.batch_size=8", "trainer.devices=2")
+    assert said.code == 2
+    assert "99 is not 8 (data.batch_size) x 2 devices x 1 accumulated, nor divisible" in said.err
+    assert "data.global_batch_size=98" in said.err
+
+
+def test_hydras_own_flags(tmp_path) -> None:
+    done = distdl("--info", "config", "modl=x", cwd=tmp_path)
+    assert done.returncode == 2 and "Could not override 'modl'" in done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *(f"{group}=null" for group in ("experiment", "model", "trainer", "tracking")),
+        *(f"~{group}" for group in ("launcher", "model", "strategy", "task", "trainer", "project")),
+        *(f"{group}=${{nope}}" for group in ("tracking", "output_dir", "experiment_name")),
+        *(f"{key}=${{nope}}" for key in ("name", "dry_run", "project.root", "trainer.devices")),
+        *(f"{key}=???" for key in ("name", "output_dir", "data.batch_size", "trainer.devices")),
+        *(f"{key}=5" for key in ("project", "project.root", "checkpoint", "tags", "name")),
+        *(f"trainer.devices={value}" for value in ("0", "[]", "abc", "[0,1]", "[a]", "1.5")),
+        *(f"trainer.num_nodes={value}" for value in ("0", "2", "abc", "null")),
+        *(f"name={value}" for value in ("a/b", "../x", "'a b'", "''")),
+        "experiment_name=../x",
+        "model@somewhere=resnet18",
+        "=5",
+        "-m model=glob(nothing*)",
+    ],
+)
+def test_nothing_that_is_typed_ends_in_a_traceback(
+    typed, command, without_stage_2, tmp_path
+) -> None:
+    """Each of them alone, through the first stage only: the second is not what fails here."""
+    said = command(*typed.split(" ", 1 if typed.startswith("-m") else 0))
+    assert said.code == 2, said
+    count, told = said.err.split("\n", 1)
+    assert count == "distdl: 1 problem, nothing was started", said.err
+    assert told.strip()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,163 @@
+"""`torchrun -m distdl ...`, which people will type: somebody else has started the ranks."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from distdl import worker
+from tests.conftest import TINY, Said, distdl, environment, losses, samples, status
+
+SHORT = (*TINY, "data.train_samples=32", "data.val_samples=7", "trainer.max_epochs=1", "name=x")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distdl")
+
+
+def test_two_ranks_make_one_run(tmp_path) -> None:
+    done = distdl(*SHORT, "data.batch_size=4", cwd=tmp_path, module=TORCHRUN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "outputs/default").iterdir()
+    assert [path.name for path in (run / "attempts").iterdir()] == ["001"]
+    told = status(run)
+    assert told["state"] == "SUCCEEDED" and told["metrics"]["val/samples"] == 7
+    # Each rank had its half of every batch, and together they had each sample once.
+    assert sorted(losses(run)) == [1, 2, 3, 4]
+    steps = samples(run)[1]
+    assert all(len(ids) == 8 for ids in steps.values())
+    assert sorted(i for ids in steps.values() for i in ids) == list(range(32))
+    assert {path.name for path in (run / "logs").glob("samples-*")} == {
+        "samples-rank0.csv",
+        "samples-rank1.csv",
+    }
+    # Which variable said what stands in each rank's log.
+    for rank in (0, 1):
+        log = (run / f"attempts/001/logs/rank_{rank}.log").read_text()
+        assert f"launcher=external: rank={rank} (RANK), world_size=2 (WORLD_SIZE)" in log
+    launch = OmegaConf.load(run / "attempts/001/launch.yaml")
+    assert launch.resources.devices == 2
+    assert "devices" not in OmegaConf.load(run / "config.yaml").trainer
+    assert done.stdout.count("run     outputs/default/x  (attempt 1)") == 1
+
+
+def test_a_refusal_under_torchrun_is_told_by_rank_0(tmp_path) -> None:
+    typed = (*SHORT, "trainer.devices=3")
+    done = distdl(*typed, cwd=tmp_path, module=TORCHRUN)
+    assert done.returncode != 0
+    assert done.stderr.count("distdl: 1 problem, nothing was started") == 1
+    assert "trainer.devices: 3 per node are asked for, and 2 were started" in done.stderr
+    ours, torchruns = done.stderr.split("leave it out: the number of processes says it")
+    assert "Traceback" not in ours
+    cause = torchruns[torchruns.index("Root Cause") :]
+    assert re.search(r"rank +: 0 ", cause) and re.search(r"exitcode +: 2 ", cause)
+    assert list(tmp_path.iterdir()) == []
+
+
+def ranks(tmp_path: Path, *typed: str) -> list[tuple[int, str, str]]:
+    """Two processes with the variables of mpirun, which keeps no store for them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "distdl", *typed],
+            cwd=tmp_path,
+            env=environment(
+                OMPI_COMM_WORLD_RANK=str(rank),
+                OMPI_COMM_WORLD_SIZE="2",
+                OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+                OMPI_COMM_WORLD_LOCAL_SIZE="2",
+                MASTER_PORT=str(port),
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in processes]
+    return [(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
+
+
+def test_every_rank_of_a_refused_run_ends_with_2(tmp_path) -> None:
+    (code, out, err), other = ranks(tmp_path, *SHORT, "trainer.devices=3")
+    assert (code, out) == (2, "") and "3 per node are asked for" in err
+    assert other == (2, "", ""), "rank 0 says why, once"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_several_ranks_starts_nothing(tmp_path) -> None:
+    (code, out, err), other = ranks(tmp_path, *SHORT, "dry_run=true")
+    assert code == 0, err
+    assert "run        outputs/default/x" in out and "resources  1 x 2 cpu" in out
+    assert "# the 2 processes that are running already, each:\npython -m distdl.worker" in out
+    assert other == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- one rank of torchrun's in this process; its worker is only written down
+
+
+@pytest.fixture
+def torchrun(command, without_stage_2, monkeypatch) -> Callable[..., Said]:
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "DISTDL_LAUNCHER": "",
+    }
+
+    def run(*typed: str) -> Said:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return command(*typed)
+
+    return run
+
+
+@pytest.fixture
+def worked(monkeypatch) -> list[list[str]]:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(worker, "main", lambda arguments: calls.append(arguments) or 0)
+    return calls
+
+
+def test_a_rank_that_others_started_resumes(torchrun, worked, tmp_path) -> None:
+    run = str(tmp_path / "outputs/default/x")
+    assert torchrun(*SHORT).code == 0
+    (tmp_path / "outputs/default/x/attempts/001/status.json").write_text('{"state": "FAILED"}')
+    assert torchrun("resume", run, "trainer.max_epochs=5").code == 0
+    assert worked == [[run, run, "--attempt", "1"], [run, run, "--attempt", "2"]]
+    launch = OmegaConf.load(tmp_path / "outputs/default/x/attempts/002/launch.yaml")
+    assert launch.changes == {"trainer.max_epochs": 5}
+    said = torchrun("resume", run, "trainer.devices=2")
+    assert said.code == 2 and "2 per node are asked for, and 1 were started" in said.err
+
+
+def test_what_has_finished_is_not_trained_again(torchrun, worked, tmp_path) -> None:
+    assert torchrun(*SHORT).code == 0
+    (tmp_path / "outputs/default/x/attempts/001/status.json").write_text('{"state": "SUCCEEDED"}')
+    said = torchrun(*SHORT)
+    assert said.code == 0 and "has finished: nothing to do" in said.out
+    assert len(worked) == 1
+
+
+def test_what_is_no_training_is_not_trained(torchrun, worked, tmp_path) -> None:
+    said = torchrun("--cfg", "job", "seed=3")
+    assert said.code == 0 and "seed: 3" in said.out
+    said = torchrun("-m", "seed=1,2")
+    assert said.code == 2 and "torchrun has started several already" in said.err
+    assert torchrun("seed=1,2").code == 2
+    assert torchrun("resme", "x").code == 2
+    assert worked == [] and list(tmp_path.iterdir()) == []

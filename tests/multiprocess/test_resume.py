@@ -1,0 +1,101 @@
+"""kill -9 in the middle of the second epoch: what follows is what would have followed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, distdl, last_step, losses, samples, status, trained
+
+# 20 steps an epoch, three epochs; a checkpoint every third step, so one at step 24 inside epoch 2.
+EVERY = "checkpoint.every_n_steps=3"
+RANKS = {1: ("data.batch_size=8",), 2: ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[int, Path]:
+    """The same run of one and of two ranks at the same global batch."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    for ranks, overrides in RANKS.items():
+        trained(*overrides, EVERY, f"name=r{ranks}", cwd=folder)
+    return {ranks: folder / f"outputs/default/r{ranks}" for ranks in RANKS}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> dict[int, Path]:
+    """Runs that a kill -9 ended in the middle of their second epoch."""
+    from tests.conftest import Background
+
+    found = {}
+    for ranks, overrides in RANKS.items():
+        folder = tmp_path_factory.mktemp(f"killed{ranks}")
+        run = folder / "outputs/default/k"
+        job = Background(*TINY, *overrides, EVERY, "name=k", cwd=folder)
+        job.until(lambda run=run: last_step(run) >= 28)
+        job.kill_all()
+        found[ranks] = run
+    return found
+
+
+def test_one_and_two_ranks_lose_alike(uninterrupted) -> None:
+    one, two = losses(uninterrupted[1]), losses(uninterrupted[2])
+    assert list(one) == list(two) == list(range(1, 61))
+    assert max(abs(one[s] - two[s]) for s in one) < 1e-5
+    assert samples(uninterrupted[1])[1].keys() == samples(uninterrupted[2])[1].keys()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
+def test_goes_on_exactly(before, after, uninterrupted, killed, tmp_path) -> None:
+    run = tmp_path / "outputs/default/k"
+    shutil.copytree(killed[before], run)
+    newest = max(json.loads(m.read_text())["step"] for m in run.glob("checkpoints/*.json"))
+    assert 20 < newest < 40, "a checkpoint from inside the second epoch"
+
+    done = distdl("resume", str(run), f"trainer.devices={after}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    first, second = samples(run)[1], samples(run)[2]
+    assert min(step for _, step in second) == newest + 1
+    surviving = {k: v for k, v in first.items() if k[1] <= newest} | second
+    for epoch in range(3):
+        ids = [i for (e, _), row in surviving.items() if e == epoch for i in row]
+        assert sorted(ids) == list(range(160)), f"epoch {epoch}: each sample once"
+    got, wanted = losses(run), losses(uninterrupted[after])
+    steps = range(newest + 1, newest + 21)
+    tolerance = 1e-5 if before != after else 0.0
+    assert max(abs(got[s] - wanted[s]) for s in steps) <= tolerance
+    if before != after:
+        assert "global batch stays 8" in done.stdout
+
+
+def test_a_damaged_checkpoint_is_skipped(killed, tmp_path) -> None:
+    run = tmp_path / "outputs/default/k"
+    shutil.copytree(killed[1], run)
+    manifests = {json.loads(m.read_text())["step"]: m for m in run.glob("checkpoints/epoch*.json")}
+    newest, older = sorted(manifests, reverse=True)[:2]
+    file = manifests[newest].with_name(manifests[newest].name.removesuffix(".manifest.json"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+    done = distdl("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped a damaged checkpoint" in done.stderr and "sha256 differs" in done.stderr
+    assert min(step for _, step in samples(run)[2]) == older + 1
+
+
+def test_another_batch_is_said_and_scales_the_rate(killed, tmp_path) -> None:
+    run = tmp_path / "outputs/default/k"
+    shutil.copytree(killed[1], run)
+    done = distdl("resume", str(run), "data.batch_size=16", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the global batch changes from 8 to 16, as asked for" in done.stdout
+    assert "the learning rate goes from 0.003125 to 0.00625 (linear)" in done.stderr
+    ids = [i for (e, _), row in samples(run)[2].items() if e == 2 for i in row]
+    assert sorted(ids) == list(range(160))
+    second = [i for (e, _), row in samples(run)[2].items() if e == 1 for i in row]
+    assert len(second) == len(set(second)), "no sample twice in the epoch that went on"
+    assert status(run, 2)["state"] == "SUCCEEDED"

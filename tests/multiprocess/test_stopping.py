@@ -1,0 +1,127 @@
+"""SIGTERM and SIGUSR1: every rank ends at the same step, saved, and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distdl.job import EXIT_PREEMPTED
+from tests.conftest import TINY, distdl, last_step, losses, samples, status, trained
+
+TWO = ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")
+
+
+def workers(parent: int) -> dict[int, int]:
+    """rank -> pid of the processes below `parent`."""
+    found = {}
+    for child in psutil.Process(parent).children(recursive=True):
+        try:
+            if "distdl.worker" in child.cmdline():
+                found[int(child.environ()["RANK"])] = child.pid
+        except (psutil.Error, KeyError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "to"),
+    [(1, signal.SIGUSR1, "all"), (2, signal.SIGTERM, "launcher"), (2, signal.SIGTERM, 1)],
+)
+def test_a_signal_in_training(ranks, number, to, background, tmp_path) -> None:
+    run = tmp_path / "outputs/default/s"
+    job = background(*TINY, *(TWO if ranks == 2 else ()), "name=s", cwd=tmp_path)
+    job.until(lambda: last_step(run) >= 5)
+    if to == 1:
+        os.kill(workers(job.process.pid)[1], number)
+    else:
+        os.kill(job.process.pid, number)
+    assert job.wait() == EXIT_PREEMPTED, job.output()
+    told = status(run)
+    assert told["state"] == "PREEMPTED" and told["exit_code"] == EXIT_PREEMPTED
+    manifest = json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
+    assert manifest["reason"] == "signal"
+    steps = {max(step for _, step in rows) for rows in per_rank(run).values()}
+    assert steps == {manifest["step"]}, "all ranks ended at the step that was saved"
+    assert "python -m distdl resume" in job.output()
+
+    done = distdl("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(step for _, step in samples(run)[2]) == manifest["step"] + 1
+    assert sorted(losses(run)) == list(range(1, 61))
+
+
+def per_rank(run: Path) -> dict[str, list[tuple[int, int]]]:
+    return {
+        path.name: [
+            (int(line.split(",")[1]), int(line.split(",")[2]))
+            for line in path.read_text().splitlines()
+            if line.startswith("1,")
+        ]
+        for path in (run / "logs").glob("samples-rank*.csv")
+    }
+
+
+def test_a_signal_in_validation(background, tmp_path) -> None:
+    """Validation starts again from its first batch, and then the next epoch follows."""
+    run = tmp_path / "outputs/default/v"
+    long = ("data.val_samples=4000", "trainer.max_epochs=2", "name=v")
+    job = background(*TINY, *TWO, *long, cwd=tmp_path)
+    job.until(lambda: last_step(run) >= 20)
+    job.until(lambda: "step 20 " in job.output())
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait() == EXIT_PREEMPTED, job.output()
+    manifest = json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
+    assert (manifest["step"], manifest["reason"]) == (20, "signal")
+
+    done = distdl("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("val/acc1") == 2, "the first epoch was validated after all"
+    assert min(step for _, step in samples(run)[2]) == 21
+    counted = status(run, 2)["metrics"]["val/samples"]
+    assert counted == 4000
+
+
+def test_a_signal_to_every_process_of_the_job(background, tmp_path) -> None:
+    """As Slurm and `timeout` send it: the loaders' workers get it too, and must not die first."""
+    run = tmp_path / "outputs/default/g"
+    job = background(*TINY, "data.num_workers=2", "name=g", cwd=tmp_path)
+    job.until(lambda: last_step(run) >= 5)
+    os.killpg(job.process.pid, signal.SIGTERM)
+    assert job.wait() == EXIT_PREEMPTED, job.output()
+    assert status(run)["state"] == "PREEMPTED"
+    manifest = json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
+    assert manifest["reason"] == "signal"
+
+
+def test_a_signal_in_set_up(background, tmp_path) -> None:
+    run = tmp_path / "outputs/default/u"
+    job = background(*TINY, *TWO, "name=u", cwd=tmp_path)
+    job.until(lambda: status(run).get("state") == "RUNNING")
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait() == EXIT_PREEMPTED, job.output()
+    assert status(run)["state"] == "PREEMPTED"
+    trained(*TWO, "name=u", cwd=tmp_path)
+    assert status(run, 2)["state"] == "SUCCEEDED"
+
+
+def test_a_rank_that_fails_is_named(tmp_path) -> None:
+    """torchrun swallows exit codes and messages; the run's own files do not."""
+    (tmp_path / "broken.py").write_text(
+        "import torch\n"
+        "from distdl.models import ImageClassifier\n"
+        "class Broken(ImageClassifier):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        if self.global_rank == 1 and batch_idx == 2:\n"
+        "            raise ValueError('bad weather on rank one')\n"
+        "        return super().training_step(batch, batch_idx)\n"
+    )
+    done = distdl(*TINY, *TWO, "model._target_=broken.Broken", "name=b", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "rank 1 failed first: ValueError: bad weather on rank one" in done.stderr
+    told = status(tmp_path / "outputs/default/b")
+    assert told["state"] == "FAILED" and "bad weather" in told["error"]
