@@ -1,0 +1,1 @@
+"""Speed as a ratio against a named competitor, measured in one interleaved run."""
