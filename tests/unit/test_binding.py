@@ -352,6 +352,7 @@ def _shipped() -> list[list[str]]:
         "model/timm": ["model.network.model_name=resnet10t"],
         "data/imagenet": ["data.root={root}", "data.num_classes=2"],
         "experiment/resnet50_imagenet": ["data.root={root}", "data.num_classes=2"],
+        "experiment/imagenette_cpu": ["data.root={root}", "data.num_classes=2"],
     }
     groups = ("callbacks", "data", "debug", "experiment", "model", "optimizer", "schedule")
     options = [
