@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from distdl.environment import Environment
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import StopRequest
-
-log = logging.getLogger(__name__)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from distdl import batches, provenance, resources, validate
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec, JobState, Launcher, Resources
-from distdl.run_directory import Attempt, RunDirectory
+from distdl.run_directory import Attempt, RunDirectory, shown
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
 TRAIN = "distdl.tasks.train"
@@ -311,11 +311,3 @@ def report_failure(attempt: Attempt) -> None:
             f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",
             file=sys.stderr,
         )
-
-
-def shown(path: Path) -> str:
-    """Short, as a person would type it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from distdl.build import Built
 from distdl.config import plain
 from distdl.environment import Environment
 from distdl.job import Resources
-from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json
+from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
 from distdl.tracking import RunInfo
 
 # Few, and each useful as a column of a table of runs; the whole config is an artifact.
@@ -79,7 +78,7 @@ def for_rank(info: RunInfo, here: Environment) -> RunInfo:
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
     """Where, how many, which learning rate, and what it goes on from."""
     config = built.config
-    print(f"run     {_short(built.run.path)}  (attempt {launch_number(built.run)})")
+    print(f"run     {shown(built.run.path)}  (attempt {launch_number(built.run)})")
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
     batch = batches.describe(config, size)
     if batch:
@@ -92,7 +91,7 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
     for note in launch.get("notes") or []:
         print(f"note    {note}")
     if built.checkpoint:
-        print(f"resume  {_short(Path(built.checkpoint))}")
+        print(f"resume  {shown(Path(built.checkpoint))}")
     print(flush=True)
 
 
@@ -106,9 +105,9 @@ def print_end(
 ) -> None:
     """What came out, where it lies, and what to type next."""
     minutes, seconds = divmod(int(time.time() - started), 60)
-    shown = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
+    values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
     print()
-    print("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(shown.items())))
+    print("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items())))
     speed = metrics.get("perf/images_per_second")
     print(
         f"time    {minutes} min {seconds} s"
@@ -119,7 +118,7 @@ def print_end(
             else ""
         )
     )
-    path = _short(built.run.path)
+    path = shown(built.run.path)
     print(f"run     {path}")
     for line in opens:
         print(f"watch   {line}")
@@ -132,8 +131,3 @@ def _select(config: DictConfig, path: str) -> Any:
         return OmegaConf.select(config, path)
     except Exception:  # an interpolation that only another machine can resolve
         return None
-
-
-def _short(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

@@ -76,7 +76,6 @@ class Checkpointer(Callback):
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.keep_last, self.monitor, self.mode = keep_last, monitor, mode
         self.best: float | None = None
-        self.saved: list[str] = []
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._reason = ""
@@ -239,7 +238,6 @@ class Checkpointer(Callback):
             log.info("checkpoint %s (%s, %.1f s)", name, reason, time.monotonic() - started)
         trainer.strategy.barrier("distdl.checkpoint")
         self._saved_step, self._saved_at = step, time.monotonic()
-        self.saved.append(name)
 
     def _is_best(self, trainer: Trainer) -> bool:
         """Whether the monitored metric is the best so far; all ranks hold the same value."""
