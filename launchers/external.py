@@ -15,7 +15,7 @@ class ExternalRequest:
 
     def render(self) -> str:
         count = self.spec.resources.world_size
-        command = shlex.join(["python", *self.spec.command])
+        command = shlex.join(["python", *self.spec.worker()])
         return f"# the {count} processes that are running already, each:\n{command}"
 
 

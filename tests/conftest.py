@@ -113,7 +113,7 @@ def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
     answer = {"problems": [], "notes": [], "facts": {}}
     monkeypatch.setattr("distdl.validate._ask_child", lambda request: answer)
-    monkeypatch.setattr("distdl.launch.suppressed_import", lambda module: None)
+    monkeypatch.setattr("distdl.planning.suppressed_import", lambda module: None)
 
 
 @pytest.fixture

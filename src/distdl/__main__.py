@@ -15,6 +15,7 @@ from distdl.suggest import closest
 # Verbs that are no training run: module and one line for --help.
 COMMANDS = {
     "resume": ("distdl.commands.resume", "go on with a run"),
+    "jobs": ("distdl.commands.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
     "report": ("distdl.commands.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.commands.track", "deliver metrics that a tracking server missed"),
 }
@@ -79,10 +80,10 @@ def run(arguments: list[str]) -> int:
 
 def launch(config: object) -> int:
     from distdl import launch as launching
-    from distdl import user_conf
+    from distdl import planning, user_conf
 
     user_conf.print_shadowed()
-    planned = launching.plan(config)  # type: ignore[arg-type]
+    planned = planning.plan(config)  # type: ignore[arg-type]
     if planned.config.dry_run:
         print(launching.render(planned))
         return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
 from typing import Any
 
@@ -20,7 +21,9 @@ WHERE = (
     "launcher",
     "output_dir",
     "dry_run",
+    "follow",
     "project.root",
+    "project.max_snapshot_mb",
     "trainer.devices",
     "trainer.num_nodes",
 )
@@ -32,6 +35,24 @@ CHANGEABLE = (
     "trainer.max_epochs",
     "trainer.max_steps",
 )
+
+
+def _input(name: str, *, _root_: DictConfig) -> str:
+    """`${input:imagenet}`: where this place keeps a data set that the recipe only names.
+
+    A launcher whose place decides that itself (a mount) sets DISTDL_INPUT_IMAGENET for each rank;
+    elsewhere `launcher.inputs.imagenet` is a path, or has one.
+    """
+    found = os.environ.get(f"DISTDL_INPUT_{name.upper()}")
+    if found:
+        return found
+    given = OmegaConf.select(_root_, f"launcher.inputs.{name}")
+    if given is None:
+        raise KeyError(f"launcher.inputs.{name}")
+    return str(given if isinstance(given, str) else given["path"])
+
+
+OmegaConf.register_new_resolver("input", _input, replace=True)
 
 
 def recipe_of(config: DictConfig) -> DictConfig:

@@ -14,29 +14,29 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distdl import compose, launch, provenance, user_conf
-from distdl import config as configs
+from distdl import compose, launch, planning, user_conf
 from distdl import environment as environments
 from distdl.errors import Problem, UserError
 from distdl.job import EXIT_REFUSED
+from distdl.planning import Plan
 
 TARGET = "distdl.launchers.external.ExternalLauncher"
 # What rank 0 tells the others, if it is not "<attempt> <run directory>".
 REFUSED, NOTHING_TO_DO = "refused", "nothing to do"
-Planner = Callable[[environments.Environment], launch.Plan]
+Planner = Callable[[environments.Environment], Plan]
 
 
 def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """`torchrun -m distdl key=value ...`, on each of the ranks."""
 
-    def planner(here: environments.Environment) -> launch.Plan:
+    def planner(here: environments.Environment) -> Plan:
         user_conf.print_shadowed()
         config = compose.compose(overrides, config_dirs)
         # What a preset says of the size (debug=cpu: one device) yields to what was started.
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
         asked = config.trainer.get("devices") if "trainer.devices" in typed else None
         place(config, here, asked)
-        return launch.plan(config)
+        return planning.plan(config)
 
     return main(planner)
 
@@ -83,7 +83,7 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
     where.launcher = {"_target_": TARGET}
 
 
-def _lay_down(planned: launch.Plan) -> str:
+def _lay_down(planned: Plan) -> str:
     """Rank 0 freezes the run and begins the attempt; returns the word for the others."""
     if planned.config.dry_run:
         print(launch.render(planned))
@@ -91,11 +91,7 @@ def _lay_down(planned: launch.Plan) -> str:
     if planned.finished:
         print(launch.how_to_train_longer(planned))
         return NOTHING_TO_DO
-    root = launch.root_of(planned.config)
-    if not planned.run.exists:
-        recipe = configs.to_yaml(planned.recipe)
-        planned.run.create(recipe, provenance.collect(sys.argv, root))
-    attempt = planned.run.begin_attempt(launch.launch_record(planned, root))
+    attempt = launch.lay_down(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 # Exit codes of a worker and of the command line. 75 is EX_TEMPFAIL of sysexits.h: "try again".
@@ -23,6 +24,11 @@ class JobState(StrEnum):
     CANCELLED = "CANCELLED"
     PREEMPTED = "PREEMPTED"
     UNKNOWN = "UNKNOWN"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self not in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
 
     @property
     def exit_code(self) -> int:
@@ -60,26 +66,37 @@ class JobSpec:
     """One attempt of a run, as a launcher gets it.
 
     Args:
-        name: The run's id, for people and for job names.
-        bundle: Where the worker reads config and code (read-only).
-        store: Where the worker writes checkpoints, logs and status (durable; a path or a URI).
-        command: What each rank runs, without the interpreter: `("-m", "distdl.worker", ...)`.
-        env: Variables each rank gets, none of them secret.
-        forward_env: Names of variables whose values each rank inherits.
+        name: The run's id, for people and for job names: `<experiment>/<name>`.
+        bundle: A folder to be read: config.yaml, launch.yaml and, for a job that leaves this
+            machine, all code (`code/`). It is complete: copied or uploaded, it is the run.
+        store: The run's directory, to be written: checkpoints, logs and status.
+        attempt: Its number, from 1.
         resources: How many ranks, and on what.
-        inputs: Names of data inputs and where they lie.
-        outputs: Names of further outputs and where they go.
+        env: Variables each rank gets, none of them secret.
+        forward_env: Names of variables whose values each rank gets, and that appear nowhere.
     """
 
     name: str
     bundle: str
     store: str
-    command: tuple[str, ...]
+    attempt: int
     resources: Resources
     env: Mapping[str, str] = field(default_factory=dict)
     forward_env: tuple[str, ...] = ()
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    outputs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where this attempt's own files are: launch.yaml, status.json, logs/."""
+        return Path(self.store) / "attempts" / f"{self.attempt:03d}"
+
+    def worker(self, bundle: str | None = None, store: str | None = None) -> tuple[str, ...]:
+        """What each rank runs, without the interpreter.
+
+        Args:
+            bundle, store: Where these two are for the worker, if that is not where they are here.
+        """
+        bundle, store = bundle or self.bundle, store or self.store
+        return ("-m", "distdl.worker", bundle, store, "--attempt", str(self.attempt))
 
 
 class Request(Protocol):
@@ -90,30 +107,72 @@ class Request(Protocol):
 
 @runtime_checkable
 class Job(Protocol):
+    """A job as its place knows it. What the run itself says stands in the attempt's status.json;
+    `distdl.jobs` puts the two together. A job may also have `fetch(to)`, which copies a store that
+    is not on this machine into the folder `to`.
+    """
+
     @property
     def handle(self) -> str:
         """Names the job to a later shell: `slurm://123`."""
         ...
 
     @property
-    def url(self) -> str | None: ...
+    def url(self) -> str | None:
+        """Where to watch it in a browser."""
+        ...
 
-    def state(self) -> JobState: ...
+    def state(self) -> JobState:
+        """One look; UNKNOWN where the place has forgotten it or cannot be reached."""
+        ...
 
-    def wait(self) -> JobState: ...
+    def wait(self) -> JobState:
+        """Blocks until it has ended."""
+        ...
 
-    def logs(self, follow: bool = False) -> Iterator[str]: ...
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """Lines as they are; with `follow`, until the job has ended."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Asks it to end and leaves it time for a checkpoint; may be called again."""
+        ...
 
 
 class Launcher(Protocol):
+    """A place where jobs run; its arguments are the keys of `launcher.*`.
+
+    It may say more about itself, all of it optional:
+
+    - `foreground = True`: the job lives and ends in this very process (local).
+    - static `check(node, context)`: yields Problems of its settings before anything is started,
+      with paths relative to the node (`vm_size`).
+    - static `devices(node)`: `(devices per node, accelerator)` of a size it knows, for
+      `trainer.devices=auto`.
+    - `request_sweep(specs)`: one request for all members of `-m` (an array), or None to send one
+      job each. `submit` then returns a list of jobs, one per spec.
+    """
+
     def request(self, spec: JobSpec) -> Request:
-        """Pure and offline: the same spec gives the same request, and nothing is touched."""
+        """Offline and without side effect: the same spec gives the same request.
+
+        Raises:
+            UserError: It cannot be sent; nothing has been written yet.
+        """
         ...
 
     def submit(self, request: Request) -> Job:
-        """The only side effect."""
+        """The only side effect.
+
+        Raises:
+            UserError: The place refuses it, or is not there.
+        """
         ...
 
-    def attach(self, handle: str) -> Job: ...
+    def attach(self, handle: str) -> Job:
+        """The job of this handle, from any later shell.
+
+        Raises:
+            UserError: It is no handle of this launcher.
+        """
+        ...

@@ -1,231 +1,36 @@
-"""A composed config becomes a run, an attempt, a job; whatever is refused is refused here."""
+"""A plan becomes a run, an attempt, a job."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from distdl import batches, provenance, resources, validate
+from distdl import batches, following, jobs, provenance, snapshot
 from distdl import config as configs
-from distdl.errors import Problem, UserError
-from distdl.job import JobSpec, JobState, Launcher, Resources
-from distdl.run_directory import Attempt, RunDirectory, shown
-
-LOCAL = "distdl.launchers.local.LocalLauncher"
-TRAIN = "distdl.tasks.train"
-# Groups without which nothing runs, whatever the task.
-REQUIRED = ("model", "strategy", "launcher")
-
-
-@dataclass
-class Plan:
-    """One attempt, validated, and nothing written yet.
-
-    Args:
-        config: Recipe and where, merged, with this attempt's changes.
-        recipe: What is or will be frozen.
-        resources: The size.
-        run: The run's directory; it exists if this goes on with one.
-        run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
-        changes: What this attempt changes of the recipe, by path.
-        notes: What a person should read before it starts.
-    """
-
-    config: DictConfig
-    recipe: DictConfig
-    resources: Resources
-    run: RunDirectory
-    run_id: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        """This very training has succeeded before: starting it again would do nothing."""
-        task = self.config.task.get("_target_")
-        return task == TRAIN and any(
-            attempt.state() is JobState.SUCCEEDED
-            and launch["where"]["task"]["_target_"] == task
-            and (launch.get("changes") or {}) == self.changes
-            for attempt in (self.run.attempts() if self.run.exists else ())
-            for launch in [attempt.launch()]
-        )
-
-
-def plan(config: DictConfig, name: str | None = None) -> Plan:
-    """A new run, or the run of this name if its recipe is the same.
-
-    Args:
-        config: As composed.
-        name: Another name than the config's: that of a member of a sweep.
-
-    Raises:
-        UserError: Anything is wrong with the config, or the name belongs to another recipe.
-    """
-    size, notes = check(config, apart=name is not None)
-    recipe = configs.recipe_of(config)
-    name = name or config.name
-    if name is None:
-        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-        name = f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
-    run_id = f"{config.experiment_name}/{name}"
-    run = RunDirectory(Path(config.output_dir).resolve() / run_id)
-    planned = Plan(config, recipe, size, run, run_id, notes=notes)
-    if not run.exists:
-        return planned
-    stored = run.recipe()
-    if stored != recipe:
-        raise UserError(
-            Problem(
-                "name",
-                f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
-                "choose another name, or go on with that run: "
-                f"python -m distdl resume {shown(run.path)}",
-            )
-        )
-    return proceed(planned, given=())
-
-
-def proceed(planned: Plan, given: Sequence[str]) -> Plan:
-    """Goes on with an existing run; a changed world size keeps the global batch.
-
-    Args:
-        planned: The plan as asked for.
-        given: Paths that the user set himself in this attempt.
-
-    Raises:
-        UserError: The global batch cannot be kept, and nothing was said about it.
-    """
-    last = planned.run.last_attempt()
-    if last is None:
-        return planned
-    before = last.launch()
-    changes = {**(before.get("changes") or {}), **planned.changes}
-    keeps = batches.keep_global_batch(
-        configs.merge(planned.recipe, configs.where_of(planned.config), changes),
-        planned.resources,
-        before.get("global_batch_size"),
-        given,
-    )
-    changes.update(keeps.changes)
-    planned.changes = changes
-    planned.notes += keeps.notes
-    planned.config = configs.merge(planned.recipe, configs.where_of(planned.config), changes)
-    return planned
-
-
-def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[str]]:
-    """Both stages of validation and the size of the run: every problem at once.
-
-    Args:
-        config: As composed, or as a resume makes it.
-        apart: The run will have a process of its own, as the members of a sweep have.
-
-    Raises:
-        UserError: With all of them.
-    """
-    written = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(written, dict)
-    problems = [
-        Problem(group, "missing", f"choose one: {group}=<option> (--help lists them)")
-        for group in REQUIRED
-        if not written.get(group)
-    ]
-    local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
-    size = None
-    try:
-        trainer = configs.plain(config.trainer)
-        size = resources.resolve(trainer, local=local)
-    except UserError as error:
-        problems += error.problems
-    except (OmegaConfBaseException, TypeError, ValueError):
-        pass  # a broken value: the first stage names it
-    if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
-        problems.append(
-            Problem(
-                "trainer.sync_batchnorm",
-                "synchronised batch norm needs a GPU",
-                "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising",
-            )
-        )
-    if problems:  # where the first stage speaks of the same key, it says it better
-        told = {p.path for p in validate.problems_of(config, local=local)}
-        problems = [p for p in problems if p.path not in told]
-    root = root_of(config)
-    alone = local and size is not None and size.world_size == 1
-    in_process = alone and not apart and written.get("dry_run") is False
-    with imported_meanwhile("distdl.build") if in_process else nullcontext():
-        notes, facts = validate.validate(
-            config, size, local=local, project_root=str(root), further=problems
-        )
-    own_optimizer = facts.get("model_configures_optimizers")
-    trains = config.task.get("_target_") == TRAIN
-    if trains and own_optimizer is False and not config.get("optimizer"):
-        raise UserError(
-            Problem(
-                "optimizer",
-                f"{config.model._target_} defines no configure_optimizers, and optimizer=none",
-                "choose one, e.g. optimizer=sgd, or define configure_optimizers in the module",
-            )
-        )
-    if own_optimizer and config.get("optimizer"):
-        notes.append(
-            "the model's own configure_optimizers is used; optimizer= and schedule= are not"
-        )
-    assert size is not None
-    return size, notes
-
-
-def root_of(config: DictConfig) -> Path:
-    """The user's code; the default while `project.root` is not yet known to be a path."""
-    try:
-        given = OmegaConf.select(config, "project.root")
-    except OmegaConfBaseException:
-        given = None
-    return provenance.project_root(given if isinstance(given, str) else None)
-
-
-@contextmanager
-def imported_meanwhile(module: str) -> Iterator[None]:
-    """Imports what this process will need while a child validates: both take seconds."""
-    # An import that fails here fails again, and is told, where it is needed.
-    thread = threading.Thread(target=lambda: suppressed_import(module))
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def suppressed_import(module: str) -> None:
-    with suppress(Exception):
-        importlib.import_module(module)
+from distdl.bundle import Bundle
+from distdl.job import Job, JobSpec, JobState, Request
+from distdl.planning import Plan, launcher_class, root_of
+from distdl.redact import redact
+from distdl.run_directory import Attempt, shown
+from distdl.snapshot import Snapshot
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:
-    """Writes the run, starts it, waits, and returns the exit code."""
+    """Writes the run, starts it, stays with it, and returns the exit code."""
     if planned.finished:
         print(how_to_train_longer(planned))
         return 0
-    root = provenance.project_root(planned.config.project.get("root"))
-    if not planned.run.exists:
-        planned.run.create(configs.to_yaml(planned.recipe), provenance.collect(command, root))
-    launcher = instantiate_launcher(planned.config)
     attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
     while True:
-        attempt = planned.run.begin_attempt(launch_record(planned, root))
-        job = launcher.submit(launcher.request(spec_of(planned, attempt)))
-        state = job.wait()
+        attempt, job = submit(planned, command)
+        state = stay(job, attempt, planned)
+        if state is None:
+            return 0
         report_failure(attempt)
         if state not in (JobState.FAILED, JobState.PREEMPTED) or attempts_left <= 0:
             break
@@ -235,6 +40,121 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         print(f"{state.lower()}. To go on:\n  python -m distdl resume {shown(planned.run.path)}")
     status = attempt.status()
     return int(status.get("exit_code", state.exit_code))
+
+
+def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
+    """Lays down the run and one attempt, and hands it to the launcher.
+
+    Raises:
+        UserError: The launcher refuses it, or the run is under way already. Until the launcher has
+            seen the request, nothing is written.
+    """
+    launcher = jobs.instantiate(planned.config.launcher)
+    code = snapshot_of(planned)
+    launcher.request(spec_of(planned, next_attempt(planned)))
+    attempt = lay_down(planned, command, code)
+    with kept(attempt):
+        job = launcher.submit(launcher.request(spec_of(planned, attempt)))
+    if code is not None:
+        jobs.record(attempt, job)
+    return attempt, job
+
+
+def submit_together(planned: Sequence[Plan], command: Sequence[str]) -> None:
+    """Hands the members of a sweep to the launcher: as one request if it has one for them all.
+
+    Raises:
+        UserError: See `submit`.
+    """
+    if request_together(planned, [next_attempt(each) for each in planned]) is None:
+        for each in planned:
+            attempt, job = submit(each, command)
+            print(f"submitted  {job.handle}  {shown(each.run.path)}", flush=True)
+        return
+    code = snapshot_of(planned[0])
+    attempts = [lay_down(each, command, code) for each in planned]
+    with ExitStack() as stack:
+        for attempt in attempts:
+            stack.enter_context(kept(attempt))
+        launcher: Any = jobs.instantiate(planned[0].config.launcher)
+        submitted = launcher.submit(request_together(planned, attempts))
+    for attempt, job in zip(attempts, submitted, strict=True):
+        jobs.record(attempt, job)
+        print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
+
+
+def request_together(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> Request | None:
+    """One request for all members; None if this launcher, or their settings, ask for one each."""
+    launcher = jobs.instantiate(planned[0].config.launcher)
+    whole = getattr(launcher, "request_sweep", None)
+    if whole is None or any(p.config.launcher != planned[0].config.launcher for p in planned):
+        return None
+    return whole([spec_of(*pair) for pair in zip(planned, attempts, strict=True)])
+
+
+def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
+    """Writes the run, if it is new, and its next attempt."""
+    root = root_of(planned.config)
+    jobs.refuse_second(planned.run)
+    if not planned.run.exists:
+        recipe = configs.to_yaml(planned.recipe)
+        planned.run.create(recipe, provenance.collect(command, root))
+    attempt = planned.run.begin_attempt(launch_record(planned, root))
+    if code is not None:
+        with kept(attempt):
+            Bundle.write(planned.run, attempt, code)
+    return attempt
+
+
+@contextmanager
+def kept(attempt: Attempt) -> Iterator[None]:
+    """An attempt that could not be submitted is on record as such."""
+    try:
+        yield
+    except BaseException as error:
+        attempt.end(JobState.FAILED, error=f"not submitted: {redact(str(error))}")
+        raise
+
+
+def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
+    """With a job until its end; None if it goes on without us."""
+    if is_foreground(planned.config):
+        return job.wait()
+    print(f"submitted  {job.handle}")
+    if job.url:
+        print(f"watch      {job.url}")
+    if not planned.config.follow:
+        following.print_left(job, attempt)
+        return None
+    print(flush=True)
+    return following.follow(job, attempt)
+
+
+def is_foreground(config: DictConfig) -> bool:
+    """Whether the job lives in this process, and so with the code that is imported here."""
+    return bool(getattr(launcher_class(config), "foreground", False))
+
+
+def snapshot_of(planned: Plan) -> Snapshot | None:
+    """The code that goes with the job; None if it stays here.
+
+    Raises:
+        UserError: There is too much of it, or a secret in it.
+    """
+    if is_foreground(planned.config):
+        return None
+    return snapshot.take(
+        root_of(planned.config),
+        exclude=[Path(planned.config.output_dir).resolve(), planned.run.path],
+        limit_mb=planned.config.project.max_snapshot_mb,
+        secret_names=tuple(planned.config.launcher.get("forward_env") or ()),
+    )
+
+
+def next_attempt(planned: Plan) -> Attempt:
+    """Where the next attempt will be."""
+    last = planned.run.last_attempt() if planned.run.exists else None
+    return Attempt(planned.run.path / "attempts" / f"{last.number + 1 if last else 1:03d}")
 
 
 def how_to_train_longer(planned: Plan) -> str:
@@ -247,14 +167,14 @@ def how_to_train_longer(planned: Plan) -> str:
 
 def render(planned: Plan) -> str:
     """What would run, for `dry_run=true`: writes nothing, starts nothing."""
-    attempts = planned.run.attempts() if planned.run.exists else []
-    path = planned.run.path / "attempts" / f"{len(attempts) + 1:03d}"
-    request = instantiate_launcher(planned.config).request(spec_of(planned, Attempt(path)))
+    attempt, code = next_attempt(planned), snapshot_of(planned)
+    request = jobs.instantiate(planned.config.launcher).request(spec_of(planned, attempt))
     size, batch = planned.resources, batches.describe(planned.config, planned.resources)
     lines = [
-        f"run        {shown(planned.run.path)}" + (" (goes on)" if attempts else ""),
+        f"run        {shown(planned.run.path)}" + (" (goes on)" if attempt.number > 1 else ""),
         f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
         *([f"batch      {batch}"] if batch else []),
+        *([f"code       {code.describe()}"] if code else []),
         *(f"note       {note}" for note in planned.notes),
         "",
         request.render(),
@@ -263,12 +183,12 @@ def render(planned: Plan) -> str:
 
 
 def spec_of(planned: Plan, attempt: Attempt) -> JobSpec:
-    path = str(planned.run.path)
+    here = is_foreground(planned.config)
     return JobSpec(
         name=planned.run_id,
-        bundle=path,
-        store=path,
-        command=("-m", "distdl.worker", path, path, "--attempt", str(attempt.number)),
+        bundle=str(planned.run.path if here else attempt.path / "bundle"),
+        store=str(planned.run.path),
+        attempt=attempt.number,
         resources=planned.resources,
         forward_env=tuple(planned.config.launcher.get("forward_env") or ()),
     )
@@ -282,7 +202,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
     size = planned.resources
     return {
         "run_id": planned.run_id,
-        "python_path": [str(path) for path in provenance.python_path(root)],
+        "python_path": provenance.python_path(root),
         "where": where,
         "resources": {
             "num_nodes": size.num_nodes,
@@ -294,12 +214,6 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
     }
-
-
-def instantiate_launcher(config: DictConfig) -> Launcher:
-    from hydra.utils import instantiate
-
-    return instantiate(config.launcher, _convert_="all")
 
 
 def report_failure(attempt: Attempt) -> None:

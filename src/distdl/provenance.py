@@ -62,10 +62,13 @@ def project_root(given: str | None) -> Path:
     return Path(top) if top else Path.cwd()
 
 
-def python_path(root: Path) -> list[Path]:
-    """Where the user's modules are found, in order: the folder he works in, then the root."""
+def python_path(root: Path) -> list[str]:
+    """Where the user's modules are found below `root`, in order: the folder he works in, then the
+    root itself."""
     here = Path.cwd()
-    return list(dict.fromkeys([here, root])) if here.is_relative_to(root) else [root]
+    if not here.is_relative_to(root):
+        return ["."]
+    return list(dict.fromkeys([here.relative_to(root).as_posix(), "."]))
 
 
 def packages() -> list[str]:

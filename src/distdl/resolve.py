@@ -144,6 +144,10 @@ def _explain(error: Exception, written: str, path: Path, resolved: Resolved) -> 
         name = found[1] if found else written
         near = did_you_mean(name, _paths(resolved.written))
         return name, Problem(text, f"refers to {name}, which is not in the config", near)
+    if match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
+        key = f"launcher.inputs.{match[1]}"
+        what = f"reads the input {match[1]}, and {key} does not say where it is"
+        return key, Problem(text, what, f"write +{key}=PATH")
     if isinstance(error, UnsupportedInterpolationType):
         return written, Problem(text, f"uses a resolver that is not known: {written}")
     if isinstance(error, RecursionError) or "ecursive" in message:

@@ -27,12 +27,15 @@ def visible_gpus() -> int:
     return sum(line.startswith("GPU ") for line in shown.stdout.splitlines())
 
 
-def resolve(trainer: Mapping[str, Any], *, local: bool) -> Resources:
+def resolve(
+    trainer: Mapping[str, Any], *, local: bool, known: tuple[int, str] | None = None
+) -> Resources:
     """The size of the run.
 
     Args:
         trainer: The composed `trainer` node.
         local: Whether the ranks are born on this machine; elsewhere nothing can be counted here.
+        known: Devices per node and accelerator of a machine that the launcher knows by its name.
 
     Raises:
         UserError: A size that this machine does not have, or that cannot be known from here.
@@ -41,7 +44,7 @@ def resolve(trainer: Mapping[str, Any], *, local: bool) -> Resources:
     devices = trainer.get("devices", "auto")
     num_nodes = trainer.get("num_nodes", 1)
     if not local:
-        return _elsewhere(accelerator, devices, num_nodes)
+        return _elsewhere(accelerator, devices, num_nodes, known)
     if num_nodes != 1:
         raise UserError(
             Problem(
@@ -89,7 +92,13 @@ def resolve(trainer: Mapping[str, Any], *, local: bool) -> Resources:
     return Resources(1, int(devices), accelerator, ids)
 
 
-def _elsewhere(accelerator: str, devices: Any, num_nodes: int) -> Resources:
+def _elsewhere(
+    accelerator: str, devices: Any, num_nodes: int, known: tuple[int, str] | None
+) -> Resources:
+    if known and devices in ("auto", -1, None):
+        devices = known[0] if accelerator != "cpu" else 1
+    if known and accelerator == "auto":
+        accelerator = known[1]
     if not isinstance(devices, int) or devices < 1:
         raise UserError(
             Problem(

@@ -30,7 +30,8 @@ CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 def write_text(path: Path, text: str) -> None:
     """Writes a file as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Several hosts may write the same file at once, and process numbers repeat among them.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     temporary.write_text(text)
     os.replace(temporary, path)
 
@@ -75,9 +76,14 @@ class Attempt:
         return read_json(self.path / "status.json")
 
     def state(self) -> JobState:
-        """The state on record; a RUNNING one whose process is gone from this host has failed."""
+        """The state on record; a RUNNING one whose process is gone from this host has failed.
+
+        That of a job which lives elsewhere is for `distdl.jobs` to say.
+        """
         status = self.status()
         state = JobState(status.get("state", "UNKNOWN"))
+        if self.job():
+            return state
         if state is JobState.RUNNING and status.get("host") == socket.gethostname():
             return state if is_alive(int(status.get("pid", 0))) else JobState.FAILED
         return state
@@ -89,11 +95,21 @@ class Attempt:
             return is_alive(int(status.get("pid", 0))) and status.get("pid") != os.getpid()
         return self.state() is JobState.RUNNING
 
+    def job(self) -> dict[str, Any]:
+        """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none."""
+        return read_json(self.path / "job.json")
+
     def update(self, **fields: Any) -> None:
         """Merges `fields` into status.json."""
         write_json(self.path / "status.json", {**self.status(), **fields})
 
     def begin(self) -> None:
+        """Rank 0 is here. Of an attempt that its scheduler started again, what went wrong before
+        is kept apart."""
+        restarts = self.status().get("restarts")
+        restarts = 0 if restarts is None else restarts + 1
+        if restarts and (self.path / "errors").is_dir():
+            os.replace(self.path / "errors", self.path / f"errors-{restarts:03d}")
         self.update(
             state=JobState.RUNNING,
             started=time.time(),
@@ -101,15 +117,62 @@ class Attempt:
             host=socket.gethostname(),
             pid=os.getpid(),
             error=None,
+            restarts=restarts,
         )
 
     def end(self, state: JobState, **fields: Any) -> None:
         self.update(state=state, ended=time.time(), exit_code=state.exit_code, **fields)
 
-    def record_error(self, rank: int, kind: str, message: str, traceback: str) -> None:
-        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages."""
-        fields = {"time": time.time(), "rank": rank, "type": kind, "message": message}
-        write_json(self.path / "errors" / f"rank_{rank}.json", {**fields, "traceback": traceback})
+    def conclude(self, place: JobState, code: int | None = None) -> JobState:
+        """The job has ended: puts on record what the run did not say itself.
+
+        Args:
+            place: How it ended as its place knows it.
+            code: The exit code, where one process stands for the job.
+        """
+        recorded = JobState(self.status().get("state", "UNKNOWN"))
+        first = self.first_error()
+        if first:  # whatever rank 0 made of it
+            self.end(
+                JobState.FAILED,
+                error=f"rank {first['rank']}: {first['type']}: {first['message']}",
+            )
+            code = first.get("exit_code", code)
+        elif recorded.ended and not (code and recorded is JobState.SUCCEEDED):
+            # A scheduler's cancel and its preemption are the same signal to a worker.
+            if recorded is JobState.PREEMPTED and place is JobState.CANCELLED:
+                self.update(state=place, exit_code=place.exit_code)
+        elif recorded is JobState.PENDING and place is JobState.SUCCEEDED and not code:
+            self.end(place)  # its store is elsewhere
+        else:
+            agreed = place in (JobState.CANCELLED, JobState.PREEMPTED)
+            said = f"a worker ended with exit code {code}" if code else "it ended without a word"
+            self.end(place if agreed else JobState.FAILED, error=said)
+        state = JobState(self.status()["state"])
+        if state is JobState.FAILED and code is not None and code > 0:
+            self.update(exit_code=code)
+        self.update(concluded=True)
+        return state
+
+    def record_error(
+        self, rank: int, kind: str, message: str, traceback: str, exit_code: int = 1
+    ) -> None:
+        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages.
+
+        Its first one stays: what follows while it takes itself down is not the cause.
+        """
+        path = self.path / "errors" / f"rank_{rank}.json"
+        if path.exists():
+            return
+        fields = {
+            "time": time.time(),
+            "rank": rank,
+            "host": socket.gethostname(),
+            "type": kind,
+            "message": message,
+            "exit_code": exit_code,
+        }
+        write_json(path, {**fields, "traceback": traceback})
 
     def first_error(self) -> dict[str, Any] | None:
         """The earliest failure of any rank: the others usually fail because of it."""

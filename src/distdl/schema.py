@@ -51,6 +51,7 @@ class Project(_Fixed):
 
     root: str | None = None
     allow: list[str] = []
+    max_snapshot_mb: Annotated[float, Field(gt=0)] = 300
 
 
 class Checkpoint(_Fixed):
@@ -149,6 +150,7 @@ class Config(_Fixed):
     tags: list[str]
     output_dir: str
     dry_run: bool
+    follow: bool
     project: Project
     checkpoint: Checkpoint
     trainer: TrainerArguments

@@ -60,13 +60,18 @@ def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo
         local_rank=0,
         node_rank=0,
         world_size=size.world_size,
-        output_dir=run.path.parents[run_id.count("/")],
+        output_dir=output_dir_of(run.path, run_id),
         experiment_name=run_id.split("/")[0],
         params={k: v for k, v in params.items() if v is not None},
         changed=launch.get("changes") or {},
         artifacts=[run.path / CONFIG, run.path / PROVENANCE],
         tags={k: v for k, v in tags.items() if v is not None},
     )
+
+
+def output_dir_of(run: Path, run_id: str) -> Path:
+    """The folder of all runs; a store that holds this one alone is its own."""
+    return run.parents[run_id.count("/")] if str(run).endswith(run_id) else run
 
 
 def for_rank(info: RunInfo, here: Environment) -> RunInfo:

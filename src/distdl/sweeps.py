@@ -16,16 +16,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distdl import compose, launch, user_conf
+from distdl import compose, jobs, launch, planning, user_conf
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
+from distdl.planning import Plan
+from distdl.run_directory import shown
 
-Member = tuple[str, launch.Plan]  # its share of what is swept, such as "seed=1 optimizer.lr=0.1"
+Member = tuple[str, Plan]  # its share of what is swept, such as "seed=1 optimizer.lr=0.1"
 
 
 def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """Checks every member, then runs them one after the other.
+    """Checks every member. Here they run one after the other; on a cluster all are submitted.
 
     Raises:
         UserError: Any member is wrong; none is started.
@@ -50,23 +52,35 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         raise UserError(*problems)
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
-        for chosen, each in planned:
-            print(f"\n# {chosen}\n{launch.render(each)}")
+        print_requests(planned)
         return 0
-    return _run_all(planned)
+    if launch.is_foreground(planned[0][1].config):
+        return _run_all(planned)
+    return _submit_all(planned)
 
 
-def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> launch.Plan:
+def print_requests(planned: Sequence[Member]) -> None:
+    plans = [each for _, each in planned]
+    whole = launch.request_together(plans, [launch.next_attempt(each) for each in plans])
+    if whole is not None:
+        print("\n".join(f"# {i}: {chosen}" for i, (chosen, _) in enumerate(planned)))
+        print(whole.render())
+        return
+    for chosen, each in planned:
+        print(f"\n# {chosen}\n{launch.render(each)}")
+
+
+def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
     """One member: the run `<sweep>/<hash of its overrides>`."""
     config = compose.compose(member, config_dirs)
     relevant = sorted(o for o in member if _key(o) in swept or not _is_where(_key(o)))
     common = [o for o in relevant if _key(o) not in swept]
     sweep = config.name or "sweep-" + configs.hash_of("\n".join([*common, *sorted(swept)]), 6)
-    return launch.plan(config, name=f"{sweep}/{configs.hash_of(chr(10).join(relevant))}")
+    return planning.plan(config, name=f"{sweep}/{configs.hash_of(chr(10).join(relevant))}")
 
 
 def _run_all(planned: Sequence[Member]) -> int:
-    results: list[tuple[str, launch.Plan, JobState]] = []
+    results: list[tuple[str, Plan, JobState]] = []
     stop: JobState | None = None
     for number, (chosen, each) in enumerate(planned, 1):
         last = each.run.last_attempt() if each.run.exists else None
@@ -86,7 +100,30 @@ def _run_all(planned: Sequence[Member]) -> int:
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
 
-def _run_one(each: launch.Plan) -> JobState:
+def _submit_all(planned: Sequence[Member]) -> int:
+    """All members go to their queue: as one array where the launcher has such, else one by one."""
+    due = []
+    for chosen, each in planned:
+        state = _state_of(each)
+        if state in (JobState.SUCCEEDED, JobState.PENDING, JobState.RUNNING):
+            print(f"{chosen}: {state.lower()}, skipped")
+        else:
+            due.append(each)
+    if due:
+        launch.submit_together(due, sys.argv)
+    _print_table([(chosen, each, _state_of(each)) for chosen, each in planned])
+    folder = shown(planned[0][1].run.path.parent)
+    print(f"watch   python -m distdl jobs list {folder}")
+    print(f"cancel  python -m distdl jobs cancel {folder}")
+    return 0
+
+
+def _state_of(each: Plan) -> JobState | None:
+    last = each.run.last_attempt() if each.run.exists else None
+    return jobs.state(last) if last else None
+
+
+def _run_one(each: Plan) -> JobState:
     """In a fresh process: nothing leaks from one member to the next."""
     process = multiprocessing.get_context("spawn").Process(target=_child, args=(each, sys.argv))
     process.start()
@@ -105,7 +142,7 @@ def _run_one(each: launch.Plan) -> JobState:
     return last.state() if last else JobState.FAILED
 
 
-def _child(each: launch.Plan, command: list[str]) -> None:
+def _child(each: Plan, command: list[str]) -> None:
     try:
         sys.exit(launch.start(each, command))
     except UserError as error:  # such as: this member is running already
@@ -118,15 +155,15 @@ def _forward(process: Any, number: int) -> None:
         os.kill(process.pid, number)
 
 
-def _print_table(results: Sequence[tuple[str, launch.Plan, JobState]]) -> None:
+def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
     table = Table("overrides", "state", "metrics", "run", title="sweep")
     for chosen, each, state in results:
         last = each.run.last_attempt() if each.run.exists else None
         metrics = (last.status().get("metrics") if last else None) or {}
-        shown = "  ".join(
+        values = "  ".join(
             f"{k} {v:.4g}" for k, v in sorted(metrics.items()) if k.startswith(("val", "train"))
         )
-        table.add_row(chosen, state.lower(), shown, launch.shown(each.run.path))
+        table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
     # In a log nothing is as narrow as a terminal, and a path that is broken cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 

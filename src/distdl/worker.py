@@ -20,8 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import config as configs
 from distdl import environment as environments
+from distdl.bundle import Bundle
 from distdl.errors import UserError
 from distdl.job import EXIT_REFUSED, JobState
+from distdl.leaving import leave
 from distdl.redact import RedactingFilter, redact
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import Stopped, StopRequest
@@ -44,11 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     stop = StopRequest()
     stop.install()  # before the slow imports: a signal during set-up must not be lost
-    run = RunDirectory(arguments.store)
-    attempts = {a.number: a for a in run.attempts()}
-    attempt = attempts[arguments.attempt or max(attempts)]
+    run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     rank = 0
     state = JobState.FAILED
+    try:
+        attempt = bundle.lay_down(run, arguments.attempt or newest(run))
+    except UserError as error:
+        print(f"distdl: {error}", file=sys.stderr)
+        return EXIT_REFUSED
     try:
         here = environments.resolve(resources=attempt.resources())
         if here.launcher == "local":
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.debug("%s", here.describe())
         if rank == 0:
             attempt.begin()
-        metrics = perform(RunDirectory(arguments.bundle), run, attempt, here, stop)
+        metrics = perform(bundle, run, attempt, here, stop)
         state = JobState.SUCCEEDED
         if rank == 0:
             attempt.end(state, metrics=metrics)
@@ -73,38 +78,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             attempt.end(state, error="interrupted")
     except UserError as error:
-        fail(attempt, rank, error)
         print(f"distdl: {redact(str(error))}", file=sys.stderr)
-        return EXIT_REFUSED
+        return fail(attempt, rank, error)
     except BaseException as error:  # whatever it was, it is recorded and named
-        fail(attempt, rank, error)
+        return fail(attempt, rank, error)
     finally:
         stop.uninstall()
     return state.exit_code
 
 
+def newest(run: RunDirectory) -> int:
+    last = run.last_attempt()
+    return last.number if last else 1
+
+
 def perform(
-    bundle: RunDirectory,
+    bundle: Bundle,
     run: RunDirectory,
     attempt: Attempt,
     here: environments.Environment,
     stop: StopRequest,
 ) -> dict[str, float]:
     """Environment -> process group -> build -> task -> tracking; returns the task's metrics."""
-    from distdl import cluster, summary, tracking
+    from distdl import birth, cluster, fetching, summary, tracking
     from distdl.build import build, make
 
     adopt_lightnings_loggers()
     launch = attempt.launch()
     config = effective_config(bundle, launch)
     # The user's code comes before everything that is installed.
-    mine = [str(path) for path in launch.get("python_path") or []]
+    mine = bundle.python_path(launch)
     sys.path[:] = [*mine, *(path for path in sys.path if path not in mine)]
     stop.check()
     resources = attempt.resources()
+    birth.refuse_missing_device(here, resources.accelerator)
     cluster.connect(here, resources.accelerator)
     try:
-        checkpoint = cluster.tell_all(newest_checkpoint(config, run) if here.rank == 0 else None)
+        birth.announce(here, resources.accelerator)
+        chosen = newest_checkpoint(config, run) if here.rank == 0 else None
+        checkpoint = fetching.provide(chosen, run.path, here)
         info = cluster.tell_all(summary.run_info(config, run, attempt) if here.rank == 0 else None)
         tracker = tracking.start_tracking(
             summary.for_rank(info, here),
@@ -125,6 +137,10 @@ def perform(
             return metrics
         except Stopped as ended:
             state = ended.state
+            raise
+        except BaseException as error:
+            # Now: taking this rank down makes the others fail, and theirs must come second.
+            note(attempt, here.rank, error)
             raise
         finally:
             tracker.finish(str(state))
@@ -151,7 +167,7 @@ def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
     return task(built, **arguments) or {}
 
 
-def effective_config(bundle: RunDirectory, launch: dict[str, Any]) -> DictConfig:
+def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
     """The frozen recipe, where this attempt runs, and what this attempt changed."""
     return configs.merge(
         bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
@@ -209,6 +225,8 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     logging.captureWarnings(True)
     for category in (DeprecationWarning, FutureWarning):  # for the authors of libraries
         warnings.filterwarnings("ignore", category=category)
+    # Lightning knows only its own way to Slurm.
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
     if rank:
         warnings.filterwarnings("ignore")
 
@@ -221,19 +239,30 @@ def adopt_lightnings_loggers() -> None:
         logging.getLogger(name).propagate = True
 
 
-def fail(attempt: Attempt, rank: int, error: BaseException) -> None:
+def note(attempt: Attempt, rank: int, error: BaseException) -> int:
+    """Records what failed first on this rank; returns its exit code."""
+    code = JobState.FAILED.exit_code
+    if isinstance(error, UserError):
+        code = EXIT_REFUSED
+    elif isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code or code  # whoever calls exit(0) in the middle has not trained
     text = redact("".join(traceback.format_exception(error)))
-    message = redact(str(error))
-    attempt.record_error(rank, type(error).__name__, message, text)
+    attempt.record_error(rank, type(error).__name__, redact(str(error)), text, code)
+    return code
+
+
+def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
+    """Ends the attempt as failed and returns this rank's exit code."""
+    code = note(attempt, rank, error)
     if rank == 0:
-        attempt.end(JobState.FAILED, error=f"{type(error).__name__}: {message}")
+        attempt.end(JobState.FAILED, error=f"{type(error).__name__}: {redact(str(error))}")
+        attempt.update(exit_code=code)
     if not isinstance(error, UserError):
-        log.error("%s", text)
+        log.error("%s", redact("".join(traceback.format_exception(error))))
+    return code
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of libraries must not hold up a rank that has ended: its peers wait for it.
-    os._exit(code)
+    # Asked before: by then the user's code may have changed the environment.
+    launcher = os.environ.get(environments.LAUNCHER_VARIABLE, "")
+    leave(main(), launcher)

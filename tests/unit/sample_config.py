@@ -13,6 +13,7 @@ seed: 0
 tags: []
 output_dir: outputs
 dry_run: false
+follow: true
 project: {root: null, allow: []}
 checkpoint:
   every_n_steps: null

@@ -40,11 +40,19 @@ def test_the_recipe_does_not_depend_on_where_it_runs() -> None:
 def test_where_it_runs_holds_the_rest() -> None:
     where = configs.where_of(compose.compose(list(ELSEWHERE)))
     assert where.trainer == {"devices": 8, "num_nodes": 4}
-    assert where.project == {"root": "/somewhere"}
+    assert where.project == {"root": "/somewhere", "max_snapshot_mb": 300}
     assert where.task._target_ == "distdl.tasks.validate"
     assert (where.output_dir, where.dry_run) == ("elsewhere", True)
     assert where.launcher.max_attempts == 3
-    assert set(where) == {"trainer", "project", "task", "output_dir", "dry_run", "launcher"}
+    assert set(where) == {
+        "trainer",
+        "project",
+        "task",
+        "output_dir",
+        "dry_run",
+        "follow",
+        "launcher",
+    }
 
 
 def test_both_together_are_the_config_again() -> None:

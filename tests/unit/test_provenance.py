@@ -81,5 +81,5 @@ def test_the_users_code(repository, tmp_path, monkeypatch) -> None:
     assert provenance.project_root(str(inner)) == inner
     assert provenance.project_root("..") == repository
     # The folder he works in comes first, if it is part of the project.
-    assert provenance.python_path(repository) == [inner, repository]
-    assert provenance.python_path(Path("/elsewhere")) == [Path("/elsewhere")]
+    assert provenance.python_path(repository) == ["experiments", "."]
+    assert provenance.python_path(Path("/elsewhere")) == ["."]

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from distdl import compose, environment, external, launch
+from distdl import compose, environment, external, launch, planning
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.run_directory import RunDirectory
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(
     run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
-) -> launch.Plan:
+) -> planning.Plan:
     """The next attempt of `run`; `started` are the ranks that somebody else started for it."""
     recipe = run.recipe()
     last = run.last_attempt()
@@ -86,14 +86,14 @@ def plan(
     elif where.launcher["_target_"] == external.TARGET:  # nobody has started ranks this time
         where.launcher = compose.compose([]).launcher
     config = configs.merge(recipe, where, changes)
-    size, notes = launch.check(config)
+    size, notes = planning.check(config)
     notes += [
         f"{path} is {value} from this attempt on"
         for path, value in changes.items()
         if path in given
     ]
-    planned = launch.Plan(config, recipe, size, run, run_id, changes, notes)
-    return launch.proceed(planned, given)
+    planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
+    return planning.proceed(planned, given)
 
 
 def _refused(path: str, known: Sequence[str] = ()) -> Problem:

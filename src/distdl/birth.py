@@ -1,0 +1,98 @@
+"""The first lines of every job: which rank was born where, on what, and who said so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distdl import cluster
+from distdl.environment import Environment
+from distdl.errors import Problem, UserError
+from distdl.redact import redact
+
+log = logging.getLogger("distdl.birth")
+
+# Settings of the libraries that carry the gradients; each has changed somebody's night.
+PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_", "OMPI_MCA_btl", "CUDA_VISIBLE_DEVICES")
+
+
+def refuse_missing_device(here: Environment, accelerator: str) -> None:
+    """A rank without its GPU is told before the others wait for it.
+
+    Raises:
+        UserError: This node shows fewer GPUs than it has ranks.
+    """
+    if accelerator == "gpu" and torch.cuda.device_count() <= here.local_rank:
+        raise UserError(
+            Problem(
+                "trainer.devices",
+                f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
+                f"node, and torch sees {torch.cuda.device_count()} GPUs there",
+                "ask for as many devices as a node has, or write trainer.accelerator=cpu",
+            )
+        )
+
+
+def announce(here: Environment, accelerator: str) -> None:
+    """Rank 0 prints the table of all ranks; a rank that is alone only notes it in its log."""
+    born = cluster.gather(facts(here, accelerator))
+    if here.rank == 0:
+        log.log(logging.INFO if len(born) > 1 else logging.DEBUG, "%s", table(born))
+
+
+def facts(here: Environment, accelerator: str) -> dict[str, Any]:
+    device = "cpu"
+    if accelerator == "gpu":
+        device = f"cuda:{here.local_rank} {torch.cuda.get_device_name(here.local_rank)}"
+    return {
+        "rank": here.rank,
+        "node": here.node_rank,
+        "local": here.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": device,
+        "interconnect": ", ".join(interconnect()) or "no InfiniBand",
+        "main": f"{here.main_address}:{here.main_port}",
+        "launcher": here.launcher,
+        "sources": dict(here.sources),
+        "settings": {k: redact(v) for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)},
+    }
+
+
+def interconnect() -> list[str]:
+    """InfiniBand (and RoCE) adapters of this node with their rate, such as `mlx5_0 200 Gb/sec`.
+
+    Source: https://docs.kernel.org/infiniband/sysfs.html
+    """
+    found = []
+    for adapter in sorted(Path("/sys/class/infiniband").glob("*")):
+        try:
+            rate = (adapter / "ports" / "1" / "rate").read_text().split("(")[0].strip()
+        except OSError:
+            rate = "rate unknown"
+        found.append(f"{adapter.name} {rate}")
+    return found
+
+
+def table(born: list[dict[str, Any]]) -> str:
+    """One line per rank; what all ranks have in common stands once, below."""
+    columns = ("rank", "node", "local", "host", "pid", "device", "interconnect")
+    rows = [columns, *(tuple(str(b[c]) for c in columns) for b in born)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    first = born[0]
+    said = ", ".join(f"{name} by {source}" for name, source in first["sources"].items())
+    lines += [f"launcher {first['launcher']}, rank 0 at {first['main']}: {said}"]
+    lines += [f"{k}={v}" for k, v in first["settings"].items()]
+    for other in born[1:]:
+        if other["settings"] != first["settings"]:
+            differs = dict(set(other["settings"].items()) ^ set(first["settings"].items()))
+            lines.append(
+                f"rank {other['rank']} differs from rank 0 in {', '.join(sorted(differs))}"
+            )
+    return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -1,0 +1,209 @@
+"""`python -m distdl jobs ...`: what became of runs, wherever they are, from any later shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distdl import jobs
+from distdl.errors import Problem, UserError
+from distdl.job import Job, JobState
+from distdl.run_directory import Attempt, RunDirectory, shown
+
+VERBS = {
+    "list": "the runs of a folder and how they stand",
+    "status": "how a run stands",
+    "logs": "its log; with --follow, until it has ended",
+    "wait": "until it has ended",
+    "cancel": "end it, with time for a checkpoint",
+    "resubmit": "start it again where it was, at the same place",
+    "fetch": "copy what a job on Azure or AWS has written so far",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """One verb on one run, one job (by its handle) or all runs of a folder.
+
+    Returns:
+        status: 0, or 1 if the place cannot say. wait and logs --follow: the run's own exit code.
+
+    Raises:
+        UserError: There is no such run or job, or the verb does not apply to it.
+    """
+    options = parse(argv)
+    if options.verb == "list":
+        return list_runs(Path(options.target or "outputs"))
+    if options.verb == "resubmit":
+        return resubmit(options.target, options.overrides)
+    found = targets(options.target, options.attempt)
+    if options.verb == "status":
+        return status(found)
+    if options.verb == "cancel":
+        return cancel(found)
+    if options.verb == "fetch":
+        return fetch(found, options.to)
+    if len(found) > 1 and options.verb == "logs":
+        raise UserError(Problem(options.target, f"has {len(found)} runs", "name one of them"))
+    return max(
+        [show_logs(*one, options.follow) if options.verb == "logs" else wait(*one) for one in found]
+    )
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m distdl jobs", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, text in VERBS.items():
+        verb = verbs.add_parser(name, help=text, description=text)
+        if name == "list":
+            verb.add_argument("target", nargs="?", metavar="FOLDER", help="default: outputs")
+            continue
+        verb.add_argument("target", metavar="RUN", help="a run's folder, or slurm://123")
+        verb.set_defaults(attempt=None, overrides=[])
+        if name == "resubmit":
+            verb.add_argument("overrides", nargs="*", help="as of `resume`: trainer.max_epochs=20")
+        else:
+            verb.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
+        if name == "logs":
+            verb.add_argument("--follow", "-f", action="store_true")
+        if name == "fetch":
+            verb.add_argument("--to", type=Path, help="default: the run's own folder")
+    return parser.parse_args(argv)
+
+
+Target = tuple[Job, Attempt | None]
+
+
+def targets(text: str, number: int | None) -> list[Target]:
+    """What a user named: a handle, a run, or all the runs of a folder (a sweep)."""
+    if "://" in text:
+        return [(jobs.named(text), None)]
+    folder = Path(text)
+    below = [] if (folder / "config.yaml").is_file() else jobs.runs_below(folder)
+    runs = below or [RunDirectory.open(text)]
+    attempts = [attempt_of(run, number) for run in runs]
+    return [(jobs.of(attempt), attempt) for attempt in attempts]
+
+
+def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
+    chosen = {a.number: a for a in run.attempts()}
+    if not chosen:
+        raise UserError(Problem(shown(run.path), "was never started"))
+    if number is not None and number not in chosen:
+        raise UserError(Problem("--attempt", f"there is no {number}", f"1 to {max(chosen)}"))
+    return chosen[number or max(chosen)]
+
+
+def state_of(job: Job, attempt: Attempt | None) -> JobState:
+    return jobs.state(attempt, job) if attempt else job.state()
+
+
+def status(found: list[Target]) -> int:
+    unknown = False
+    for job, attempt in found:
+        state = state_of(job, attempt)
+        unknown |= state is JobState.UNKNOWN
+        if attempt is None:
+            print(f"{state}  {job.handle}")
+            continue
+        facts = attempt.status()
+        print(f"{shown(attempt.path.parents[1])}  (attempt {attempt.number})")
+        print(f"  state   {state}" + (f", restarted {n} times" if (n := restarts(attempt)) else ""))
+        print(f"  job     {job.handle}")
+        if job.url:
+            print(f"  watch   {job.url}")
+        if facts.get("started"):
+            print(f"  started {time.ctime(facts['started'])}")
+        if facts.get("ended"):
+            print(f"  ended   {time.ctime(facts['ended'])}")
+        first = attempt.first_error()
+        if first:
+            print(f"  error   rank {first['rank']}: {first['type']}: {first['message']}")
+        elif facts.get("error"):
+            print(f"  error   {facts['error']}")
+    return 1 if unknown else 0
+
+
+def restarts(attempt: Attempt) -> int:
+    return int(attempt.status().get("restarts") or 0)
+
+
+def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
+    if follow and attempt is not None:
+        from distdl.following import follow as follow_job
+
+        state = follow_job(job, attempt)
+        return 0 if state is None else state.exit_code
+    for line in job.logs(follow=follow):
+        print(line, flush=True)
+    return job.state().exit_code if follow else 0
+
+
+def wait(job: Job, attempt: Attempt | None) -> int:
+    job.wait()
+    state = state_of(job, attempt)
+    print(f"{state}  {job.handle}", flush=True)
+    return state.exit_code
+
+
+def cancel(found: list[Target]) -> int:
+    for job, attempt in found:
+        state = state_of(job, attempt)
+        if state.ended:
+            print(f"{job.handle}: {state.lower()} already")
+        else:
+            job.cancel()
+            print(f"{job.handle}: asked to end; its checkpoint is being written")
+    return 0
+
+
+def resubmit(target: str, overrides: Sequence[str]) -> int:
+    from distdl import launch
+    from distdl.commands import resume
+
+    planned = resume.plan(RunDirectory.open(target), list(overrides))
+    if planned.config.dry_run:
+        print(launch.render(planned))
+        return 0
+    return launch.start(planned, sys.argv)
+
+
+def fetch(found: list[Target], to: Path | None) -> int:
+    for job, attempt in found:
+        copy: Callable[[Path], None] | None = getattr(job, "fetch", None)
+        if copy is None:
+            print(f"{job.handle}: its files are here already")
+            continue
+        target = to or (attempt.path.parents[1] if attempt else Path.cwd())
+        copy(target)
+        print(f"{job.handle}: fetched into {shown(target)}")
+    return 0
+
+
+def list_runs(folder: Path) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    runs = jobs.runs_below(folder)
+    if not runs:
+        raise UserError(Problem(str(folder), "there are no runs", "python -m distdl jobs list DIR"))
+    table = Table("run", "attempt", "state", "where", "started", "metrics")
+    for run in runs:
+        attempt = attempt_of(run, None)
+        try:
+            state = str(jobs.state(attempt))
+        except Exception as error:  # a place that is out of reach must not hide the others
+            state = f"UNKNOWN ({type(error).__name__})"
+        facts = attempt.status()
+        metrics = "  ".join(
+            f"{k} {v:.4g}"
+            for k, v in sorted((facts.get("metrics") or {}).items())
+            if k.startswith(("val", "train"))
+        )
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.get("started", 0)))
+        where = attempt.job().get("handle") or f"local, {facts.get('host', '?')}"
+        table.add_row(shown(run.path), str(attempt.number), state, where, started, metrics)
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
+    return 0

@@ -1,0 +1,223 @@
+"""A composed config becomes a plan: every problem at once, and nothing written yet."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distdl import batches, provenance, resources, validate
+from distdl import config as configs
+from distdl.errors import Problem, UserError
+from distdl.job import JobState, Resources
+from distdl.run_directory import RunDirectory, shown
+
+LOCAL = "distdl.launchers.local.LocalLauncher"
+TRAIN = "distdl.tasks.train"
+# Groups without which nothing runs, whatever the task.
+REQUIRED = ("model", "strategy", "launcher")
+
+
+@dataclass
+class Plan:
+    """One attempt, validated, and nothing written yet.
+
+    Args:
+        config: Recipe and where, merged, with this attempt's changes.
+        recipe: What is or will be frozen.
+        resources: The size.
+        run: The run's directory; it exists if this goes on with one.
+        run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
+        changes: What this attempt changes of the recipe, by path.
+        notes: What a person should read before it starts.
+    """
+
+    config: DictConfig
+    recipe: DictConfig
+    resources: Resources
+    run: RunDirectory
+    run_id: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """This very training has succeeded before: starting it again would do nothing."""
+        task = self.config.task.get("_target_")
+        return task == TRAIN and any(
+            attempt.state() is JobState.SUCCEEDED
+            and launch["where"]["task"]["_target_"] == task
+            and (launch.get("changes") or {}) == self.changes
+            for attempt in (self.run.attempts() if self.run.exists else ())
+            for launch in [attempt.launch()]
+        )
+
+
+def plan(config: DictConfig, name: str | None = None) -> Plan:
+    """A new run, or the run of this name if its recipe is the same.
+
+    Args:
+        config: As composed.
+        name: Another name than the config's: that of a member of a sweep.
+
+    Raises:
+        UserError: Anything is wrong with the config, or the name belongs to another recipe.
+    """
+    size, notes = check(config, apart=name is not None)
+    recipe = configs.recipe_of(config)
+    name = name or config.name
+    if name is None:
+        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+        name = f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
+    run_id = f"{config.experiment_name}/{name}"
+    run = RunDirectory(Path(config.output_dir).resolve() / run_id)
+    planned = Plan(config, recipe, size, run, run_id, notes=notes)
+    if not run.exists:
+        return planned
+    stored = run.recipe()
+    if stored != recipe:
+        raise UserError(
+            Problem(
+                "name",
+                f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
+                "choose another name, or go on with that run: "
+                f"python -m distdl resume {shown(run.path)}",
+            )
+        )
+    return proceed(planned, given=())
+
+
+def proceed(planned: Plan, given: Sequence[str]) -> Plan:
+    """Goes on with an existing run; a changed world size keeps the global batch.
+
+    Args:
+        planned: The plan as asked for.
+        given: Paths that the user set himself in this attempt.
+
+    Raises:
+        UserError: The global batch cannot be kept, and nothing was said about it.
+    """
+    last = planned.run.last_attempt()
+    if last is None:
+        return planned
+    before = last.launch()
+    changes = {**(before.get("changes") or {}), **planned.changes}
+    keeps = batches.keep_global_batch(
+        configs.merge(planned.recipe, configs.where_of(planned.config), changes),
+        planned.resources,
+        before.get("global_batch_size"),
+        given,
+    )
+    changes.update(keeps.changes)
+    planned.changes = changes
+    planned.notes += keeps.notes
+    planned.config = configs.merge(planned.recipe, configs.where_of(planned.config), changes)
+    return planned
+
+
+def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[str]]:
+    """Both stages of validation and the size of the run: every problem at once.
+
+    Args:
+        config: As composed, or as a resume makes it.
+        apart: The run will have a process of its own, as the members of a sweep have.
+
+    Raises:
+        UserError: With all of them.
+    """
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    problems = [
+        Problem(group, "missing", f"choose one: {group}=<option> (--help lists them)")
+        for group in REQUIRED
+        if not written.get(group)
+    ]
+    local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
+    size = None
+    try:
+        trainer = configs.plain(config.trainer)
+        known = getattr(launcher_class(config), "devices", None)
+        node = written.get("launcher") or {}
+        size = resources.resolve(trainer, local=local, known=known and known(node))
+    except UserError as error:
+        problems += error.problems
+    except (OmegaConfBaseException, TypeError, ValueError):
+        pass  # a broken value: the first stage names it
+    if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
+        problems.append(
+            Problem(
+                "trainer.sync_batchnorm",
+                "synchronised batch norm needs a GPU",
+                "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising",
+            )
+        )
+    if problems:  # where the first stage speaks of the same key, it says it better
+        told = {p.path for p in validate.problems_of(config, local=local)}
+        problems = [p for p in problems if p.path not in told]
+    root = root_of(config)
+    alone = local and size is not None and size.world_size == 1
+    in_process = alone and not apart and written.get("dry_run") is False
+    with imported_meanwhile("distdl.build") if in_process else nullcontext():
+        notes, facts = validate.validate(
+            config, size, local=local, project_root=str(root), further=problems
+        )
+    own_optimizer = facts.get("model_configures_optimizers")
+    trains = config.task.get("_target_") == TRAIN
+    if trains and own_optimizer is False and not config.get("optimizer"):
+        raise UserError(
+            Problem(
+                "optimizer",
+                f"{config.model._target_} defines no configure_optimizers, and optimizer=none",
+                "choose one, e.g. optimizer=sgd, or define configure_optimizers in the module",
+            )
+        )
+    if own_optimizer and config.get("optimizer"):
+        notes.append(
+            "the model's own configure_optimizers is used; optimizer= and schedule= are not"
+        )
+    assert size is not None
+    return size, notes
+
+
+def root_of(config: DictConfig) -> Path:
+    """The user's code; the default while `project.root` is not yet known to be a path."""
+    try:
+        given = OmegaConf.select(config, "project.root")
+    except OmegaConfBaseException:
+        given = None
+    return provenance.project_root(given if isinstance(given, str) else None)
+
+
+@contextmanager
+def imported_meanwhile(module: str) -> Iterator[None]:
+    """Imports what this process will need while a child validates: both take seconds."""
+    # An import that fails here fails again, and is told, where it is needed.
+    thread = threading.Thread(target=lambda: suppressed_import(module))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def suppressed_import(module: str) -> None:
+    with suppress(Exception):
+        importlib.import_module(module)
+
+
+def launcher_class(config: DictConfig) -> Any:
+    """The class that `launcher._target_` names, or None: validation says what is wrong with it."""
+    from hydra.utils import get_object
+
+    try:
+        return get_object(str(config.launcher["_target_"]))
+    except Exception:
+        return None

@@ -1,0 +1,33 @@
+"""Follows a text file that somebody else writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterator[str]:
+    """Lines of a growing file, without their ends, until nobody writes any more.
+
+    Args:
+        path: The file; one that does not exist yet is waited for.
+        alive: Whether it may still grow; asked before each look, so that the last lines are read.
+        interval: Seconds between two looks.
+    """
+    place, rest = 0, b""
+    while True:
+        last_look = not alive()
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(place)
+                new = file.read()
+            place += len(new)
+            *lines, rest = (rest + new).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace").rstrip("\r")
+        if last_look:
+            if rest:
+                yield rest.decode(errors="replace")
+            return
+        time.sleep(interval)

@@ -1,0 +1,179 @@
+"""What the place says of a job and what the run says of itself, as one state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distdl import following, jobs
+from distdl.errors import UserError
+from distdl.job import JobState
+from distdl.run_directory import Attempt, RunDirectory
+from distdl.tailing import tail
+
+LAUNCH = {"run_id": "e/r", "where": {"launcher": {}}, "resources": {}}
+
+
+class Place:
+    """A job whose place says what the test wants."""
+
+    handle, url = "place://1", None
+
+    def __init__(self, *states: JobState) -> None:
+        self.states = list(states)
+        self.cancelled = 0
+
+    def state(self) -> JobState:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def wait(self) -> JobState:
+        return self.states[-1]
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        yield "a line"
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    run = RunDirectory(tmp_path / "e" / "r")
+    run.create("seed: 0\n", {})
+    begun = run.begin_attempt(LAUNCH)
+    jobs.record(begun, Place(JobState.PENDING))
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("recorded", "place", "expected"),
+    [
+        ("PENDING", "PENDING", "PENDING"),
+        ("PENDING", "RUNNING", "RUNNING"),
+        ("PENDING", "SUCCEEDED", "SUCCEEDED"),  # the store is elsewhere
+        ("PENDING", "FAILED", "FAILED"),
+        ("PENDING", "CANCELLED", "CANCELLED"),
+        ("RUNNING", "PENDING", "PENDING"),  # requeued
+        ("RUNNING", "SUCCEEDED", "FAILED"),  # gone without a word
+        ("RUNNING", "UNKNOWN", "UNKNOWN"),
+        ("SUCCEEDED", "UNKNOWN", "SUCCEEDED"),  # forgotten by the scheduler
+        ("SUCCEEDED", "SUCCEEDED", "SUCCEEDED"),
+        ("PREEMPTED", "SUCCEEDED", "PREEMPTED"),  # ranks end with 0 under mpirun
+        ("PREEMPTED", "CANCELLED", "CANCELLED"),  # scancel: the same signal
+        ("PREEMPTED", "PENDING", "PENDING"),
+        ("CANCELLED", "FAILED", "CANCELLED"),
+    ],
+)
+def test_both_as_one(attempt: Attempt, recorded: str, place: str, expected: str) -> None:
+    attempt.update(state=recorded)
+    assert jobs.state(attempt, Place(JobState(place))) is JobState(expected)  # type: ignore[arg-type]
+    if JobState(expected).ended and place != "UNKNOWN":
+        assert attempt.status()["state"] == expected  # and on record
+
+
+def test_a_rank_that_failed_says_more_than_the_place(attempt: Attempt) -> None:
+    attempt.update(state="RUNNING")
+    attempt.record_error(1, "ValueError", "the cause", "", exit_code=7)
+    assert jobs.state(attempt, Place(JobState.SUCCEEDED)) is JobState.FAILED  # type: ignore[arg-type]
+    assert attempt.status()["error"] == "rank 1: ValueError: the cause"
+    assert attempt.status()["exit_code"] == 7
+
+
+def test_a_restart_of_its_scheduler_is_the_same_attempt(attempt: Attempt) -> None:
+    attempt.begin()
+    attempt.record_error(0, "OSError", "the first node", "")
+    attempt.begin()
+    assert attempt.status()["restarts"] == 1
+    assert attempt.first_error() is None
+    assert list((attempt.path / "errors-001").iterdir())
+
+
+def test_a_run_is_not_submitted_twice(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(attempt.path.parents[1])
+    monkeypatch.setattr(jobs, "of", lambda _: Place(JobState.PENDING))
+    with pytest.raises(UserError, match="attempt 1 is pending"):
+        jobs.refuse_second(run)
+    monkeypatch.setattr(jobs, "of", lambda _: Place(JobState.CANCELLED))
+    jobs.refuse_second(run)
+    assert run.begin_attempt(LAUNCH).number == 2
+
+
+def test_ctrl_c_without_a_terminal_leaves_the_job(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(Place):
+        def logs(self, follow: bool = False) -> Iterator[str]:
+            yield "a line"
+            raise KeyboardInterrupt
+
+    job = Interrupted(JobState.RUNNING)
+    assert following.follow(job, attempt) is None  # type: ignore[arg-type]
+    assert job.cancelled == 0
+    assert "jobs logs --follow" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("answer", "cancelled"), [("c", 1), ("d", 0), ("", 0)])
+def test_ctrl_c_asks_on_a_terminal(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, answer: str, cancelled: int
+) -> None:
+    class Interrupted(Place):
+        def logs(self, follow: bool = False) -> Iterator[str]:
+            if not self.cancelled:
+                raise KeyboardInterrupt
+            yield "checkpoint written"
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: answer)
+    job = Interrupted(JobState.CANCELLED)
+    ended = following.follow(job, attempt)  # type: ignore[arg-type]
+    assert job.cancelled == cancelled
+    assert ended is (JobState.CANCELLED if cancelled else None)
+
+
+def test_a_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "late.log"
+    ended = threading.Event()
+
+    def write() -> None:
+        time.sleep(0.1)
+        with path.open("w") as file:
+            for part in ("one\ntw", "o\nthree"):
+                file.write(part)
+                file.flush()
+                time.sleep(0.1)
+        ended.set()
+
+    threading.Thread(target=write).start()
+    assert list(tail(path, lambda: not ended.is_set(), 0.01)) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("code", "launcher", "env", "ends"),
+    [
+        (75, "slurm", {}, 0),  # srun would kill the others, who may still write
+        (130, "mpi", {}, 0),
+        (75, "local", {}, 75),
+        (7, "mpi", {}, 7),
+        (7, "mpi", {"PMI_RANK": "0"}, -9),  # hydra ends the others only for a signal
+        (0, "mpi", {"PMI_RANK": "0"}, 0),
+        (1, "slurm", {}, 1),
+    ],
+)
+def test_how_a_rank_leaves(code: int, launcher: str, env: dict[str, str], ends: int) -> None:
+    call = f"from distdl.leaving import leave; leave({code}, {launcher!r})"
+    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == ends
+
+
+def test_an_evicted_rank_waits_for_its_node_to_go() -> None:
+    call = "from distdl.leaving import leave; leave(75, 'azureml')"
+    started = time.monotonic()
+    env = {"DISTDL_LINGER_SECONDS": "0.5"}
+    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 75
+    assert time.monotonic() - started > 0.5

@@ -1,0 +1,125 @@
+"""Which files leave this machine with a job, and which never do."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distdl import snapshot
+from distdl.errors import UserError
+
+HERE = ("train.py", "package/model.py", "notes.txt", "big.bin", "outputs/run/config.yaml")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    for name in HERE:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"this is {name}")
+    return root
+
+
+@pytest.fixture
+def repository(project: Path) -> Path:
+    git(project, "init", "-q")
+    (project / ".gitignore").write_text("*.bin\n")
+    git(project, "add", "train.py", ".gitignore")
+    return project
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+
+
+def sent(root: Path, **options: object) -> set[str]:
+    taken = snapshot.take(root, [root / "outputs"], **{"limit_mb": 300, **options})  # type: ignore[arg-type]
+    names = {name for _, name in taken.files if name.startswith("project/")}
+    return {name.removeprefix("project/") for name in names}
+
+
+def test_of_a_repository_what_git_would_keep(repository: Path) -> None:
+    assert sent(repository) == {"train.py", ".gitignore", "package/model.py", "notes.txt"}
+
+
+def test_a_tracked_file_that_was_deleted_is_gone(repository: Path) -> None:
+    (repository / "train.py").unlink()
+    assert "train.py" not in sent(repository)
+
+
+def test_amlignore_takes_away_tracked_files_too(repository: Path) -> None:
+    (repository / ".amlignore").write_text("notes.*\npackage/\ntrain.py\n")
+    assert sent(repository) == {".gitignore", ".amlignore"}
+
+
+def test_a_submodule_comes_along(repository: Path, tmp_path: Path) -> None:
+    inner = repository / "vendored"
+    inner.mkdir()
+    git(inner, "init", "-q")
+    (inner / "layers.py").write_text("")
+    assert "vendored/layers.py" in sent(repository)
+
+
+def test_outside_git_what_is_neither_hidden_nor_ignored(project: Path) -> None:
+    (project / ".gitignore").write_text("*.bin\n")
+    (project / ".cache").mkdir()
+    (project / ".cache" / "weights.pt").write_text("")
+    (project / "venv").mkdir()
+    (project / "venv" / "pyvenv.cfg").write_text("")
+    (project / "venv" / "activate.py").write_text("")
+    assert sent(project) == {"train.py", "package/model.py", "notes.txt"}
+
+
+def test_a_link_to_elsewhere_is_not_the_project(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text("")
+    (repository / "linked.py").symlink_to(tmp_path / "elsewhere.py")
+    (repository / "alias.py").symlink_to("train.py")
+    assert "linked.py" not in sent(repository)
+    assert "alias.py" in sent(repository)
+
+
+@pytest.mark.parametrize(
+    "name", [".env", ".env.local", "id_rsa", "server.pem", "credentials.json", ".netrc"]
+)
+def test_files_made_for_secrets_stay_and_it_is_said(repository: Path, name: str) -> None:
+    (repository / name).write_text("whatever")
+    taken = snapshot.take(repository, [repository / "outputs"], 300)
+    assert f"project/{name}" not in {place for _, place in taken.files}
+    assert taken.left_out == (name,) and name in taken.describe()
+
+
+def test_an_example_of_such_a_file_goes(repository: Path) -> None:
+    (repository / ".env.example").write_text("TOKEN=")
+    assert ".env.example" in sent(repository)
+
+
+def test_a_file_with_a_secret_of_this_shell_is_refused(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "c4nary-c4nary")
+    monkeypatch.setenv("PLAIN", "plain-but-forwarded")
+    (repository / "package" / "client.py").write_text('TOKEN = "c4nary-c4nary"')
+    (repository / "notes.txt").write_text("plain-but-forwarded")
+    with pytest.raises(UserError) as refused:
+        sent(repository, secret_names=["PLAIN"])
+    assert {p.path for p in refused.value.problems} == {"package/client.py", "notes.txt"}
+    assert "$MY_SERVICE_TOKEN" in str(refused.value)
+    assert "c4nary" not in str(refused.value)
+
+
+def test_too_much_is_refused_and_the_largest_is_named(repository: Path) -> None:
+    (repository / "data").mkdir()
+    (repository / "data" / "images.tar").write_bytes(bytes(2_000_000))
+    with pytest.raises(UserError, match="data 2 MB"):
+        sent(repository, limit_mb=1)
+    (repository / ".amlignore").write_text("data/\n")
+    assert "data/images.tar" not in sent(repository, limit_mb=1)
+
+
+def test_distdl_goes_as_it_is_imported() -> None:
+    names = {name for _, name in snapshot.own_files()}
+    wanted = {"worker.py", "conf/distdl.yaml", "launchers/local.py", "models/classifier.py"}
+    assert wanted <= names
+    assert not any("__pycache__" in name for name in names)
