@@ -8,13 +8,16 @@ READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
-.PHONY: train test setup lint bench clean
+# Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server.
+SERVERS := openmpi-bin mpich openssh-server munge slurm-wlm iproute2
+
+.PHONY: train test setup servers lint bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
 
 test: setup  ## the whole suite, a file at a time on each of two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 setup: $(READY)  ## .venv with distdl, all extras and the development tools
 
@@ -24,6 +27,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $(READY)
+
+servers:  ## what the cluster tests need (Debian or Ubuntu, as root); without them those tests skip
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS)
+	command -v npm >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq npm
+	command -v azurite-blob >/dev/null || npm install --silent --global azurite
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

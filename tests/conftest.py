@@ -43,6 +43,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file is run by one process, which then makes its fixtures once; so is a group of tests that
+    shares host names or ports (`xdist_group`)."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 def environment(**more: str) -> dict[str, str]:
     """The variables of a test process: no rank variables, one thread, loopback."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "DISTDL_", "TORCHELASTIC", "MLFLOW_")

@@ -21,6 +21,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+import distdl.config  # noqa: F401  (it registers ${input:NAME})
 from distdl.errors import Problem
 from distdl.redact import looks_secret, redact
 from distdl.schema import Path, path_text

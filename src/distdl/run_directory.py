@@ -234,8 +234,8 @@ class RunDirectory:
         if last is not None and last.is_under_way():
             status = last.status()
             remedy = "wait for it, stop it, or start a run with another name"
-            if status.get("host") != socket.gethostname():
-                remedy += f"; if that machine is gone: rm {last.path / 'status.json'}"
+            if status.get("host") != socket.gethostname() or last.job():
+                remedy += f"; if it is gone: rm {last.path / 'status.json'}"
             raise UserError(
                 Problem(
                     str(self.path),

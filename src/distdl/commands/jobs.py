@@ -136,8 +136,15 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
 
         state = follow_job(job, attempt)
         return 0 if state is None else state.exit_code
-    for line in job.logs(follow=follow):
-        print(line, flush=True)
+    try:
+        for line in job.logs(follow=follow):
+            print(line, flush=True)
+    except UserError:
+        # A scheduler forgets a job after minutes; what rank 0 wrote is in the run, if it is here.
+        kept = attempt.logs / "rank_0.log" if attempt else None
+        if kept is None or not kept.exists():
+            raise
+        print(f"{job.handle} is gone; {shown(kept)}:\n{kept.read_text()}", end="", flush=True)
     return job.state().exit_code if follow else 0
 
 

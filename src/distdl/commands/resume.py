@@ -51,8 +51,9 @@ def plan(
     run_id = before["run_id"]
     # Where it lies is where it was found, whatever folder it was first written to.
     here = {"output_dir": str(run.path.parents[run_id.count("/")]), "dry_run": False}
-    where = OmegaConf.create(before["where"])
-    where.merge_with(here)
+    # Keys that a run from before they existed lacks.
+    later = {"follow": True, "project": {"max_snapshot_mb": 300}}
+    where = OmegaConf.merge(later, before["where"], here)
     # A validation in between was an errand: the run is what it was started as.
     where.task = run.attempts()[0].launch()["where"]["task"]
     changes: dict[str, Any] = dict(before.get("changes") or {})

@@ -1,0 +1,138 @@
+"""A submitted job, as the controller knows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distdl.launchers.slurm import controller
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobState
+
+# Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
+STATES = {
+    **dict.fromkeys(
+        ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
+        JobState.PENDING,
+    ),
+    "SPECIAL_EXIT": JobState.PENDING,  # requeued and held
+    **dict.fromkeys(
+        ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
+        JobState.RUNNING,
+    ),
+    "COMPLETED": JobState.SUCCEEDED,
+    **dict.fromkeys(
+        ("FAILED", "BOOT_FAIL", "DEADLINE", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+        JobState.FAILED,
+    ),
+    "RECONFIG_FAIL": JobState.FAILED,
+    "TIMEOUT": JobState.FAILED,
+    "CANCELLED": JobState.CANCELLED,
+    "REVOKED": JobState.CANCELLED,
+    "PREEMPTED": JobState.PREEMPTED,
+}
+
+
+@dataclass
+class SlurmJob:
+    """A job, or one task of an array.
+
+    Args:
+        number: `123`, or `123_0`.
+        poll_seconds: Between two questions to the controller.
+        log: Where its output goes; None asks the controller.
+    """
+
+    number: str
+    poll_seconds: float = 5
+    log: Path | None = None
+    url: None = field(default=None, init=False)
+
+    @property
+    def handle(self) -> str:
+        return f"slurm://{self.number}"
+
+    def state(self) -> JobState:
+        try:
+            found = controller.look(self.number)
+        except controller.Unreachable:
+            return JobState.UNKNOWN
+        return state_of(found)
+
+    def wait(self) -> JobState:
+        """Until it has ended, or Slurm has forgotten it (UNKNOWN)."""
+        while True:
+            try:
+                found = controller.look(self.number)
+                if found is None or state_of(found).ended:
+                    return state_of(found)
+            except controller.Unreachable:
+                pass  # a controller that restarts; the job goes on meanwhile
+            time.sleep(self.poll_seconds)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The log; with `follow` also why the job waits, and Slurm's word for how it ended.
+
+        Raises:
+            UserError: Slurm does not answer, or has forgotten the job.
+        """
+        from distdl.tailing import tail
+
+        said = ""
+        while follow and state_of(found := self._look()) is JobState.PENDING:
+            if told(found) != said:
+                said = told(found)
+                yield f"{self.handle}: {said}"
+            time.sleep(self.poll_seconds)
+        path = self.log or self._look().log
+        if path is None or not (follow or path.exists()):
+            return
+        yield from tail(path, self._under_way() if follow else lambda: False)
+        if follow:
+            yield f"{self.handle}: {told(self._look())}"
+
+    def cancel(self) -> None:
+        controller.cancel(self.number)
+
+    def _look(self) -> controller.Look:
+        try:
+            found = controller.look(self.number)
+        except controller.Unreachable as error:
+            raise UserError(Problem(self.handle, str(error))) from None
+        if found is None:
+            raise UserError(
+                Problem(
+                    self.handle,
+                    "Slurm has forgotten this job",
+                    "its log is in the run's attempts/NNN/logs/",
+                )
+            )
+        return found
+
+    def _under_way(self) -> Callable[[], bool]:
+        """Whether it may still write; asks the controller only now and then."""
+        asked, alive = time.monotonic(), True
+
+        def under_way() -> bool:
+            nonlocal asked, alive
+            if alive and time.monotonic() - asked >= self.poll_seconds:
+                try:
+                    found = controller.look(self.number)
+                    alive = found is not None and not state_of(found).ended
+                except controller.Unreachable:
+                    pass
+                asked = time.monotonic()
+            return alive
+
+        return under_way
+
+
+def state_of(found: controller.Look | None) -> JobState:
+    return STATES.get(found.state, JobState.UNKNOWN) if found else JobState.UNKNOWN
+
+
+def told(found: controller.Look) -> str:
+    return f"{found.state} ({found.reason})" if found.reason else found.state

@@ -1,0 +1,194 @@
+"""Fills in job.sh.template."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distdl.launchers.slurm import settings
+
+from distdl.job import JobSpec
+
+if TYPE_CHECKING:
+    from distdl.launchers.slurm.launcher import SlurmLauncher
+
+TEMPLATE = Path(__file__).with_name("job.sh.template")
+PLACEHOLDER = re.compile(r"@(\w+)@")
+# What a container runtime must hand on although the image may have variables of these names.
+CONTAINER_ENV = ("DISTDL_LAUNCHER", "PYTHONPATH", "PYTHONUNBUFFERED", "MASTER_ADDR")
+
+
+def render(launcher: SlurmLauncher, specs: Sequence[JobSpec], array: bool) -> str:
+    """The batch script.
+
+    Args:
+        launcher: Its settings.
+        specs: One run, or the members of a sweep, all of one size.
+        array: Whether they are the tasks of a job array.
+    """
+    values = {
+        "directives": "\n".join(f"#SBATCH {line}" for line in directives(launcher, specs, array)),
+        "name": specs[0].name if not array else f"{sweep_name(specs)}, {len(specs)} runs",
+        "forwarded": " ".join(specs[0].forward_env) or "none",
+        "members": "\n".join(cases(specs) if array else member(specs[0])),
+        "env": "\n".join(exports({k: str(v) for k, v in launcher.env.items()})),
+        "modules": modules(launcher.modules),
+        "before_srun": "\n".join(launcher.before_srun),
+        "srun_args": " \\\n    ".join(map(shlex.quote, srun_args(launcher, specs[0]))),
+        "program": shlex.join(program(launcher, specs[0])),
+        "requeue": requeue(launcher),
+    }
+    text = PLACEHOLDER.sub(lambda found: values[found[1]], TEMPLATE.read_text())
+    # Where there was nothing to fill in, no hole stays.
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def is_array(text: str) -> bool:
+    return "\n#SBATCH --array=" in text
+
+
+def sweep_name(specs: Sequence[JobSpec]) -> str:
+    """`<experiment>/<sweep>` of `<experiment>/<sweep>/<member>`."""
+    return specs[0].name.rpartition("/")[0] or specs[0].name
+
+
+def directives(launcher: SlurmLauncher, specs: Sequence[JobSpec], array: bool) -> Iterator[str]:
+    """Options of sbatch. Source: https://slurm.schedmd.com/sbatch.html"""
+    size = specs[0].resources
+    name = re.sub(r"[^\w./+=-]", "_", sweep_name(specs) if array else specs[0].name)
+    yield f"--job-name={name}"
+    yield f"--nodes={size.num_nodes}"
+    yield f"--ntasks-per-node={size.devices}"
+    if launcher.cpus_per_task:
+        yield f"--cpus-per-task={launcher.cpus_per_task}"
+    if size.accelerator == "gpu" and launcher.gpus != "none":
+        kind = f"{launcher.gpu_type}:" if launcher.gpu_type else ""
+        option = "--gres=gpu:" if launcher.gpus == "gres" else "--gpus-per-node="
+        yield f"{option}{kind}{size.devices}"
+    if launcher.walltime is not None:
+        yield f"--time={limit(launcher.walltime)}"
+    for key in ("mem", "partition", "account", "qos", "constraint"):
+        value = getattr(launcher, key)
+        if value is not None:
+            yield f"--{key}={value}"
+    if array:
+        at_a_time = f"%{launcher.max_parallel}" if launcher.max_parallel else ""
+        yield f"--array=0-{len(specs) - 1}{at_a_time}"
+    yield "--requeue" if launcher.requeue else "--no-requeue"
+    # Without "B:" the ranks get it, and the script does not.
+    yield f"--signal=USR1@{launcher.grace_seconds}"
+    yield f"--output={output(specs, array)}"
+    yield "--open-mode=append"
+    yield from launcher.sbatch
+
+
+def limit(walltime: str | float) -> str:
+    """A time limit in the one form that Slurm reads in one way, `days-hours:minutes:seconds`."""
+    seconds = settings.seconds_of(walltime)
+    assert seconds is not None  # settings.problems looked at it
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+
+
+def output(specs: Sequence[JobSpec], array: bool) -> str:
+    """Where the log goes, with Slurm's own placeholders; a per cent sign of the path is doubled."""
+    folder = array_folder(specs) if array else specs[0].folder / "logs"
+    name = "/%a/slurm-%A_%a.log" if array else "/slurm-%j.log"
+    path = str(folder).replace("%", "%%") + name
+    return f'"{path}"' if re.search(r"[\s#']", path) else path
+
+
+def array_folder(specs: Sequence[JobSpec]) -> Path:
+    """`--output` has one pattern for all tasks of an array, and each task's log belongs into a run
+    of its own: links by the task's number lead there."""
+    return specs[0].folder / "array"
+
+
+def link_logs(specs: Sequence[JobSpec]) -> None:
+    """Makes the links that the pattern of an array's output goes by."""
+    folder = array_folder(specs)
+    folder.mkdir(exist_ok=True)
+    for number, spec in enumerate(specs):
+        link = folder / str(number)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(spec.folder / "logs", folder))
+
+
+def member(spec: JobSpec) -> Iterator[str]:
+    """What differs from run to run."""
+    yield f"attempt={shlex.quote(str(spec.folder))}"
+    yield f"bundle={shlex.quote(spec.bundle)}"
+    yield f"worker=({shlex.join(spec.worker())})"
+    yield from exports(spec.env)
+
+
+def exports(variables: Mapping[str, str]) -> Iterator[str]:
+    return (f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def cases(specs: Sequence[JobSpec]) -> Iterator[str]:
+    yield 'case "$SLURM_ARRAY_TASK_ID" in'
+    for number, spec in enumerate(specs):
+        yield f"{number})"
+        yield from (f"    {line}" for line in member(spec))
+        yield "    ;;"
+    yield "esac"
+
+
+def modules(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return (
+        "# The command `module` comes with a login shell.\n"
+        "type module > /dev/null 2>&1 || source /etc/profile\n"
+        f"module load {shlex.join(names)} || exit 1"
+    )
+
+
+def requeue(launcher: SlurmLauncher) -> str:
+    if not launcher.requeue:
+        return "never"
+    return "always" if launcher.requeue_at_time_limit else "preempted"
+
+
+def srun_args(launcher: SlurmLauncher, spec: JobSpec) -> Iterator[str]:
+    """Options of srun. Source: https://slurm.schedmd.com/srun.html"""
+    # Since 22.05 srun does not take this over from sbatch. Without it each rank and all its
+    # loaders would be bound to a single core.
+    cpus = launcher.cpus_per_task
+    yield f"--cpus-per-task={cpus}" if cpus else "--cpu-bind=none"
+    if launcher.container and launcher.container_runtime == "pyxis":
+        yield f"--container-image={launcher.container}"
+        yield f"--container-mounts={','.join(mounts(launcher, spec))}"
+        names = (*CONTAINER_ENV, *spec.env, *launcher.env, *spec.forward_env)
+        yield f"--container-env={','.join(dict.fromkeys(names))}"
+    yield from launcher.srun_args
+
+
+def program(launcher: SlurmLauncher, spec: JobSpec) -> Iterator[str]:
+    """The interpreter, in its container."""
+    if launcher.container and launcher.container_runtime == "apptainer":
+        yield from ("apptainer", "exec")
+        if spec.resources.accelerator == "gpu":
+            yield "--nv"
+        yield from ("--bind", ",".join(mounts(launcher, spec)), launcher.container)
+    yield launcher.python or ("python" if launcher.container else sys.executable)
+
+
+def mounts(launcher: SlurmLauncher, spec: JobSpec) -> Iterator[str]:
+    """Folders of the host that a container sees, each where it is on the host."""
+    # All runs, for the tracking database beside them.
+    runs = spec.store.removesuffix(f"/{spec.name}")
+    given = [*map(path_of, launcher.inputs.values()), *launcher.container_mounts]
+    folders = [runs, *(path for path in given if path.startswith("/"))]
+    yield from dict.fromkeys(f if ":" in f else f"{f}:{f}" for f in folders)
+
+
+def path_of(entry: Any) -> str:
+    """An input's path: it is a string, or a mapping with `path`."""
+    return str(entry.get("path", "")) if isinstance(entry, dict) else str(entry)

@@ -1,0 +1,253 @@
+"""launcher=slurm without a cluster: scripts, refusals, what a job inherits.
+
+The scripts run for real, on a cluster of two nodes, in tests/cluster/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distdl.launchers.slurm import SlurmLauncher, controller, script, settings
+from distdl.launchers.slurm.job import STATES, state_of
+
+from distdl.errors import UserError
+from distdl.job import JobSpec, JobState, Resources
+from tests.conftest import ROOT
+
+GOLDEN = ROOT / "tests/golden/launchers"
+EVERYTHING: dict[str, Any] = {
+    "walltime": "2-12",
+    "partition": "gpu",
+    "account": "vision",
+    "qos": "long",
+    "constraint": "a100&nvlink",
+    "mem": "400G",
+    "cpus_per_task": 12,
+    "gpus": "gres",
+    "gpu_type": "a100",
+    "modules": ["cuda/12.4", "nccl"],
+    "python": "/opt/env/bin/python",
+    "env": {"NCCL_DEBUG": "INFO"},
+    "sbatch": ["--exclusive", "--mail-type=END"],
+    "before_srun": ["ulimit -n 65536"],
+    "srun_args": ["--label"],
+    "requeue_at_time_limit": True,
+    "grace_seconds": 300,
+    "max_parallel": 2,
+}
+PYXIS = {"container": "nvcr.io#nvidia/pytorch:25.01-py3", "inputs": {"imagenet": "/data/imagenet"}}
+APPTAINER = {
+    "container": "train.sif",
+    "container_runtime": "apptainer",
+    "container_mounts": ["/scratch:/tmp"],
+    "inputs": {"a": {"path": "/data/a"}, "b": "https://example.org/b"},
+    "requeue": False,
+}
+CPU = {"python": "python"}
+
+
+def spec(member: str = "", size: Resources | None = None, root: str = "/shared/runs") -> JobSpec:
+    name = f"resnet50_ddp/first{member}"
+    store = f"{root}/{name}"
+    return JobSpec(
+        name,
+        bundle=f"{store}/attempts/001/bundle",
+        store=store,
+        attempt=1,
+        resources=size or Resources(2, 8, "gpu"),
+        env={"OMP_NUM_THREADS": "12"} if not member else {},
+        forward_env=("HF_TOKEN",),
+    )
+
+
+def rendered(case: str) -> str:
+    if case == "cpu":
+        return SlurmLauncher(**CPU).request(spec(size=Resources(1, 2, "cpu"))).render()
+    if case == "array":
+        members = [spec("/1a2b"), spec("/3c4d")]
+        request = SlurmLauncher(**EVERYTHING).request_sweep(members)
+        assert request is not None
+        return request.render()
+    node = {"everything": EVERYTHING, "pyxis": PYXIS, "apptainer": APPTAINER}[case]
+    return SlurmLauncher(**node).request(spec()).render()
+
+
+@pytest.mark.parametrize("case", ["cpu", "everything", "array", "pyxis", "apptainer"])
+def test_script(case: str, pytestconfig: pytest.Config) -> None:
+    file, text = GOLDEN / f"slurm_{case}.txt", rendered(case)
+    if pytestconfig.getoption("--refresh-golden"):
+        file.write_text(text)
+    golden = file.read_text() if file.exists() else ""
+    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "was", "is"))
+    assert golden == text, f"to accept: pytest {__file__} --refresh-golden\n{changed}"
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert not script.PLACEHOLDER.search(text) and "\n\n\n" not in text
+
+
+def test_every_setting_is_in_a_script() -> None:
+    """No key that does nothing: each changes the rendering, or is about the submitting side."""
+    given = {*EVERYTHING, *PYXIS, *APPTAINER}
+    here = {"poll_seconds", "forward_env"}
+    assert set(SlurmLauncher.__dataclass_fields__) == given | here
+
+
+def test_a_path_with_anything_in_it() -> None:
+    strange = spec(size=Resources(1, 1, "cpu"), root="/shared/my $runs/50%a'b")
+    text = SlurmLauncher().request(strange).text
+    found = f"#SBATCH --output=\"/shared/my $runs/50%%a'b/{strange.name}/attempts/001/logs"
+    assert f'{found}/slurm-%j.log"' in text
+    lines = "\n".join(script.member(strange))
+    shell = f'{lines}\nprintf "%s\\n" "$attempt" "$bundle" "${{worker[@]}}"'
+    said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines() == [str(strange.folder), strange.bundle, *strange.worker()]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (12, 12 * 3600),
+        (0.5, 1800),
+        ("1:30:00", 5400),
+        ("120:00:01", 432001),
+        ("2-12", 60 * 3600),
+        ("1-00:30", 88200),
+        ("1-00:00:30", 86430),
+        ("90", None),
+        ("1:30", None),
+        ("0:00:00", None),
+        ("1:60:00", None),
+        ("1-24", None),
+        ("1:30:00\n", None),
+        (0, None),
+        (-1, None),
+        (True, None),
+        ("infinite", None),
+    ],
+)
+def test_walltime(text: Any, seconds: int | None) -> None:
+    assert settings.seconds_of(text) == seconds
+    if seconds:
+        days, clock = script.limit(text).split("-")
+        hours, minutes, rest = map(int, clock.split(":"))
+        assert ((int(days) * 24 + hours) * 60 + minutes) * 60 + rest == seconds
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"walltime": "90"}, "walltime: '90' is no time limit"),
+        ({"walltime": 5400}, "put it in quotes"),
+        ({"walltime": "0:02:00", "grace_seconds": 120}, "over before the signal"),
+        ({"partition": "gpu long"}, "partition: 'gpu long' is not one word"),
+        ({"partition": "gpu\n#SBATCH --uid=0"}, "partition"),
+        ({"account": ""}, "account"),
+        ({"mem": -4}, "mem: -4 is not an amount"),
+        ({"mem": "64GB"}, "mem"),
+        ({"cpus_per_task": -1}, "cpus_per_task: -1 is not a whole number from 1"),
+        ({"cpus_per_task": True}, "cpus_per_task"),
+        ({"gpus": "gpu"}, "one of gpus-per-node, gres, none"),
+        ({"container_runtime": "docker"}, "one of pyxis, apptainer"),
+        ({"container_mounts": ["data"]}, "container_mounts: 'data' is not a folder"),
+        ({"grace_seconds": 0}, "grace_seconds"),
+        ({"grace_seconds": 70000}, "grace_seconds"),
+        ({"max_parallel": 0}, "max_parallel"),
+        ({"poll_seconds": 0}, "poll_seconds"),
+        ({"requeue": "yes"}, "requeue: 'yes' is not true or false"),
+        ({"requeue_at_time_limit": True, "requeue": False}, "launcher.requeue=true"),
+        ({"modules": "cuda"}, "launcher.modules=[cuda]"),
+        ({"modules": ["cuda; rm -rf ~"]}, "is not the name of a module"),
+        ({"before_srun": ["a\nb"]}, "before_srun: 'a\\nb' is not one line"),
+        ({"sbatch": ["exclusive"]}, "is not an option of sbatch"),
+        ({"sbatch": ["--exclusive\nrm -rf ~"]}, "sbatch"),
+        ({"sbatch": ["--nodes=4"]}, "write trainer.num_nodes"),
+        ({"sbatch": ["-t 10"]}, "write launcher.walltime"),
+        ({"sbatch": ["-pgpu"]}, "write launcher.partition"),
+        ({"srun_args": ["--export=NONE"]}, "write launcher.forward_env"),
+        ({"env": {"A-B": 1}}, "env.A-B"),
+        ({"env": {"A": ["x"]}}, "env.A"),
+        ({"forward_env": ["A=b"]}, "forward_env: 'A=b' is not the name of a variable"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(node: dict[str, Any], said: str) -> None:
+    told = "\n".join(map(str, SlurmLauncher.check(node, {})))
+    assert said in told
+    with pytest.raises(UserError, match=r"^launcher\."):
+        SlurmLauncher(**node).request(spec())
+
+
+@pytest.mark.parametrize("node", [{}, EVERYTHING, PYXIS, APPTAINER], ids=str)
+def test_settings_that_are_fine(node: dict[str, Any]) -> None:
+    assert list(SlurmLauncher.check(node, {})) == []
+
+
+def test_members_of_different_sizes_are_jobs_of_their_own() -> None:
+    members = [spec("/a"), spec("/b", Resources(1, 8, "gpu"))]
+    assert SlurmLauncher().request_sweep(members) is None
+
+
+def test_a_job_inherits_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "SLURM_CONF": "/etc/slurm/slurm.conf",
+        "SLURM_JOB_ID": "7",
+        "SBATCH_EXPORT": "NONE",
+        "SBATCH_PARTITION": "debug",
+        "SBATCH_ACCOUNT": "mine",
+        "HF_TOKEN": "secret",
+        "OTHER_TOKEN": "secret",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = controller.environment(["HF_TOKEN"], {"partition": "gpu", "account": None})
+    kept = {"SLURM_CONF", "SBATCH_ACCOUNT", "HF_TOKEN"}
+    assert set(found) & set(given) == kept and "PATH" in found
+
+
+def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    launcher = SlurmLauncher()
+    with pytest.raises(UserError, match=r"no sbatch on this machine\n.*login node"):
+        launcher.submit(launcher.request(spec(root=str(tmp_path))))
+    job = launcher.attach("slurm://12_3")
+    assert (job.handle, job.url, job.state()) == ("slurm://12_3", None, JobState.UNKNOWN)
+    for ask in (lambda: list(job.logs()), job.cancel):
+        with pytest.raises(UserError, match="on this machine"):
+            ask()
+
+
+def test_a_forwarded_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    launcher = SlurmLauncher()
+    with pytest.raises(UserError, match="not set in this shell: HF_TOKEN"):
+        launcher.submit(launcher.request(spec(root=str(tmp_path))))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("handle", ["slurm://", "slurm://x", "local://12", "12", "slurm://1;ls"])
+def test_no_handle_of_slurm(handle: str) -> None:
+    with pytest.raises(UserError, match="no job of Slurm's"):
+        SlurmLauncher().attach(handle)
+
+
+def test_states() -> None:
+    """The long names of squeue's manual page, none left out."""
+    names = """BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED LAUNCH_FAILED
+        NODE_FAIL OUT_OF_MEMORY PENDING PREEMPTED RECONFIG_FAIL RUNNING RESV_DEL_HOLD REQUEUE_FED
+        REQUEUE_HOLD REQUEUED RESIZING REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED
+        TIMEOUT"""
+    assert set(names.split()) == set(STATES)
+    assert state_of(controller.Look("SOMETHING_NEW")) is JobState.UNKNOWN
+    assert state_of(None) is JobState.UNKNOWN
+
+
+def test_the_template_is_a_script_to_read() -> None:
+    text = script.TEMPLATE.read_text()
+    assert text.startswith("#!/bin/bash\n@directives@\n")
+    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 100
+    assert shlex.split(text, comments=True)  # its quotes are in pairs
