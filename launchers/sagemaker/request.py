@@ -1,0 +1,225 @@
+"""The request: what `create_training_job` gets, and what is uploaded before.
+
+Source of names, limits and meanings:
+https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from distdl.launchers.sagemaker.inputs import BUNDLE, parse, s3_channel
+
+from distdl.job import JobSpec
+
+# Folders of a container that SageMaker fixes.
+# https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
+INPUTS = "/opt/ml/input/data"
+STORE = "/opt/ml/checkpoints"  # kept equal to a place in S3, and filled from it at the start
+UNPACKED = "/opt/ml/distdl"
+ARCHIVE = "bundle.tar.gz"
+
+# Nothing of distdl is in the image: its code comes with the bundle. The image has a shell, tar,
+# Python and what distdl depends on. `exec`, so that SIGTERM reaches our entry point.
+ENTRY = (
+    f"mkdir -p {UNPACKED} && tar -xzf {INPUTS}/{BUNDLE}/{ARCHIVE} -C {UNPACKED} && "
+    f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
+)
+SECRETS = "DISTDL_SECRETS"  # variable -> name of its secret, as JSON
+REGION = "AWS_DEFAULT_REGION"
+LONGEST_NAME = 63
+LONGEST_WAIT = 30 * 86400  # seconds a job may take with all its waiting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of `launcher.*` that shape a request; see conf/launcher/sagemaker.yaml."""
+
+    role: str
+    image: str
+    instance_type: str
+    bucket: str
+    prefix: str = "distdl"
+    region: str | None = None
+    volume_gb: int = 100
+    walltime: str | float = 24
+    spot: bool = False
+    max_wait: str | float | None = None
+    keep_alive: int = 0
+    retries: int = 0
+    subnets: list[str] = field(default_factory=list)
+    security_groups: list[str] = field(default_factory=list)
+    encrypt_traffic: bool = False
+    kms_key: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SageMakerRequest:
+    """One training job.
+
+    Args:
+        spec: The attempt.
+        settings: `launcher.*`.
+        again: Which try at a free name this is: SageMaker never gives a name twice.
+    """
+
+    spec: JobSpec
+    settings: Settings
+    again: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the job: the run, the attempt, and a hash that tells equal names of runs in other
+        buckets apart. At most 63 letters, digits and single hyphens."""
+        whole = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
+        suffix = f"-{self.spec.attempt:03d}-{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
+        suffix += f"-{self.again}" if self.again else ""
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", self.spec.name).strip("-")
+        return plain[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
+
+    @property
+    def key(self) -> str:
+        """Of everything that this run has in the bucket."""
+        return "/".join(filter(None, [self.settings.prefix.strip("/"), self.spec.name]))
+
+    @property
+    def bundle_key(self) -> str:
+        return f"{self.key}/bundles/{self.name}/{ARCHIVE}"
+
+    @property
+    def store_key(self) -> str:
+        return f"{self.key}/store"
+
+    def uri(self, key: str) -> str:
+        return f"s3://{self.settings.bucket}/{key}"
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Forwarded variable -> the name of its secret in Secrets Manager."""
+        return {name: f"{self.key}/{name}" for name in self.spec.forward_env}
+
+    def body(self, region: str | None = None) -> dict[str, Any]:
+        """The arguments of `create_training_job`.
+
+        Args:
+            region: Where it goes; the job asks the same region for its secrets.
+        """
+        s, size = self.settings, self.spec.resources
+        resources: dict[str, Any] = {
+            "InstanceType": s.instance_type,
+            "InstanceCount": size.num_nodes,
+            "VolumeSizeInGB": s.volume_gb,
+        }
+        output: dict[str, Any] = {"S3OutputPath": self.uri(f"{self.key}/output")}
+        if s.kms_key:
+            resources["VolumeKmsKeyId"] = output["KmsKeyId"] = s.kms_key
+        if s.keep_alive:
+            resources["KeepAlivePeriodInSeconds"] = s.keep_alive
+        run = seconds(s.walltime)
+        stopping = {"MaxRuntimeInSeconds": run}
+        if s.spot:
+            wait = min(2 * run, LONGEST_WAIT) if s.max_wait is None else seconds(s.max_wait)
+            stopping["MaxWaitTimeInSeconds"] = wait
+        bundle = s3_channel(BUNDLE, self.uri(self.bundle_key).rpartition("/")[0] + "/", "File")
+        body: dict[str, Any] = {
+            "TrainingJobName": self.name,
+            "AlgorithmSpecification": {
+                "TrainingImage": s.image,
+                "TrainingInputMode": "File",
+                "ContainerEntrypoint": ["sh", "-c", ENTRY, "distdl"],
+                "ContainerArguments": [
+                    *("--devices", str(size.devices)),
+                    *("--attempt", str(self.spec.attempt)),
+                ],
+            },
+            "RoleArn": s.role,
+            "InputDataConfig": [bundle, *(each.channel() for each in parse(s.inputs))],
+            "OutputDataConfig": output,
+            "CheckpointConfig": {"S3Uri": self.uri(self.store_key), "LocalPath": STORE},
+            "ResourceConfig": resources,
+            "StoppingCondition": stopping,
+            "EnableManagedSpotTraining": s.spot,
+            "Environment": self.environment(region or s.region),
+            "Tags": [
+                {"Key": key, "Value": str(value)}
+                for key, value in {"distdl:run": self.spec.name, **s.tags}.items()
+            ],
+        }
+        if s.subnets:
+            groups = list(s.security_groups)
+            body["VpcConfig"] = {"Subnets": list(s.subnets), "SecurityGroupIds": groups}
+        if s.encrypt_traffic:
+            body["EnableInterContainerTrafficEncryption"] = True
+        if s.retries:
+            body["RetryStrategy"] = {"MaximumRetryAttempts": s.retries}
+        return body
+
+    def environment(self, region: str | None) -> dict[str, str]:
+        """The container's variables. Everybody who may describe the job can read them, so they
+        name secrets and hold none."""
+        env = {k: str(v) for k, v in {**self.settings.env, **self.spec.env}.items()}
+        env["DISTDL_LAUNCHER"] = "sagemaker"
+        for each in parse(self.settings.inputs):
+            env[f"DISTDL_INPUT_{each.name.upper()}"] = f"{INPUTS}/{each.name}"
+        if self.secrets:
+            env[SECRETS] = json.dumps(self.secrets)
+        if region:
+            env[REGION] = region
+        return env
+
+    def render(self) -> str:
+        import yaml
+
+        lines = [
+            f"# region  {self.settings.region or 'by AWS_REGION or your AWS profile'}",
+            f"# upload  {self.spec.bundle} -> {self.uri(self.bundle_key)}",
+            *(f"# secret  ${name} -> Secrets Manager: {to}" for name, to in self.secrets.items()),
+            *(f"# note    {note}" for note in self.notes()),
+            "# create_training_job:",
+        ]
+        body = yaml.safe_dump(self.body(), sort_keys=False, width=1000)
+        return "\n".join([*lines, body.rstrip()])
+
+    def notes(self) -> list[str]:
+        """What is allowed and probably not wanted."""
+        from distdl.launchers.sagemaker.instances import Instance, known
+
+        size = self.spec.resources
+        instance = known().get(self.settings.instance_type, Instance(self.settings.instance_type))
+        notes = []
+        if size.accelerator == "gpu" and 0 < size.devices < instance.gpus:
+            notes.append(
+                f"{instance.name} has {instance.gpus} GPUs, and {size.devices} of them are used"
+            )
+        if size.num_nodes > 1 and instance.gpus and not instance.efa:
+            bigger = [
+                f"{i.name} ({i.gpus} GPUs)"
+                for i in known().values()
+                if i.gpu == instance.gpu and i.gpus >= size.world_size
+            ]
+            hint = f"; one host would do: {bigger[0]}" if bigger else ""
+            notes.append(
+                f"{instance.name} has no EFA: {size.num_nodes} hosts share gradients over "
+                f"{instance.network} Gbit/s of Ethernet{hint}"
+            )
+        return notes
+
+
+def seconds(time: str | float) -> int:
+    """`12` and `0.5` are hours, `1-12:00:00` is a day and a half.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", str(time).strip())
+    if found is None:
+        return round(float(time) * 3600)
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest

@@ -1,0 +1,134 @@
+"""Hosts that end together: each says every second that it is there, and at last how it ended.
+
+Ranks wait for each other in collective operations, up to half an hour. So a host must learn
+otherwise that another one has failed, or has vanished without a word. The primary host listens, the
+others connect to it; on each connection both sides write lines: `beat`, or `end` and how in JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+
+from distdl.launchers.sagemaker.hosts import Hosts
+
+PORT = 29400
+BEAT_SECONDS = 1.0
+PATIENCE_SECONDS = 15.0  # of silence, until a host counts as vanished
+CONNECT_SECONDS = 900.0  # hosts pull their image and inputs at different speeds
+VANISHED = -1  # in place of an exit code
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a host ended.
+
+    Args:
+        code: Its exit code, or VANISHED.
+        why: The first cause, as far as that host knows; empty if nothing went wrong.
+        time: When that happened. What follows from a host that vanished happens later: 0.
+    """
+
+    code: int
+    why: str = ""
+    time: float = 0.0
+
+
+class Together:
+    """This host's word to the others, and theirs.
+
+    Args:
+        hosts: Who takes part. Alone, there is nothing to do.
+        port: Of the primary host.
+    """
+
+    def __init__(self, hosts: Hosts, port: int = PORT) -> None:
+        self.hosts = hosts
+        self.port = port
+        self._ends: dict[str, End] = {}
+        self._links: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        if len(hosts.names) > 1:
+            main = self._listen if hosts.number == 0 else self._connect
+            threading.Thread(target=main, daemon=True).start()
+
+    def ends(self) -> dict[str, End]:
+        """Hosts that have ended, by name."""
+        with self._lock:
+            return dict(self._ends)
+
+    def say_end(self, end: End) -> None:
+        """Tells the others how this host has ended."""
+        self._over.set()
+        line = f"end {json.dumps(dataclasses.asdict(end))}\n".encode()
+        with self._lock:
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    link.sendall(line)
+                    link.shutdown(socket.SHUT_WR)
+
+    def _listen(self) -> None:
+        with socket.create_server(("", self.port), backlog=len(self.hosts.names)) as server:
+            while True:
+                link, _ = server.accept()
+                threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+
+    def _greet(self, link: socket.socket) -> None:
+        """Who is it? Anybody else who may knock (a port scanner) is sent away."""
+        link.settimeout(PATIENCE_SECONDS)
+        reader = link.makefile("r")
+        with contextlib.suppress(OSError, ValueError):
+            word, _, name = reader.readline().strip().partition(" ")
+            if word == "host" and name in self.hosts.names[1:]:
+                self._talk(link, name)
+                return
+        link.close()
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while not self._over.is_set():
+            try:
+                link = socket.create_connection((self.hosts.primary, self.port), PATIENCE_SECONDS)
+            except OSError:
+                if time.monotonic() > deadline:
+                    self._note(
+                        self.hosts.primary, End(VANISHED, f"{self.hosts.primary} never came")
+                    )
+                    return
+                time.sleep(BEAT_SECONDS)
+                continue
+            link.sendall(f"host {self.hosts.current}\n".encode())
+            self._talk(link, self.hosts.primary)
+            return
+
+    def _talk(self, link: socket.socket, name: str) -> None:
+        """Beats in a thread of its own, and listens until the other has ended."""
+        link.settimeout(PATIENCE_SECONDS)
+        with self._lock:
+            self._links.append(link)
+        threading.Thread(target=self._beat, args=(link,), daemon=True).start()
+        end, rest = End(VANISHED, f"{name} vanished"), b""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            while new := link.recv(1024):
+                *lines, rest = (rest + new).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"end "):
+                        end = End(**json.loads(line.removeprefix(b"end ")))
+        self._note(name, end)
+
+    def _beat(self, link: socket.socket) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            with self._lock:
+                try:
+                    link.sendall(b"beat\n")
+                except OSError:
+                    return
+
+    def _note(self, name: str, end: End) -> None:
+        with self._lock:
+            self._ends.setdefault(name, end)

@@ -1,0 +1,110 @@
+"""What a job needs before it is created: its bundle and history in S3, its secrets."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+from distdl.launchers.sagemaker.request import SageMakerRequest
+
+from distdl.errors import Problem, UserError
+
+# Of a run that has a history here (it began with launcher=local, say): what it goes on from.
+HISTORY = ("checkpoints", "logs", "tracking")
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Packs a folder; the same files give the same bytes, whenever and by whomever."""
+    with (
+        archive.open("wb") as raw,
+        gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            entry = tar.gettarinfo(path, str(path.relative_to(folder)))
+            entry.mtime = entry.uid = entry.gid = 0
+            entry.uname = entry.gname = ""
+            entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+
+
+def upload(request: SageMakerRequest, aws: Aws) -> None:
+    """Bundle, history and secrets, in this order: a refused upload leaves no secret behind.
+
+    Raises:
+        UserError: AWS refuses it, a forwarded variable is not set, or another run is there.
+    """
+    absent = [name for name in request.spec.forward_env if name not in os.environ]
+    if absent:
+        what = f"{', '.join(absent)} is not set here"
+        raise UserError(Problem("launcher.forward_env", what, f"export {absent[0]}"))
+    with explained():
+        refuse_another_run(request, aws)
+        with tempfile.TemporaryDirectory() as folder:
+            archive = Path(folder) / "bundle.tar.gz"
+            pack(Path(request.spec.bundle), archive)
+            aws("s3").upload_file(str(archive), request.settings.bucket, request.bundle_key)
+        upload_history(request, aws)
+        for name, secret in request.secrets.items():
+            put_secret(aws("secretsmanager"), secret, os.environ[name], request.spec.name)
+
+
+def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
+    """Two projects may call their runs the same. Training would go on from foreign checkpoints."""
+    from botocore.exceptions import ClientError
+
+    key, mine = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
+    try:
+        there = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
+    except ClientError as error:
+        # Without s3:ListBucket AWS answers 403 for what does not exist.
+        if code_of(error) in ("NoSuchKey", "404", "AccessDenied", "403"):
+            return
+        raise
+    if there != mine.read_bytes():
+        raise UserError(
+            Problem(
+                "launcher.prefix",
+                f"{request.uri(request.key)} holds a run of the same name and another config",
+                "choose another name or launcher.prefix",
+            )
+        )
+
+
+def upload_history(request: SageMakerRequest, aws: Aws) -> None:
+    """What the run has here and not yet there, so that it goes on and does not begin anew."""
+    s3, bucket, run = aws("s3"), request.settings.bucket, Path(request.spec.store)
+    for top in HISTORY:
+        files = [p for p in sorted((run / top).rglob("*")) if p.is_file() and not p.is_symlink()]
+        if not files:
+            continue
+        there = {key for key, _ in objects(s3, bucket, f"{request.store_key}/{top}/")}
+        # Without its manifest a checkpoint does not exist: manifests go last.
+        for path in sorted(files, key=lambda p: p.name.endswith(".manifest.json")):
+            key = f"{request.store_key}/{path.relative_to(run).as_posix()}"
+            if key not in there:
+                s3.upload_file(str(path), bucket, key)
+
+
+def put_secret(client: Any, name: str, value: str, run: str) -> None:
+    from botocore.exceptions import ClientError
+
+    try:
+        client.put_secret_value(SecretId=name, SecretString=value)
+    except ClientError as error:
+        if code_of(error) != "ResourceNotFoundException":
+            raise
+        tags = [{"Key": "distdl:run", "Value": run}]
+        client.create_secret(Name=name, SecretString=value, Tags=tags)
+
+
+def objects(s3: Any, bucket: str, prefix: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every object below a prefix, with what S3 says of it."""
+    pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    return [(o["Key"], o) for page in pages for o in page.get("Contents", ())]

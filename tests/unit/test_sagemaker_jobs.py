@@ -1,0 +1,267 @@
+"""launcher=sagemaker at its place: uploads, secrets, states, logs, errors. AWS is moto, by http."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tarfile
+import time
+from typing import Any
+
+import pytest
+from distdl.launchers.sagemaker import SageMakerLauncher, job, uploads
+from distdl.launchers.sagemaker.aws import Aws
+
+from distdl.errors import UserError
+from distdl.job import JobState
+from tests.unit import sagemaker_account as account
+from tests.unit.sagemaker_account import NODE, REGION, keys, spec
+
+aws, moto, run, launcher = account.aws, account.moto, account.run, account.launcher  # fixtures
+
+
+def test_without_boto3(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(UserError, match=r"pip install 'distdl\[sagemaker\]'"):
+        SageMakerLauncher(**NODE).submit(SageMakerLauncher(**NODE).request(spec()))
+
+
+def test_without_credentials(monkeypatch, tmp_path, run) -> None:
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    launcher = SageMakerLauncher(**NODE)
+    with pytest.raises(UserError, match="no AWS credentials"):
+        launcher.submit(launcher.request(spec(run)))
+    with pytest.raises(UserError, match=r"launcher.region: no AWS region"):
+        SageMakerLauncher(**{**NODE, "region": None}).submit(launcher.request(spec(run)))
+    with pytest.raises(UserError, match=r"launcher.profile: .*nobody"):
+        SageMakerLauncher(**NODE, profile="nobody").submit(launcher.request(spec(run)))
+
+
+def test_a_handle_of_somebody_else() -> None:
+    for handle in ("slurm://1", "sagemaker://eu-west-1", "sagemaker:///x"):
+        with pytest.raises(UserError, match="is no SageMaker job"):
+            SageMakerLauncher().attach(handle)
+
+
+def test_a_bucket_that_is_not_there(aws, run) -> None:
+    launcher = SageMakerLauncher(**{**NODE, "bucket": "other-bucket"})
+    launcher.aws = aws
+    with pytest.raises(UserError, match="NoSuchBucket"):
+        launcher.submit(launcher.request(spec(run)))
+
+
+def test_the_archive_depends_on_nothing_but_the_files(run, tmp_path) -> None:
+    digests = []
+    for name in ("one", "two"):
+        uploads.pack(run / "attempts/001/bundle", tmp_path / name)
+        digests.append(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
+        for path in (run / "attempts/001/bundle").rglob("*"):
+            os.utime(path, (1, 1))
+    assert digests[0] == digests[1]
+    with tarfile.open(tmp_path / "one") as tar:
+        assert tar.getnames() == ["code/distdl/__init__.py", "config.yaml"]
+
+
+def test_submit_uploads_creates_and_hides(launcher, aws, run, monkeypatch) -> None:
+    monkeypatch.setenv("SAMPLE_KEY", "canary-51")
+    request = launcher.request(spec(run, forward_env=("SAMPLE_KEY",)))
+    submitted = launcher.submit(request)
+    assert keys(aws) == {f"distdl/resnet50_ddp/x/bundles/{request.name}/bundle.tar.gz"}
+    secret = aws("secretsmanager").get_secret_value(SecretId="distdl/resnet50_ddp/x/SAMPLE_KEY")
+    assert secret["SecretString"] == "canary-51"
+    described = submitted.describe()
+    assert described["CheckpointConfig"]["S3Uri"] == "s3://my-bucket/distdl/resnet50_ddp/x/store"
+    assert "canary" not in json.dumps(described, default=str)
+    # The next attempt: a job of its own, the same store, the newest value.
+    monkeypatch.setenv("SAMPLE_KEY", "canary-52")
+    again = launcher.submit(launcher.request(spec(run, attempt=2, forward_env=("SAMPLE_KEY",))))
+    assert again.handle != submitted.handle
+    assert again.describe()["CheckpointConfig"] == described["CheckpointConfig"]
+    secret = aws("secretsmanager").get_secret_value(SecretId="distdl/resnet50_ddp/x/SAMPLE_KEY")
+    assert secret["SecretString"] == "canary-52"
+
+
+def test_a_name_is_never_taken_twice(launcher, run) -> None:
+    first, second = (launcher.submit(launcher.request(spec(run))) for _ in range(2))
+    assert second.name == f"{first.name}-1"
+
+
+def test_a_forwarded_variable_must_be_set(launcher, aws, run, monkeypatch) -> None:
+    monkeypatch.delenv("SAMPLE_KEY", raising=False)
+    with pytest.raises(UserError, match="SAMPLE_KEY is not set here"):
+        launcher.submit(launcher.request(spec(run, forward_env=("SAMPLE_KEY",))))
+    assert keys(aws) == set()
+
+
+def test_a_foreign_run_of_the_same_name_is_not_gone_on_with(launcher, aws, run) -> None:
+    key = "distdl/resnet50_ddp/x/store/config.yaml"
+    aws("s3").put_object(Bucket="my-bucket", Key=key, Body=b"seed: 1\n")
+    with pytest.raises(UserError, match="holds a run of the same name and another config"):
+        launcher.submit(launcher.request(spec(run)))
+    aws("s3").put_object(Bucket="my-bucket", Key=key, Body=b"seed: 0\n")
+    launcher.submit(launcher.request(spec(run)))
+
+
+def test_a_run_that_began_elsewhere_takes_its_history_along(launcher, aws, run) -> None:
+    checkpoints = run / "checkpoints"
+    checkpoints.mkdir()
+    for name in ("epoch_001.ckpt", "epoch_001.ckpt.manifest.json"):
+        (checkpoints / name).write_text(name)
+    (checkpoints / "last.ckpt").symlink_to("epoch_001.ckpt")
+    (run / "logs").mkdir()
+    (run / "logs/metrics.jsonl").write_text("old")
+    launcher.submit(launcher.request(spec(run)))
+    store = "distdl/resnet50_ddp/x/store"
+    expected = {"checkpoints/epoch_001.ckpt", "checkpoints/epoch_001.ckpt.manifest.json"}
+    stored = {k.removeprefix(f"{store}/") for k in keys(aws) if k.startswith(store)}
+    assert stored == expected | {"logs/metrics.jsonl"}
+    # What is there already is the job's own and newer: left alone.
+    (run / "logs/metrics.jsonl").write_text("older")
+    launcher.submit(launcher.request(spec(run, attempt=2)))
+    there = aws("s3").get_object(Bucket="my-bucket", Key=f"{store}/logs/metrics.jsonl")
+    assert there["Body"].read() == b"old"
+
+
+def test_every_status_of_the_service_has_a_state() -> None:
+    from botocore.session import Session
+
+    members = (
+        Session().get_service_model("sagemaker").shape_for("DescribeTrainingJobResponse").members
+    )
+    assert set(job.FURTHER) | {"Completed", "Failed", "Stopping"} == set(
+        members["SecondaryStatus"].enum
+    )
+    statuses = set(members["TrainingJobStatus"].enum)
+    assert statuses == {*job.STATES, "InProgress", "Stopped", "Deleting"}
+
+
+@pytest.mark.parametrize(
+    ("status", "further", "state"),
+    [
+        ("InProgress", "Pending", JobState.PENDING),
+        ("InProgress", "Interrupted", JobState.PENDING),
+        ("InProgress", "Training", JobState.RUNNING),
+        ("Stopping", "Stopping", JobState.RUNNING),
+        ("Completed", "Completed", JobState.SUCCEEDED),
+        ("Failed", "Failed", JobState.FAILED),
+        ("Stopped", "Stopped", JobState.CANCELLED),
+        ("Stopped", "MaxRuntimeExceeded", JobState.PREEMPTED),
+        ("Stopped", "MaxWaitTimeExceeded", JobState.PREEMPTED),
+        ("Deleting", "Completed", JobState.UNKNOWN),
+        ("InProgress", "SomethingNew", JobState.UNKNOWN),
+    ],
+)
+def test_states(status, further, state) -> None:
+    assert job.state_of({"TrainingJobStatus": status, "SecondaryStatus": further}) is state
+
+
+def test_status_and_list_from_a_later_shell(launcher, run, aws) -> None:
+    submitted = launcher.submit(launcher.request(spec(run)))
+    later = SageMakerLauncher().attach(submitted.handle)  # moto: completed at once
+    assert later.state() is JobState.SUCCEEDED and later.wait() is JobState.SUCCEEDED
+    gone = SageMakerLauncher().attach(f"sagemaker://{REGION}/never-was")
+    assert gone.state() is JobState.UNKNOWN
+    with pytest.raises(UserError, match="knows no such job"):
+        gone.wait()
+
+
+def test_a_place_that_cannot_be_reached_is_unknown(launcher, run, aws, monkeypatch) -> None:
+    handle = launcher.submit(launcher.request(spec(run))).handle
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    assert SageMakerLauncher().attach(handle).state() is JobState.UNKNOWN
+
+
+def put_log(aws: Aws, name: str, host: str, *lines: str) -> None:
+    client, stream = aws("logs"), f"{name}/{host}"
+    for make in (
+        lambda: client.create_log_group(logGroupName=job.LOG_GROUP),
+        lambda: client.create_log_stream(logGroupName=job.LOG_GROUP, logStreamName=stream),
+    ):
+        with contextlib.suppress(client.exceptions.ResourceAlreadyExistsException):
+            make()
+    now = int(time.time() * 1000)
+    events = [{"timestamp": now, "message": line} for line in lines]
+    client.put_log_events(logGroupName=job.LOG_GROUP, logStreamName=stream, logEvents=events)
+
+
+def test_logs_of_all_hosts(launcher, run, aws) -> None:
+    submitted = launcher.submit(launcher.request(spec(run)))
+    assert list(submitted.logs()) == []
+    put_log(aws, submitted.name, "algo-1-1700", "one", "two")
+    put_log(aws, submitted.name, "algo-2-1700", "three")
+    put_log(aws, "somebody-else", "algo-1-1700", "four")
+    assert list(submitted.logs()) == ["one", "two", "[algo-2] three"]
+
+
+def test_logs_follow_until_the_end(launcher, run, aws, monkeypatch) -> None:
+    submitted = launcher.submit(launcher.request(spec(run)))
+    submitted.poll_seconds = 0.01
+    states = iter([JobState.PENDING, JobState.RUNNING, JobState.FAILED])
+
+    def state(_: Any) -> JobState:
+        found = next(states)
+        if found is not JobState.PENDING:
+            put_log(aws, submitted.name, "algo-1-1700", f"said while {found}")
+        return found
+
+    monkeypatch.setattr(job.SageMakerJob, "state", state)
+    monkeypatch.setattr(job.SageMakerJob, "why", lambda _: "AlgorithmError: rank 1: ValueError")
+    assert list(submitted.logs(follow=True)) == [
+        "said while RUNNING",
+        "said while FAILED",
+        "SageMaker: AlgorithmError: rank 1: ValueError",
+    ]
+
+
+def test_cancel_asks_the_service(aws) -> None:
+    from botocore.stub import Stubber
+
+    running = job.SageMakerJob("a-job", aws)
+    with Stubber(aws("sagemaker")) as stub:
+        stub.add_response("stop_training_job", {}, {"TrainingJobName": "a-job"})
+        running.cancel()
+        # Twice, or too late: no error.
+        stub.add_client_error("stop_training_job", "ValidationException", "is not InProgress")
+        ended = {"TrainingJobStatus": "Stopped", "SecondaryStatus": "Stopped"}
+        required = {
+            "TrainingJobName": "a-job",
+            "TrainingJobArn": "arn:aws:sagemaker:eu-west-1:123456789012:training-job/a-job",
+            "ModelArtifacts": {"S3ModelArtifacts": "s3://b/x"},
+            "AlgorithmSpecification": {"TrainingInputMode": "File"},
+            "StoppingCondition": {},
+            "CreationTime": 0,
+        }
+        stub.add_response("describe_training_job", {**required, **ended})
+        running.cancel()
+        stub.assert_no_pending_responses()
+        stub.add_client_error("stop_training_job", "AccessDeniedException", "no")
+        with pytest.raises(UserError, match="AccessDeniedException"):
+            running.cancel()
+
+
+def test_fetch_copies_the_store(launcher, run, aws, tmp_path) -> None:
+    submitted = launcher.submit(launcher.request(spec(run)))
+    store = "distdl/resnet50_ddp/x/store"
+    for key in ("config.yaml", "attempts/001/status.json", "checkpoints/a.ckpt", "../outside"):
+        aws("s3").put_object(Bucket="my-bucket", Key=f"{store}/{key}", Body=key.encode())
+    aws("s3").put_object(Bucket="my-bucket", Key=f"{store}-of-another/x", Body=b"x")
+    submitted.fetch(tmp_path / "here")
+    found = {p.relative_to(tmp_path / "here").as_posix() for p in (tmp_path / "here").rglob("*.*")}
+    assert found == {"config.yaml", "attempts/001/status.json", "checkpoints/a.ckpt"}
+    assert not (tmp_path / "outside").exists()
+    # Again: what has not changed stays, what has is copied.
+    (tmp_path / "here/checkpoints/a.ckpt").chmod(0o400)
+    before = (tmp_path / "here/checkpoints/a.ckpt").stat().st_ino
+    key = f"{store}/attempts/001/status.json"
+    aws("s3").put_object(Bucket="my-bucket", Key=key, Body=b"{}")
+    submitted.fetch(tmp_path / "here")
+    assert (tmp_path / "here/attempts/001/status.json").read_text() == "{}"
+    assert (tmp_path / "here/checkpoints/a.ckpt").stat().st_ino == before
