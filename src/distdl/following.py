@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distdl import jobs
+from distdl.errors import UserError
 from distdl.job import Job, JobState
 from distdl.run_directory import Attempt, shown
 
@@ -17,7 +18,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
     """Prints the log until the job has ended.
 
     Returns:
-        How it ended; None if it was left running.
+        How it ended; None if it was left running, UNKNOWN if its place can no longer be asked.
     """
     with ends_with_this_shell(job):
         while True:
@@ -26,6 +27,10 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
                     print(line, flush=True)
                 job.wait()
                 return jobs.state(attempt, job)
+            except UserError as error:  # the place cannot be asked any more; the job lives on
+                print(f"distdl: {error}", file=sys.stderr)
+                print_left(job, attempt)
+                return JobState.UNKNOWN
             except KeyboardInterrupt:
                 if not asks_to_cancel(job):
                     print_left(job, attempt)

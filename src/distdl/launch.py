@@ -29,8 +29,8 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     while True:
         attempt, job = submit(planned, command)
         state = stay(job, attempt, planned)
-        if state is None:
-            return 0
+        if state is None or state is JobState.UNKNOWN:  # it goes on, and we do not know how
+            return 0 if state is None else state.exit_code
         report_failure(attempt)
         if state not in (JobState.FAILED, JobState.PREEMPTED) or attempts_left <= 0:
             break

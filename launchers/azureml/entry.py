@@ -1,0 +1,114 @@
+"""What Azure ML starts for each rank: makes its place familiar, then becomes the worker.
+
+    python -m distdl.launchers.azureml.entry BUNDLE STORE --attempt N
+        --input imagenet=/mnt/... --secret HF_TOKEN=<name in the Key Vault> [--identity user]
+
+Only names of secrets stand in a job's definition. Their values are read here, as the identity that
+the job has, and live in this process's environment alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distdl.job import EXIT_REFUSED
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Never returns: the process becomes the worker, or ends with exit code 2."""
+    parser = argparse.ArgumentParser("python -m distdl.launchers.azureml.entry")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("store")
+    parser.add_argument("--attempt", help="default: as the file `attempt` of the bundle says")
+    parser.add_argument("--input", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--secret", action="append", default=[], metavar="VARIABLE=SECRET")
+    parser.add_argument("--identity", choices=("managed", "user"), default="managed")
+    options = parser.parse_args(argv)
+    code = Path("code").absolute()
+    os.environ["PYTHONPATH"] = str(code)  # also for those who change the folder
+    for given in options.input:
+        name, _, path = given.partition("=")
+        os.environ[f"DISTDL_INPUT_{name.upper()}"] = path
+    try:
+        wanted = dict(given.split("=", 1) for given in options.secret)
+        os.environ.update(secrets(wanted, options.identity))
+    except Exception as error:
+        print(f"distdl: {why_not(error)}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_REFUSED)
+    share_code(options.bundle, code)
+    attempt = options.attempt or (options.bundle / "attempt").read_text().strip()
+    worker = ["-m", "distdl.worker", str(options.bundle), options.store, "--attempt", attempt]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *worker])
+
+
+def share_code(bundle: Path, code: Path) -> None:
+    """The members of a sweep have one copy of the code; a bundle has its own."""
+    own = bundle / "code"
+    try:
+        if not own.exists():
+            own.symlink_to(code)
+    except FileExistsError:  # another rank of this node was faster
+        pass
+
+
+def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
+    """Variable -> value, from the Key Vault that DISTDL_KEY_VAULT names."""
+    if not names:
+        return {}
+    from azure.keyvault.secrets import SecretClient
+
+    vault = SecretClient(os.environ["DISTDL_KEY_VAULT"], credential(identity))
+    return {name: vault.get_secret(secret).value or "" for name, secret in names.items()}
+
+
+def credential(identity: str) -> Any:
+    """The user who submitted, or the managed identity of the cluster."""
+    if identity == "user":
+        return OnBehalfOf(os.environ["OBO_ENDPOINT"])
+    from azure.identity import ManagedIdentityCredential
+
+    # Azure ML names a user-assigned identity of the cluster in this variable.
+    return ManagedIdentityCredential(client_id=os.environ.get("DEFAULT_IDENTITY_CLIENT_ID"))
+
+
+class OnBehalfOf:
+    """Tokens of the user from the endpoint that `identity: user` gives a job.
+
+    As `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, which would bring the whole SDK into the
+    image.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def get_token(self, *scopes: str, **_: Any) -> Any:
+        from azure.core.credentials import AccessToken
+
+        query = urllib.parse.urlencode({"resource": scopes[0].removesuffix("/.default")})
+        with urllib.request.urlopen(f"{self._endpoint}?{query}", timeout=60) as response:
+            answer = json.load(response)
+        expires = answer.get("expires_on") or time.time() + int(answer.get("expires_in", 3600))
+        return AccessToken(answer["access_token"], int(expires))
+
+
+def why_not(error: Exception) -> str:
+    text, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
+    return (
+        f"the forwarded variables cannot be read from {vault}: {text}\n"
+        "    give the identity of the job (the cluster's managed identity, or you with "
+        "launcher.identity=user) the role Key Vault Secrets User"
+    )
+
+
+if __name__ == "__main__":
+    main()

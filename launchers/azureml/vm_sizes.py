@@ -1,0 +1,111 @@
+"""What distdl knows about Azure's VM sizes; the facts and their sources are in vm_sizes.yaml."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class VmSize:
+    """One size.
+
+    Args:
+        name: As Azure spells it.
+        series: The series and its GPU, for people.
+        gpus: GPUs of one VM; 0 for a size without.
+        gpu: Their model (`A100`), empty for a size without.
+        gpu_memory_gb: Memory of one GPU.
+        cores: vCPUs, which is what quotas count.
+        memory_gb: Memory of the VM.
+        infiniband: Whether NCCL can use an InfiniBand network between VMs of this size.
+        infiniband_gbps: How fast it is, per VM.
+        sr_iov: False where there is InfiniBand hardware that NCCL cannot use.
+        interconnect: Between the GPUs of one VM.
+        price_per_hour: Dedicated, USD, East US, indicative; None where unknown.
+        low_priority_price_per_hour: The same for low priority.
+        price_date: When the two were read.
+        quota_family: The name of the quota that its cores count against.
+        retired: Since when it cannot be used (YYYY-MM-DD), None for a size of today.
+        note: What else to know.
+    """
+
+    name: str
+    series: str
+    gpus: int
+    gpu: str
+    gpu_memory_gb: int
+    cores: int
+    memory_gb: int
+    infiniband: bool
+    infiniband_gbps: int
+    sr_iov: bool
+    interconnect: str
+    price_per_hour: float | None
+    low_priority_price_per_hour: float | None
+    price_date: str
+    quota_family: str
+    retired: str | None
+    note: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@functools.cache
+def all() -> tuple[VmSize, ...]:
+    """Every size, in the order of the file: old series first."""
+    from importlib.resources import files
+
+    import yaml
+
+    text = files(__package__).joinpath("vm_sizes.yaml").read_text(encoding="utf-8")
+    return tuple(
+        _size(name, {**series, **facts})
+        for series in yaml.safe_load(text)["series"]
+        for name, facts in series["sizes"].items()
+    )
+
+
+def _size(name: str, facts: dict) -> VmSize:
+    rate = facts.get("infiniband_gbps", 0)
+    return VmSize(
+        name=name,
+        series=facts["series"],
+        gpus=facts.get("gpus", 0),
+        gpu=facts.get("gpu", ""),
+        gpu_memory_gb=facts.get("gpu_memory_gb", 0),
+        cores=facts["cores"],
+        memory_gb=facts["memory_gb"],
+        infiniband=bool(rate),
+        infiniband_gbps=rate,
+        sr_iov=facts.get("sr_iov", True),
+        interconnect=facts.get("interconnect", ""),
+        price_per_hour=facts.get("price"),
+        low_priority_price_per_hour=facts.get("low"),
+        price_date=facts.get("price_date", ""),
+        quota_family=facts["quota_family"],
+        retired=facts.get("retired"),
+        note=facts.get("note", ""),
+    )
+
+
+def find(name: str) -> VmSize | None:
+    """The size of this name, in capitals or not, None for one that is not in the file."""
+    return next((size for size in all() if size.name.lower() == str(name).lower()), None)
+
+
+def suggest(name: str) -> str:
+    """What may have been meant by a name that `find` does not know.
+
+    Returns:
+        "did you mean Standard_NC24rs_v3?", or the names of today's sizes where none is close.
+    """
+    from distdl.suggest import closest
+
+    short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
+    word = str(name).lower().removeprefix("standard_")
+    near = short.get(word) or short.get(closest(word, short))
+    if near:
+        return f"did you mean {near}?"
+    return f"known sizes: {', '.join(size.name for size in all() if not size.retired)}"
