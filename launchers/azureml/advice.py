@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distdl.job import Resources
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.vm_sizes import VmSize
-
-from distdl.job import Resources
 
 HOURS_PER_MONTH = 730
 # A bigger VM at up to this share more is "a similar price".

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distdl.errors import Problem, UserError
+from distdl.job import JobState
 from distdl.launchers.azureml.client import Connection, told
 from distdl.launchers.azureml.logs import LogFile, RunHistory, by_rank
 from distdl.launchers.azureml.store import Store
-
-from distdl.errors import Problem, UserError
-from distdl.job import JobState
 
 log = logging.getLogger(__name__)
 

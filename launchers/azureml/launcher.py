@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distdl.job import JobSpec
 from distdl.launchers.azureml import checks, needs, submit
 from distdl.launchers.azureml import request as requests
 from distdl.launchers.azureml.client import Connection, Workspace, parse
 from distdl.launchers.azureml.job import AzureMLJob
 from distdl.launchers.azureml.request import AzureMLRequest
-
-from distdl.job import JobSpec
 
 
 class AzureMLLauncher:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distdl.errors import Problem, UserError
 from distdl.launchers.azureml import provision_settings
 from distdl.launchers.azureml.provision_arm import Arm, ArmError
 from distdl.launchers.azureml.provision_plan import Action, Step, step
 from distdl.launchers.azureml.provision_resources import resources
 from distdl.launchers.azureml.provision_settings import Settings
 from distdl.launchers.azureml.provision_values import Ids, Ref
-
-from distdl.errors import Problem, UserError
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.launchers.azureml.needs import SCHEMAS, environment_name, tidy, to_yaml
-
 from distdl.job import JobSpec
+from distdl.launchers.azureml.needs import SCHEMAS, environment_name, tidy, to_yaml
 
 ENTRY = "python -m distdl.launchers.azureml.entry"
 # Variables that are no DATASET_MOUNT_<KEY>.

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.azureml.client import Connection, told
-
 from distdl.errors import Problem, UserError
+from distdl.launchers.azureml.client import Connection, told
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distdl.errors import Problem, UserError
+from distdl.job import JobSpec
 from distdl.launchers.azureml.client import Connection, brief, quiet, told
 from distdl.launchers.azureml.needs import to_yaml
 from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of, slug
 from distdl.launchers.azureml.store import Store
-
-from distdl.errors import Problem, UserError
-from distdl.job import JobSpec
 
 # What a cluster was made with, and what the launcher would make it with.
 COMPARED = {

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distdl.errors import Problem
 from distdl.launchers.sagemaker import inputs, instances
 from distdl.launchers.sagemaker.request import LONGEST_WAIT, seconds
-
-from distdl.errors import Problem
 
 LONGEST_RUN = 28 * 86400  # seconds
 LONGEST_KEEP_ALIVE = 21600  # seconds

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
 from distdl.launchers.sagemaker import hosts
 from distdl.launchers.sagemaker.hosts import Hosts
 from distdl.launchers.sagemaker.request import REGION, SECRETS
 from distdl.launchers.sagemaker.together import VANISHED, End, Together
-
-from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
 
 ROOT = "DISTDL_SAGEMAKER_ROOT"  # in place of /opt/ml
 PORT = 29500  # where the primary host keeps the ranks' store

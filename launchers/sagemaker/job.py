@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.sagemaker.aws import Aws, code_of, explained
-
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
+from distdl.launchers.sagemaker.aws import Aws, code_of, explained
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 

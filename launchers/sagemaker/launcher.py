@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from distdl.errors import Problem, UserError
+from distdl.job import JobSpec
 from distdl.launchers.sagemaker import checks, instances
 from distdl.launchers.sagemaker.aws import Aws, explained
 from distdl.launchers.sagemaker.job import SageMakerJob
 from distdl.launchers.sagemaker.request import SageMakerRequest, Settings
-
-from distdl.errors import Problem, UserError
-from distdl.job import JobSpec
 
 SCHEME = "sagemaker://"
 

@@ -12,9 +12,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.launchers.sagemaker.inputs import BUNDLE, parse, s3_channel
-
 from distdl.job import JobSpec
+from distdl.launchers.sagemaker.inputs import BUNDLE, parse, s3_channel
 
 # Folders of a container that SageMaker fixes.
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html

@@ -9,10 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from distdl.errors import Problem, UserError
 from distdl.launchers.sagemaker.aws import Aws, code_of, explained
 from distdl.launchers.sagemaker.request import SageMakerRequest
-
-from distdl.errors import Problem, UserError
 
 # Of a run that has a history here (it began with launcher=local, say): what it goes on from.
 HISTORY = ("checkpoints", "logs", "tracking")

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distdl.launchers.slurm import controller
-
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
+from distdl.launchers.slurm import controller
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
 STATES = {

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.slurm import controller, script, settings
-from distdl.launchers.slurm.job import SlurmJob
-
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec
+from distdl.launchers.slurm import controller, script, settings
+from distdl.launchers.slurm.job import SlurmJob
 
 SCHEME = "slurm://"
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.launchers.slurm import settings
-
 from distdl.job import JobSpec
+from distdl.launchers.slurm import settings
 
 if TYPE_CHECKING:
     from distdl.launchers.slurm.launcher import SlurmLauncher

@@ -6,7 +6,6 @@ The truth about a run stands in status.json and errors/; an exit code must only 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from typing import NoReturn
@@ -34,8 +33,5 @@ def leave(code: int, launcher: str) -> NoReturn:
         time.sleep(float(os.environ.get(LINGER, 0)))
     if code in AGREED and launcher in KILLS_OTHERS:
         code = 0
-    if code and launcher == "mpi" and "PMI_RANK" in os.environ:
-        # MPICH's hydra lets the others run on after a plain exit, whatever its code.
-        os.kill(os.getpid(), signal.SIGKILL)
     # Threads of libraries must not hold up a rank that has ended: its peers wait for it.
     os._exit(code)

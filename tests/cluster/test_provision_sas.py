@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distdl.launchers.azureml import provision_sas
 
+from distdl.launchers.azureml import provision_sas
 from tests.cluster.arm_store import TENANT, certificate
 
 AZURITE = shutil.which("azurite-blob")

@@ -241,9 +241,8 @@ def run(cloud: Cloud) -> Path:
 @pytest.fixture(scope="module")
 def request_(run: Path) -> dict[str, Any]:
     """What was sent. moto forgets some of it, so it is made again, from the run's launch.yaml."""
-    from distdl.launchers.sagemaker import SageMakerLauncher
-
     from distdl.job import JobSpec, Resources
+    from distdl.launchers.sagemaker import SageMakerLauncher
     from distdl.run_directory import Attempt
 
     attempt = Attempt(run / "attempts/001")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distdl.launchers.sagemaker import SageMakerLauncher, uploads
-from distdl.launchers.sagemaker.aws import Aws
 
 from distdl.job import JobSpec, Resources
+from distdl.launchers.sagemaker import SageMakerLauncher, uploads
+from distdl.launchers.sagemaker.aws import Aws
 
 REGION = "eu-west-1"
 NODE: dict[str, Any] = {

@@ -6,9 +6,9 @@ import difflib
 from typing import Any
 
 import pytest
-from distdl.launchers.azureml import advice
 
 from distdl.job import Resources
+from distdl.launchers.azureml import advice
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests/golden/launchers"

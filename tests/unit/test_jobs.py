@@ -161,7 +161,7 @@ def test_a_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
         (130, "mpi", {}, 0),
         (75, "local", {}, 75),
         (7, "mpi", {}, 7),
-        (7, "mpi", {"PMI_RANK": "0"}, -9),  # hydra ends the others only for a signal
+        (7, "mpi", {"PMI_RANK": "0"}, 7),  # launchers/mpi/rank.py tells hydra to end the others
         (0, "mpi", {"PMI_RANK": "0"}, 0),
         (1, "slurm", {}, 1),
     ],

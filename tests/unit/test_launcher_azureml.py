@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import yaml
-from distdl.launchers.azureml import checks, entry, logs, needs, request, submit
-from distdl.launchers.azureml.client import Connection, Workspace, parse, told
-from distdl.launchers.azureml.job import STATES, AzureMLJob
-from distdl.launchers.azureml.launcher import AzureMLLauncher
-from distdl.launchers.azureml.store import ADDRESS
 
 from distdl import compose
 from distdl import config as configs
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
+from distdl.launchers.azureml import checks, entry, logs, needs, request, submit
+from distdl.launchers.azureml.client import Connection, Workspace, parse, told
+from distdl.launchers.azureml.job import STATES, AzureMLJob
+from distdl.launchers.azureml.launcher import AzureMLLauncher
+from distdl.launchers.azureml.store import ADDRESS
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests/golden/launchers"

@@ -14,11 +14,11 @@ import re
 from typing import Any
 
 import pytest
-from distdl.launchers.sagemaker import SageMakerLauncher, instances
-from distdl.launchers.sagemaker.request import SageMakerRequest, seconds
 
 from distdl.errors import UserError
 from distdl.job import Resources
+from distdl.launchers.sagemaker import SageMakerLauncher, instances
+from distdl.launchers.sagemaker.request import SageMakerRequest, seconds
 from tests.conftest import ROOT
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import EVERYTHING, NODE, REGION, spec

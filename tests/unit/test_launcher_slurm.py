@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distdl.launchers.slurm import SlurmLauncher, controller, script, settings
-from distdl.launchers.slurm.job import STATES, state_of
 
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
+from distdl.launchers.slurm import SlurmLauncher, controller, script, settings
+from distdl.launchers.slurm.job import STATES, state_of
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests/golden/launchers"

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from distdl.commands import provision as verb
+from distdl.errors import UserError
 from distdl.launchers.azureml import provision, provision_arm, provision_settings
 from distdl.launchers.azureml.provision_plan import differences, merge
 from distdl.launchers.azureml.provision_resources import resources
 from distdl.launchers.azureml.provision_values import Resource
-
-from distdl.commands import provision as verb
-from distdl.errors import UserError
 from tests.cluster.arm_store import SUBSCRIPTION, ArmStore, Token, serving
 from tests.conftest import ROOT, Said
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from distdl.launchers.sagemaker import hosts
 from distdl.launchers.sagemaker.hosts import Hosts
 from distdl.launchers.sagemaker.together import VANISHED, End, Together

@@ -12,11 +12,11 @@ import time
 from typing import Any
 
 import pytest
-from distdl.launchers.sagemaker import SageMakerLauncher, job, uploads
-from distdl.launchers.sagemaker.aws import Aws
 
 from distdl.errors import UserError
 from distdl.job import JobState
+from distdl.launchers.sagemaker import SageMakerLauncher, job, uploads
+from distdl.launchers.sagemaker.aws import Aws
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import NODE, REGION, keys, spec
 

