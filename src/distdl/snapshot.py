@@ -101,7 +101,8 @@ def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Itera
     git_ignore = root / ".gitignore"
     if known is None and git_ignore.is_file():
         lines += git_ignore.read_text().splitlines()
-    listed = known if known is not None else walked(root, limit_mb)
+    listed = list(known if known is not None else walked(root, limit_mb))
+    exclude = [*exclude, *runs_among(listed)]
     ignored = pathspec.GitIgnoreSpec.from_lines(lines)
     for path in listed:
         inside = path.relative_to(root)
@@ -111,6 +112,12 @@ def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Itera
         if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
             continue  # what lies outside the project is not the project
         yield path
+
+
+def runs_among(files: Sequence[Path]) -> list[Path]:
+    """Folders of runs, wherever they were once written: no code, and checkpoints are large."""
+    configs = [path.parent for path in files if path.name == "config.yaml"]
+    return [folder for folder in configs if (folder / "attempts").is_dir()]
 
 
 def git_files(root: Path) -> list[Path] | None:
@@ -144,6 +151,7 @@ def walked(root: Path, limit_mb: float) -> Iterator[Path]:
             if not f.startswith(".")
             and f not in SKIPPED_FOLDERS
             and not (Path(folder) / f / "pyvenv.cfg").exists()
+            and not (Path(folder) / f / "attempts").is_dir()
         )
         for name in sorted(names):
             path = Path(folder) / name

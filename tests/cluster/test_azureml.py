@@ -307,6 +307,7 @@ def test_a_run_that_began_here_goes_on_there(
     queued = (*SMALL, *TWO_NODES, "name=moved", "follow=false", f"launcher.tags={{{HELD}: 1}}")
     assert here(*queued).code == 0
     assert here("jobs", "cancel", "outputs/default/moved").code == 0
+    assert here("jobs", "fetch", "outputs/default/x").code == 0
     shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
     sent = here("jobs", "resubmit", "outputs/default/moved", "follow=false")
     assert sent.code == 0 and "sent the checkpoint epoch_002.ckpt" in sent.err, sent

@@ -70,8 +70,11 @@ def test_a_dry_run_from_another_folder(installed, tmp_path) -> None:
     assert shown.stdout.count(str(installed)) == 2, shown
 
 
-def test_every_option_is_in_the_wheel(installed) -> None:
+def test_every_option_and_template_is_in_the_wheel(installed) -> None:
     wheel = next(installed.parent.glob("*.whl"))
-    names = {n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".yaml")}
-    expected = {f"distdl/conf/{p.relative_to(ROOT / 'conf')}" for p in ROOT.glob("conf/**/*.yaml")}
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    names = {n for n in names if not n.endswith((".py", "py.typed"))}
+    listed = ["git", "-C", str(ROOT), "ls-files", "-c", "-o", "--exclude-standard"]
+    files = subprocess.run([*listed, "conf", "launchers"], check=True, capture_output=True)
+    expected = {f"distdl/{n}" for n in files.stdout.decode().split() if not n.endswith(".py")}
     assert names == expected

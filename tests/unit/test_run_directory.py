@@ -126,7 +126,7 @@ def test_a_run_that_runs_is_not_started_again(run, ended) -> None:
         run.begin_attempt(LAUNCH)
     attempt.begin()
     attempt.update(host="elsewhere", pid=ended)  # nobody can tell from here
-    with pytest.raises(UserError, match=r"on elsewhere.*\n.*if that machine is gone: rm .*status"):
+    with pytest.raises(UserError, match=r"on elsewhere.*\n.*if it is gone: rm .*status"):
         run.begin_attempt(LAUNCH)
     (attempt.path / "status.json").unlink()
     assert run.begin_attempt(LAUNCH).number == 2

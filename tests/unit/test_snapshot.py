@@ -72,6 +72,16 @@ def test_outside_git_what_is_neither_hidden_nor_ignored(project: Path) -> None:
     assert sent(project) == {"train.py", "package/model.py", "notes.txt"}
 
 
+@pytest.mark.parametrize("in_git", [True, False])
+def test_runs_are_no_code_wherever_they_are(project: Path, in_git: bool) -> None:
+    if in_git:
+        git(project, "init", "-q")
+    for name in ("config.yaml", "attempts/001/launch.yaml", "checkpoints/last.ckpt"):
+        (project / "elsewhere/e/run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "elsewhere/e/run" / name).write_text("")
+    assert not any(name.startswith("elsewhere") for name in sent(project))
+
+
 def test_a_link_to_elsewhere_is_not_the_project(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text("")
     (repository / "linked.py").symlink_to(tmp_path / "elsewhere.py")
