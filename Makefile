@@ -11,7 +11,7 @@ DEBUG  := $(if $(GPUS),,debug=cpu)
 # Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server.
 SERVERS := openmpi-bin mpich openssh-server munge slurm-wlm iproute2
 
-.PHONY: train test setup servers lint bench clean
+.PHONY: train test setup servers lint matrix bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -38,6 +38,9 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+matrix: setup  ## every strategy into every other, resnet50 too; the table in docs/strategies
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

@@ -1,6 +1,6 @@
 """`make bench`: runs what fits this machine and writes benchmarks/RESULTS.md.
 
-python -m benchmarks.run [overhead] [startup]
+python -m benchmarks.run [startup] [overhead] [pipeline]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.table import machine
 
-ALL = ("startup", "overhead")
+ALL = ("startup", "overhead", "pipeline", "traffic")
 
 
 def main(names: list[str]) -> int:

@@ -16,6 +16,8 @@ from distdl.suggest import closest
 COMMANDS = {
     "resume": ("distdl.commands.resume", "go on with a run"),
     "jobs": ("distdl.commands.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
+    "plan": ("distdl.commands.plan", "which strategy fits, and why: memory and traffic, no GPU"),
+    "convert": ("distdl.commands.convert", "a checkpoint of any strategy, or weights, as one file"),
     "provision": ("distdl.commands.provision", "make or complete an Azure ML workspace"),
     "report": ("distdl.commands.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.commands.track", "deliver metrics that a tracking server missed"),

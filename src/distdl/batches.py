@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
+from distdl.resources import replicas
 
 
 @dataclass
@@ -19,26 +20,35 @@ class Kept:
 
 
 def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
-    """(samples per device, ranks, accumulation); the first is None where the data does not say."""
+    """(samples per device or pipeline, how many of those take different data, accumulation).
+
+    The first is None where the data does not say.
+    """
     data = config.get("data") or {}
     accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
-    return data.get("batch_size"), size.world_size, accumulate
+    shares = replicas(config.get("strategy"), size.world_size)
+    return data.get("batch_size"), shares, accumulate
 
 
 def global_batch_size(config: DictConfig, size: Resources) -> int | None:
     """Samples per optimizer step over all ranks."""
-    batch_size, ranks, accumulate = factors(config, size)
-    return None if batch_size is None else batch_size * ranks * accumulate
+    batch_size, shares, accumulate = factors(config, size)
+    return None if batch_size is None else batch_size * shares * accumulate
 
 
 def describe(config: DictConfig, size: Resources) -> str:
     """`256 x 8 devices x 2 accumulated = 4096 per step`, or nothing."""
-    batch_size, ranks, accumulate = factors(config, size)
+    batch_size, shares, accumulate = factors(config, size)
     if batch_size is None:
         return ""
-    devices = f"{ranks} device{'s' if ranks > 1 else ''}"
     more = f" x {accumulate} accumulated" if accumulate > 1 else ""
-    return f"{batch_size} x {devices}{more} = {batch_size * ranks * accumulate} per step"
+    whole = batch_size * shares * accumulate
+    return f"{batch_size} x {_shares(shares, size)}{more} = {whole} per step"
+
+
+def _shares(shares: int, size: Resources) -> str:
+    kind = "device" if shares == size.world_size else "pipeline"
+    return f"{shares} {kind}{'s' if shares > 1 else ''}"
 
 
 def keep_global_batch(
@@ -60,13 +70,13 @@ def keep_global_batch(
         return Kept()
     if {"data.batch_size", "trainer.accumulate_grad_batches"} & set(given):
         return Kept(notes=[f"the global batch changes from {before} to {now}, as asked for"])
-    _, ranks, accumulate = factors(config, size)
-    per_device, rest = divmod(before, ranks * accumulate)
+    _, shares, accumulate = factors(config, size)
+    per_device, rest = divmod(before, shares * accumulate)
     if rest or per_device < 1:
         raise UserError(
             Problem(
                 "trainer.devices",
-                f"the run's global batch of {before} does not divide by {ranks} devices"
+                f"the run's global batch of {before} does not divide by {_shares(shares, size)}"
                 + (f" x {accumulate} accumulated" if accumulate > 1 else ""),
                 "choose a number of devices that divides it, or say the new batch: "
                 "data.batch_size=<per device>",
@@ -74,5 +84,8 @@ def keep_global_batch(
         )
     return Kept(
         {"data.batch_size": per_device},
-        [f"data.batch_size is {per_device} on {ranks} devices: the global batch stays {before}"],
+        [
+            f"data.batch_size is {per_device} on {_shares(shares, size)}: "
+            f"the global batch stays {before}"
+        ],
     )

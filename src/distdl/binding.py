@@ -136,7 +136,11 @@ class Binding:
         return found
 
     def kind(self, called: Any, section: str) -> None:
-        """The model must be Lightning's, and so must the data."""
+        """The model must be Lightning's, and so must the data; a strategy can what is asked."""
+        asked = (self.config.get("checkpoint") or {}).get("sharded")
+        if section == "strategy" and asked and not hasattr(called, "sharded_checkpoints"):
+            what = f"{called.__name__} writes whole checkpoints only"
+            self.add(("checkpoint", "sharded"), what, "checkpoint.sharded=false, or strategy=fsdp")
         if section not in ("model", "data") or not inspect.isclass(called):
             return
         import lightning.pytorch as lightning
@@ -226,8 +230,9 @@ class Binding:
         """Lets a target check its own node: a static or class method `check(node[, context])`.
 
         It returns Problems, whose paths are relative to the node. The context says how many
-        devices there are and whether the run is `local`; a check of a data node that does not ask
-        for it looks at files, which only a local run finds here.
+        devices there are, whether the run is `local`, the whole `config`, and which components are
+        `refused` and must not be imported; a check of a data node that does not ask for it looks at
+        files, which only a local run finds here.
         """
         static = inspect.getattr_static(called, "check", None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
@@ -238,7 +243,9 @@ class Binding:
             wants_context = len(inspect.signature(check).parameters) > 1
             if path[0] == "data" and not self.local and not wants_context:
                 return
-            problems = check(node, self.context) if wants_context else check(node)
+            refused = [place[0] for place in self.skip if place]
+            context = {**self.context, "config": self.config, "refused": refused}
+            problems = check(node, context) if wants_context else check(node)
             for problem in problems or ():
                 start = path_text(path)
                 place = f"{start}.{problem.path}" if problem.path else start

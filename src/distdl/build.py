@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig
 
-from distdl import batches, optim
+from distdl import batches, optim, portable
 from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
 from distdl.checkpoint import CheckpointStore
 from distdl.cluster import LaunchedEnvironment
@@ -21,6 +22,7 @@ from distdl.config import plain
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.environment import Environment
+from distdl.formats import AnyCheckpoint
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import StopRequest
@@ -77,10 +79,12 @@ def build(
     own_optimizer = configures_optimizers(module)
     if not own_optimizer:
         attach_optimizer(module, config, global_batch)
+    strategy = make(config.strategy)
+    rank, world_size = data_share(strategy, environment)
     distribute(
         datamodule if datamodule is not None else module,
-        rank=environment.rank,
-        world_size=environment.world_size,
+        rank=rank,
+        world_size=world_size,
         seed=config.seed,
         position=position,
         # Overfitting means the same batches in every epoch.
@@ -95,16 +99,25 @@ def build(
         accumulate=accumulate,
         optimizer=plain(config.get("optimizer")),
         seed=config.seed,
-        **{k: v for k, v in config.checkpoint.items() if k != "resume_from"},
+        **{k: v for k, v in config.checkpoint.items() if k not in ("resume_from", "sharded")},
     )
     chosen = [make(node) for node in (config.get("callbacks") or {}).values()]
     for callback in chosen:
         if isinstance(callback, RecordSamples):
             callback.run_dir, callback.attempt = run.path, attempt.number
-    trainer = build_trainer(config, environment, resources, [metrics, *chosen, kept], loggers, run)
+    trainer = build_trainer(
+        config, strategy, environment, resources, [metrics, *chosen, kept], loggers, run
+    )
     return Built(
         config, run, trainer, module, datamodule, metrics, store, checkpoint, own_optimizer
     )
+
+
+def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
+    """(rank, how many) among those that take different data; a strategy may know better."""
+    own = getattr(strategy, "data_share", None)
+    rank, world_size = environment.rank, environment.world_size
+    return own(rank, world_size) if own is not None else (rank, world_size)
 
 
 def make(node: Any) -> Any:
@@ -143,9 +156,12 @@ def attach_optimizer(module: LightningModule, config: DictConfig, global_batch: 
         total = self.trainer.estimated_stepping_batches
         epochs = self.trainer.max_epochs
         if self.trainer.max_steps > 0 or not epochs or epochs < 0:
-            per_epoch = self.trainer.num_training_batches
+            if math.isinf(self.trainer.num_training_batches):  # not counted yet
+                self.trainer.fit_loop.setup_data()
+            count = self.trainer.num_training_batches
             accumulate = self.trainer.accumulate_grad_batches
-            per_epoch = max(1, int(per_epoch) // accumulate)
+            # Data without a length is one epoch.
+            per_epoch = int(total) if math.isinf(count) else max(1, int(count) // accumulate)
             epochs = max(1, -(-int(total) // per_epoch))
         else:
             per_epoch = max(1, int(total) // epochs)
@@ -159,6 +175,7 @@ def attach_optimizer(module: LightningModule, config: DictConfig, global_batch: 
 
 def build_trainer(
     config: DictConfig,
+    strategy: Any,
     environment: Environment,
     resources: Resources,
     callbacks: list[Callback],
@@ -172,10 +189,12 @@ def build_trainer(
         devices=environment.local_world_size,
         num_nodes=resources.num_nodes,
     )
+    if config.checkpoint.get("sharded"):  # validation has asked whether it can
+        strategy.sharded_checkpoints = True
     trainer = Trainer(
         **arguments,
-        strategy=make(config.strategy),
-        plugins=[LaunchedEnvironment(environment)],
+        strategy=strategy,
+        plugins=[LaunchedEnvironment(environment), AnyCheckpoint()],
         callbacks=callbacks,
         logger=loggers or False,
         default_root_dir=Path(run.path),
@@ -185,6 +204,7 @@ def build_trainer(
         # Sharding by rank is in `distribute`, which can also resume and count exactly.
         use_distributed_sampler=False,
     )
+    portable.speak_names(trainer.strategy)
     # Ours are installed already, and do not deadlock (pytorch-lightning#20806).
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer

@@ -1,8 +1,9 @@
 """Durable checkpoints: a checkpoint exists when its manifest does.
 
-Rename is not atomic on Blob or blobfuse. So the file is written first, then a manifest with its
-size and sha256; without an intact manifest a checkpoint is never opened. `last.ckpt` and
-`best.ckpt` are hard links (copies where links do not exist) with manifests of their own.
+Rename is not atomic on Blob or blobfuse. So the file (or a folder of files, where every rank writes
+its slices) is written first, then a manifest with sizes and sha256; without an intact manifest a
+checkpoint is never opened. `last.ckpt` and `best.ckpt` are hard links (copies where links do not
+exist) with manifests of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from distdl.errors import Problem, UserError
@@ -37,38 +38,45 @@ class CheckpointStore:
         return self.folder / f".{name}.tmp"
 
     def publish(self, name: str, **facts: Any) -> Path:
-        """Makes the temporary file of `name` a checkpoint: sync, rename, manifest last."""
+        """Makes what was written to `temporary(name)` a checkpoint: sync, rename, manifest last."""
         temporary, path = self.temporary(name), self.folder / name
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        entry = {"size": temporary.stat().st_size, "sha256": sha256(temporary)}
-        manifest = {"files": {name: entry}, "created": time.time(), **facts}
+        files = {}
+        for written in files_of(temporary):
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
+            inside = written.relative_to(temporary)
+            files[(PurePath(name) / inside).as_posix() if inside.parts else name] = {
+                "size": written.stat().st_size,
+                "sha256": sha256(written),
+            }
+        manifest = {"files": files, "created": time.time(), **facts}
         # A replay after a crash may reach the same step again: the old manifest goes first.
         manifest_of(path).unlink(missing_ok=True)
-        os.replace(temporary, path)
+        replace(temporary, path)
         write_json(manifest_of(path), manifest)
         return path
 
     def alias(self, alias: str, path: Path) -> None:
         """Makes `last.ckpt` or `best.ckpt` mean `path`."""
         temporary, target = self.temporary(alias), self.folder / alias
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:
-            shutil.copyfile(path, temporary)
+        remove(temporary)
+        if path.is_dir():
+            shutil.copytree(path, temporary, copy_function=link)
+        else:
+            link(path, temporary)
         manifest = read_json(manifest_of(path))
-        manifest["files"] = {alias: manifest["files"][path.name]}
+        files = manifest["files"].items()
+        manifest["files"] = {alias + name.removeprefix(path.name): entry for name, entry in files}
         manifest["alias_of"] = path.name
         manifest_of(target).unlink(missing_ok=True)
-        os.replace(temporary, target)
+        replace(temporary, target)
         write_json(manifest_of(target), manifest)
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`; what best.ckpt links to lives on in it."""
         for path in self.all()[keep:]:
             manifest_of(path).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def all(self) -> list[Path]:
         """Checkpoints that have a manifest, the newest (by step, then by time) first."""
@@ -97,7 +105,7 @@ def damage_of(path: Path) -> str | None:
     if not manifest:
         return "it has no readable manifest"
     for name, entry in manifest["files"].items():
-        file = path.with_name(name)
+        file = path.parent / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
@@ -108,7 +116,7 @@ def damage_of(path: Path) -> str | None:
 
 
 def find(named: str | Path) -> Path:
-    """A checkpoint as a user names it: a file, or a run directory (its newest).
+    """A checkpoint as a user names it: a file, a sharded one's folder, or a run (its newest).
 
     Raises:
         UserError: There is none, or it is damaged.
@@ -119,7 +127,7 @@ def find(named: str | Path) -> Path:
         if newest is None:
             raise UserError(Problem(str(named), "this run has no intact checkpoint"))
         return newest
-    if not path.is_file():
+    if not path.exists():
         raise UserError(
             Problem(str(named), "no such checkpoint", "name a .ckpt file or a run directory")
         )
@@ -127,6 +135,32 @@ def find(named: str | Path) -> Path:
     if manifest_of(path).exists() and (damage := damage_of(path)):
         raise UserError(Problem(str(named), f"this checkpoint is damaged: {damage}"))
     return path
+
+
+def files_of(path: Path) -> list[Path]:
+    """A checkpoint's files: itself, or those in its folder."""
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Renames, also over a folder, which a rename does not replace."""
+    if source.is_dir() or target.is_dir():
+        remove(target)
+    os.replace(source, target)
 
 
 def manifest_of(path: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from distdl.errors import Problem
 from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
+from distdl.resources import replicas
 from distdl.schema import TRAINER_OWNED, Path, path_text
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
@@ -107,10 +108,12 @@ def _batches(resolved: Resolved, world: int, add: Any) -> None:
     accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
     if not all(type(value) is int and value > 0 for value in (whole, own, accumulate)):
         return
-    parts = world * accumulate
+    shares = replicas(resolved.section("strategy"), world)
+    parts = shares * accumulate
     if whole == own * parts:
         return
-    what = f"{whole} is not {own} (data.batch_size) x {world} devices x {accumulate} accumulated"
+    kind = "devices" if shares == world else "pipelines"
+    what = f"{whole} is not {own} (data.batch_size) x {shares} {kind} x {accumulate} accumulated"
     if whole % parts:
         nearest = max(1, whole // parts) * parts
         add("data.global_batch_size", f"{what}, nor divisible", f"data.global_batch_size={nearest}")

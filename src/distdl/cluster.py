@@ -22,16 +22,18 @@ def connect(environment: Environment, accelerator: str) -> None:
     """
     if environment.world_size == 1 or dist.is_initialized():
         return
-    backend = "gloo"
     if accelerator == "gpu":
         torch.cuda.set_device(environment.local_rank)
-        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend,
+        backend(accelerator),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=TIMEOUT,
     )
+
+
+def backend(accelerator: str) -> str:
+    return "cpu:gloo,cuda:nccl" if accelerator in ("gpu", "cuda") else "gloo"
 
 
 def disconnect() -> None:

@@ -87,8 +87,8 @@ def merge(
     """Recipe and where, one config again, with an attempt's changes on top."""
     config = OmegaConf.merge(recipe, where)
     assert isinstance(config, DictConfig)
-    for path, value in (changes or {}).items():
-        OmegaConf.update(config, path, value, force_add=True)
+    for path, value in (changes or {}).items():  # another strategy has other keys: no merging
+        OmegaConf.update(config, path, value, force_add=True, merge=False)
     return config
 
 

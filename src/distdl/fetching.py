@@ -12,6 +12,7 @@ import torch.distributed as dist
 from distdl import cluster
 from distdl.checkpoint import manifest_of
 from distdl.environment import Environment
+from distdl.errors import Problem, UserError
 from distdl.run_directory import write_text
 
 log = logging.getLogger(__name__)
@@ -44,10 +45,14 @@ def provide(chosen: str | None, store: Path, here: Environment) -> str | None:
     text = manifest.read_text() if here.rank == 0 and manifest.exists() else ""
     text = cluster.tell_all(text)
     mine = manifest.read_text() if manifest.exists() else ""
-    lacks = here.local_rank == 0 and not (path.is_file() and mine == text)
+    lacks = here.local_rank == 0 and not (path.exists() and mine == text)
     lacking = [rank for rank, it_lacks in enumerate(cluster.gather(lacks)) if it_lacks]
     if not lacking:
         return str(path)
+    if cluster.tell_all(path.is_dir()):
+        what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
+        remedy = "python -m distdl convert makes a file of it, which travels by itself"
+        raise UserError(Problem(str(path), what, remedy))
     if here.rank == 0:
         log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
     size = cluster.tell_all(path.stat().st_size if here.rank == 0 else None)

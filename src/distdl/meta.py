@@ -13,7 +13,7 @@ from typing import Any
 from distdl.suggest import closest
 
 # Never while validating: these download.
-_WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
+WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
 _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -28,7 +28,7 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    bare = {key: value for key, value in node.items() if key not in _WEIGHTS}
+    bare = {key: value for key, value in node.items() if key not in WEIGHTS}
     if node["_target_"].startswith("torchvision.models.detection"):
         bare["weights"] = bare["weights_backbone"] = None  # its default downloads a backbone
     try:

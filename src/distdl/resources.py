@@ -109,3 +109,19 @@ def _elsewhere(
         )
     # On a cluster a missing GPU must be an error there, never a silent night on the CPU.
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
+
+
+def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
+    """How many of the ranks take different data.
+
+    All of them, but for a strategy that has `stages`: those of one pipeline share a batch.
+
+    Args:
+        strategy: The config's node.
+        ranks: The world size.
+    """
+    if not strategy or "stages" not in strategy:
+        return ranks
+    stages = strategy["stages"] or ranks
+    # Whether it divides is for validation to say.
+    return max(1, ranks // stages) if isinstance(stages, int) and stages > 0 else ranks

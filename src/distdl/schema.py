@@ -61,6 +61,7 @@ class Checkpoint(_Fixed):
     keep_last: Positive = 1
     monitor: str | None = None
     mode: Literal["min", "max"] = "max"
+    sharded: bool = False
     resume_from: str | None = None
 
 

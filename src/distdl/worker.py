@@ -117,6 +117,10 @@ def perform(
         birth.announce(here, resources.accelerator)
         chosen = newest_checkpoint(config, run) if here.rank == 0 else None
         checkpoint = fetching.provide(chosen, run.path, here)
+        if (config.get("strategy") or {}).get("autotune"):
+            from distdl import autotune
+
+            config = autotune.tuned(config, attempt, here, resources, stop)
         info = cluster.tell_all(summary.run_info(config, run, attempt) if here.rank == 0 else None)
         tracker = tracking.start_tracking(
             summary.for_rank(info, here),

@@ -31,13 +31,22 @@ def test_data_that_does_not_say_its_batch_size() -> None:
     assert batches.keep_global_batch(config(None), Resources(), 256, ()).changes == {}
 
 
+def test_the_stages_of_a_pipeline_share_a_batch() -> None:
+    staged = config(64)
+    for stages, pipelines in ((2, 2), (4, 1), (None, 1)):
+        staged.strategy = {"stages": stages}
+        assert batches.global_batch_size(staged, Resources(1, 4)) == 64 * pipelines
+    assert batches.describe(staged, Resources(1, 4)) == "64 x 1 pipeline = 64 per step"
+
+
 @pytest.mark.parametrize(
     ("ranks", "accumulate", "per_device"), [(1, 1, 256), (4, 1, 64), (2, 4, 32)]
 )
 def test_another_number_of_ranks_keeps_the_product(ranks, accumulate, per_device) -> None:
     kept = batches.keep_global_batch(config(128, accumulate), Resources(1, ranks), 256, ())
     assert kept.changes == {"data.batch_size": per_device}
-    assert f"{per_device} on {ranks} devices" in kept.notes[0] and "stays 256" in kept.notes[0]
+    devices = f"{ranks} device{'s' if ranks > 1 else ''}"
+    assert f"{per_device} on {devices}:" in kept.notes[0] and "stays 256" in kept.notes[0]
 
 
 def test_nothing_changes_where_nothing_has_to() -> None:

@@ -20,6 +20,7 @@ from sample_config import sample
 from distdl import validate as validation
 from distdl.binding import Binding
 from distdl.errors import UserError
+from distdl.job import Resources
 from distdl.meta import misfit
 from distdl.validate import check_bindings, problems_of, validate
 
@@ -373,7 +374,8 @@ def test_every_shipped_option_binds(overrides: list[str], tmp_path: Path) -> Non
         (tmp_path / folder).mkdir(parents=True)
     config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
     stage_1 = problems_of(config, local=True)
-    stage_2, notes, _ = check_bindings(config, None, None, local=True)
+    size = Resources(1, 2) if "pipeline" in overrides[0] else None
+    stage_2, notes, _ = check_bindings(config, size, None, local=True)
     assert ([*map(str, stage_1), *map(str, stage_2)], notes) == ([], [])
 
 

@@ -156,3 +156,20 @@ def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
         find(path)
     with pytest.raises(UserError, match="no intact checkpoint"):
         find(tmp_path / "run")
+
+
+def test_a_folder_of_slices(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        folder = store.temporary(f"epoch_{step}.ckpt")
+        (folder / "inner").mkdir(parents=True)
+        (folder / "0.distcp").write_bytes(b"zero" * step)
+        (folder / "inner/1.distcp").write_bytes(b"one")
+        path = store.publish(folder.name.removeprefix(".").removesuffix(".tmp"), step=step)
+        store.alias("last.ckpt", path)
+    assert store.newest() == path and find(tmp_path / "last.ckpt").is_dir()
+    store.prune(keep=1)
+    assert store.all() == [path] and not (tmp_path / "epoch_1.ckpt").exists()
+    (path / "inner/1.distcp").unlink()  # a hard link: last.ckpt keeps its own
+    assert damage_of(path) == "epoch_2.ckpt/inner/1.distcp is missing"
+    assert damage_of(tmp_path / "last.ckpt") is None

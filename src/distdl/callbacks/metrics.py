@@ -86,7 +86,9 @@ class StepMetrics(Callback):
         if trainer.optimizers:
             metrics["lr"] = float(trainer.optimizers[0].param_groups[0]["lr"])
         if self.batch_size and self._seconds > 0:
-            images = self._batches * self.batch_size * trainer.world_size
+            # The stages of a pipeline work on the same images.
+            shares = trainer.distributed_sampler_kwargs or {}
+            images = self._batches * self.batch_size * shares.get("num_replicas", 1)
             metrics["perf/images_per_second"] = images / self._seconds
             self.images_per_second.append(images / self._seconds)
         metrics["perf/data_wait"] = self._wait / max(self._seconds, 1e-9)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from distdl import compose, environment, external, launch, planning
 from distdl import config as configs
@@ -20,7 +20,8 @@ def main(argv: Sequence[str]) -> int:
     """Starts the next attempt of a run.
 
     Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`), and
-    of the recipe `data.batch_size`, accumulation and the length; anything else is another run.
+    of the recipe `strategy=`, `data.batch_size`, accumulation and the length; anything else is
+    another run.
 
     Raises:
         UserError: RUN is no run, or an override changes what a run is.
@@ -54,6 +55,7 @@ def plan(
     # Keys that a run from before they existed lacks.
     later = {"follow": True, "project": {"max_snapshot_mb": 300}}
     where = OmegaConf.merge(later, before["where"], here)
+    assert isinstance(where, DictConfig)
     # A validation in between was an errand: the run is what it was started as.
     where.task = run.attempts()[0].launch()["where"]["task"]
     changes: dict[str, Any] = dict(before.get("changes") or {})
@@ -68,14 +70,17 @@ def plan(
         if override.is_delete() or override.is_sweep_override():
             problems.append(Problem(path, "a resume sets values, it deletes and sweeps none"))
         elif override in groups:
+            chosen = compose.compose([str(override.input_line)])
             if path in ("launcher", "task"):
-                chosen = compose.compose([str(override.input_line)])
                 where[path] = chosen[path]
+            elif path == "strategy":  # checkpoints are portable: any goes on from any other's
+                changes = {k: v for k, v in changes.items() if not k.startswith("strategy.")}
+                changes[path] = OmegaConf.to_container(chosen[path], resolve=False)
             else:
                 problems.append(_refused(path))
         elif any(path == w or path.startswith(w + ".") for w in configs.WHERE):
             OmegaConf.update(where, path, value, force_add=True)
-        elif path in configs.CHANGEABLE:
+        elif path in configs.CHANGEABLE or path.startswith("strategy."):
             changes[path] = value
         else:
             problems.append(_refused(path, configs.flat_paths(recipe)))
@@ -89,7 +94,7 @@ def plan(
     config = configs.merge(recipe, where, changes)
     size, notes = planning.check(config)
     notes += [
-        f"{path} is {value} from this attempt on"
+        f"{path} is {value['_target_'] if isinstance(value, dict) else value} from this attempt on"
         for path, value in changes.items()
         if path in given
     ]
@@ -99,7 +104,14 @@ def plan(
 
 def _refused(path: str, known: Sequence[str] = ()) -> Problem:
     may = ", ".join(
-        [*configs.CHANGEABLE, "launcher", "task", "trainer.devices", "trainer.num_nodes"]
+        [
+            *configs.CHANGEABLE,
+            "strategy",
+            "launcher",
+            "task",
+            "trainer.devices",
+            "trainer.num_nodes",
+        ]
     )
     if known and path not in known:
         return Problem(path, "no such key", did_you_mean(path, [*known, *configs.CHANGEABLE]))

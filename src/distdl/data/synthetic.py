@@ -62,7 +62,10 @@ class SyntheticImages(ImageData):
     def on_after_batch_transfer(
         self, batch: dict[str, torch.Tensor], dataloader_idx: int
     ) -> dict[str, torch.Tensor]:
-        image = self.images(batch["index"])
+        index = batch["index"]
+        if not getattr(self.trainer and self.trainer.strategy, "takes_inputs", True):
+            index = index.to("meta")  # a later stage of a pipeline: sizes, but no images
+        image = self.images(index)
         return super().on_after_batch_transfer({**batch, "image": image}, dataloader_idx)
 
     def images(self, index: torch.Tensor) -> torch.Tensor:

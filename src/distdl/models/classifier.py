@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 
 from distdl.data.sampling import stable_seed
 from distdl.errors import Problem, UserError
+from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.mixing import mix
+from distdl.models.weights import load_weights
 
 
 class ImageClassifier(LightningModule):
@@ -40,6 +43,7 @@ class ImageClassifier(LightningModule):
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both one is chosen for each batch.
         channels_last: Memory layout of the images and weights; what tensor cores want.
         compile: torch.compile the network.
+        weights: Start from a file's: torchvision's or timm's `.pth`, `.safetensors`, a checkpoint.
         seed: Of mixup and cutmix, whose draws depend on (seed, epoch, batch, rank) alone and so
             come out the same after a resume.
 
@@ -57,6 +61,7 @@ class ImageClassifier(LightningModule):
         cutmix: float = 0.0,
         channels_last: bool = True,
         compile: bool = False,
+        weights: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -64,6 +69,8 @@ class ImageClassifier(LightningModule):
         problems = list(self.check(given))
         if problems:
             raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
+        if weights is not None:
+            load_weights(network, weights)
         if norm == "group":
             network = with_group_norm(network)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -74,8 +81,13 @@ class ImageClassifier(LightningModule):
         self._sums = torch.zeros(4)
 
     @staticmethod
-    def check(config: Mapping[str, Any]) -> Iterable[Problem]:
+    def check(
+        config: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterable[Problem]:
         """What is wrong with the arguments; paths are relative to the model node."""
+        file = config.get("weights")
+        if file and context and context["local"] and not Path(file).exists():
+            yield Problem("weights", f"no such file: {file}", "a .pth, .safetensors or .ckpt file")
         if config.get("norm", "batch") not in ("batch", "group"):
             yield Problem("norm", f"is {config['norm']!r}", "model.norm=batch or model.norm=group")
         for name in ("mixup", "cutmix"):
@@ -100,15 +112,34 @@ class ImageClassifier(LightningModule):
         return self.network(images.contiguous(memory_format=self._layout))
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        images, targets = self.pipeline_inputs(batch, batch_idx)
+        return {"loss": self.pipeline_loss(self(images), targets)}
+
+    # What strategy=pipeline asks a module for (docs/strategies/pipeline.md).
+
+    def pipeline_blocks(self) -> list[NamedBlock]:
+        """The network's blocks, which one after the other do what `forward` does."""
+        named = [(n if n is None else f"network.{n}", b) for n, b in blocks_of(self.network)]
+        return [(None, MemoryLayout(self._layout)), *named]
+
+    def pipeline_inputs(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images [B, 3, H, W] and labels int64 [B], or mixed ones and float32 [B, num_classes]."""
         images, targets, _ = _parts(batch)
         if self.mixup or self.cutmix:
-            seed = stable_seed(self._seed, self.current_epoch, batch_idx, self.global_rank)
+            seed = stable_seed(self._seed, self.current_epoch, batch_idx, self._data_rank())
             images, targets = mix(
                 images, targets, self.num_classes, mixup=self.mixup, cutmix=self.cutmix, seed=seed
             )
-        logits = self(images).float()
-        loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        return {"loss": loss}
+        return images, targets
+
+    def pipeline_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of logits [B, num_classes]."""
+        return F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
+
+    def _data_rank(self) -> int:
+        """This rank among those that take different data: the stages of a pipeline mix alike."""
+        shares = self._trainer.distributed_sampler_kwargs if self._trainer else None
+        return (shares or {}).get("rank", self.global_rank)
 
     def on_validation_epoch_start(self) -> None:
         # float64 counts and sums exactly; Apple's GPUs have none.

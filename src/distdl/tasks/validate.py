@@ -33,7 +33,7 @@ def _find(context: Built, named: str) -> str:
     if named not in ("best", "last"):
         return str(checkpoints.find(named))
     path = context.store.folder / f"{named}.ckpt"
-    if not path.is_file():
+    if not path.exists():
         raise UserError(
             Problem(
                 "task.checkpoint",

@@ -1,0 +1,110 @@
+"""Bytes that a rank sends per step, counted in real runs of two gloo ranks, for every strategy.
+
+A ResNet-18 with batch norm at 32 pixels. The competitor is DDP with plain gradients, which is what
+Lightning's own DDPStrategy sends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distdl.traffic import in_words
+
+SKIPPED, STEPS = 2, 16
+COMMON = (
+    *("model=resnet18", "data=synthetic", "data.image_size=32", "data.num_classes=10"),
+    *("data.batch_size=8", "data.train_samples=1600", "schedule.warmup_epochs=0"),
+    *("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=1"),
+    *(f"trainer.limit_train_batches={SKIPPED + STEPS}", "trainer.limit_val_batches=0"),
+    # Reading the loss at a log step sends four bytes.
+    *("trainer.log_every_n_steps=1000", "tracking=none", "callbacks=[traffic]"),
+)
+# Whatever DeepSpeed's buckets hold: smaller ones, for a small model and a laptop's memory.
+SMALL = ("strategy.reduce_bucket_size=5_000_000", "strategy.allgather_bucket_size=5_000_000")
+ARMS: dict[str, tuple[str, ...]] = {
+    "ddp": ("strategy=ddp",),
+    "ddp, bf16": ("strategy=ddp", "strategy.comm_hook=bf16"),
+    "ddp, fp16": ("strategy=ddp", "strategy.comm_hook=fp16"),
+    "ddp, powersgd of rank 1": (
+        *("strategy=ddp", "strategy.comm_hook=powersgd", "strategy.hook_start_step=2"),
+    ),
+    "ddp, powersgd of rank 4": (
+        *("strategy=ddp", "strategy.comm_hook=powersgd", "strategy.hook_start_step=2"),
+        "strategy.powersgd_rank=4",
+    ),
+    "ddp, post_local_sgd every 4": (
+        *("strategy=ddp", "strategy.comm_hook=post_local_sgd", "strategy.hook_start_step=2"),
+    ),
+    "local_sgd every 8": ("strategy=local_sgd", "strategy.sync_every=8"),
+    "local_sgd every 8, nesterov": (
+        *("strategy=local_sgd", "strategy.sync_every=8", "strategy.outer=nesterov"),
+    ),
+    "deepspeed_zero1": ("strategy=deepspeed_zero1", *SMALL),
+    "deepspeed_zero2": ("strategy=deepspeed_zero2", *SMALL),
+    "deepspeed_zero3": ("strategy=deepspeed_zero3", *SMALL),
+    "fsdp": ("strategy=fsdp",),
+    # The same global batch: one pipeline is given what both devices would be given.
+    "pipeline of 2": ("strategy=pipeline", "strategy.balance=parameters", "data.batch_size=16"),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the ranks sent, as Markdown."""
+
+    rows: list[str]
+
+    def markdown(self) -> str:
+        header = (
+            "| | handed over | sent by the busiest rank | of ddp | collectives |\n"
+            "|---|---|---|---|---|\n"
+        )
+        return "\n\n".join(
+            (
+                "## Bytes per step, two ranks",
+                "Competitor: DDP with plain gradients. ResNet-18 (11.2 million parameters, batch "
+                f"norm) at 32 px, mean of {STEPS} steps, counted at torch's dispatcher; what "
+                "leaves a rank follows from the ring algorithm. A test compares it with what the "
+                "kernel saw the ranks write. A pipeline sends activations, which are small at 32 "
+                "px.",
+                header + "\n".join(self.rows),
+                "`python -m benchmarks.run traffic`",
+            )
+        )
+
+
+def count(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """The busiest rank's counts per step of one run."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env.update(OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "distdl", *COMMON, *overrides, f"output_dir={folder}"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(overrides)}: {(done.stdout + done.stderr)[-2000:]}")
+    (found,) = folder.glob("*/*/logs/traffic.json")
+    result = json.loads(found.read_text())
+    assert result["steps"] == STEPS, result["steps"]
+    return max(result["ranks"], key=lambda rank: rank["sent"])
+
+
+def main(arms: dict[str, tuple[str, ...]] = ARMS) -> Table:
+    rows = []
+    ddp = 0.0
+    for name, overrides in arms.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = count(overrides, Path(folder))
+        ddp = ddp or found["sent"]
+        collectives = ", ".join(
+            f"{tally['calls']:g} {kind.strip('_')}" for kind, tally in found["collectives"].items()
+        )
+        payload, sent = in_words(found["payload"]), in_words(found["sent"])
+        rows.append(f"| {name} | {payload} | {sent} | {found['sent'] / ddp:.3f} | {collectives} |")
+        print(rows[-1], flush=True)
+    return Table(rows)

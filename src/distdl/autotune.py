@@ -1,0 +1,198 @@
+"""`strategy.autotune=true`: a short measured search for the fastest way to the same training.
+
+The global batch is not touched. What changes is how it is cut (`data.batch_size` against
+`trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, the ZeRO stage. Each
+candidate trains a few steps on these very devices; the fastest is written into the attempt's
+launch.yaml, so that a resume goes on with it and does not measure again.
+
+DeepSpeed's own autotuner starts the whole job again for each candidate, with its own launcher: it
+cannot run inside a job that a cluster has started.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf
+
+from distdl import cluster
+from distdl import config as configs
+from distdl.build import build
+from distdl.callbacks import Checkpointer, StepMetrics
+from distdl.environment import Environment
+from distdl.errors import Problem, UserError
+from distdl.job import Resources
+from distdl.run_directory import Attempt, RunDirectory, write_text
+from distdl.stopping import StopRequest
+
+log = logging.getLogger(__name__)
+
+TRAIN = "distdl.tasks.train"
+WARM_UP, MEASURED = 2, 5  # optimizer steps
+CUTS = 3  # how many times the batch is halved
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    batch_size: int
+    accumulate: int
+    stage: int | None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Of the recipe, by path."""
+        changes: dict[str, Any] = {
+            "data.batch_size": self.batch_size,
+            "trainer.accumulate_grad_batches": self.accumulate,
+            "strategy.autotune": False,
+        }
+        return changes if self.stage is None else {**changes, "strategy.stage": self.stage}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the slowest rank; `seconds` of an optimizer step, `memory` in bytes (0 on the CPU)."""
+
+    candidate: Candidate
+    seconds: float | None
+    memory: int = 0
+    why: str = ""
+
+
+def tuned(
+    config: DictConfig,
+    attempt: Attempt,
+    environment: Environment,
+    resources: Resources,
+    stop: StopRequest,
+) -> DictConfig:
+    """The config with the fastest candidate, where the strategy asks for it. Collective.
+
+    Raises:
+        UserError: No candidate can train.
+    """
+    if config.task._target_ != TRAIN:
+        return config
+    say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
+    found = []
+    for candidate in candidates(config):
+        stop.check()
+        found.append(measure(config, candidate, environment, resources, stop))
+        say("autotune: %s", line(found[-1]))
+    able = [each for each in found if each.seconds is not None]
+    if not able:
+        what = f"none of {len(found)} settings can train; the last said: {found[-1].why}"
+        raise UserError(Problem("strategy.autotune", what, "a smaller data.batch_size"))
+    best = cluster.tell_all(min(able, key=lambda each: each.seconds or 0.0).candidate)
+    say("autotune: this attempt and those that go on with it train with %s", shown(best))
+    if environment.rank == 0:
+        launch = attempt.launch()
+        launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
+        launch["autotune"] = [line(each) for each in found]
+        write_text(attempt.path / "launch.yaml", OmegaConf.to_yaml(OmegaConf.create(launch)))
+    return configs.merge(config, OmegaConf.create({}), best.changes)
+
+
+def candidates(config: DictConfig) -> Iterator[Candidate]:
+    """Ways to cut a rank's share of the global batch, with each stage."""
+    batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
+    sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
+    given = config.strategy.get("config")  # a file: what it says about ZeRO stays
+    for stage in (None,) if given else STAGES:
+        for size in sizes:
+            if not (stage != 3 and config.strategy.get("offload_parameters")):
+                yield Candidate(size, batch // size, stage)
+
+
+def measure(
+    config: DictConfig,
+    candidate: Candidate,
+    environment: Environment,
+    resources: Resources,
+    stop: StopRequest,
+) -> Measured:
+    """Trains a few steps, in this process, and leaves nothing behind. Collective."""
+    settings = configs.merge(
+        config,
+        OmegaConf.create({}),
+        {
+            **candidate.changes,
+            "trainer.max_steps": WARM_UP + MEASURED,
+            "trainer.max_epochs": -1,
+            "trainer.limit_val_batches": 0,
+            "trainer.num_sanity_val_steps": 0,
+            "trainer.enable_model_summary": False,
+        },
+    )
+    settings.callbacks = {}
+    clock = Clock()
+    why = ""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory(Path(folder))
+        attempt = Attempt(run.path / "attempts/001")
+        try:
+            built = build(settings, run, attempt, environment, resources, stop, [])
+            kept = [
+                callback
+                for callback in built.trainer.callbacks  # type: ignore[attr-defined]
+                if not isinstance(callback, Checkpointer | StepMetrics)
+            ]
+            built.trainer.callbacks = [*kept, clock]  # type: ignore[attr-defined]
+            built.trainer.fit(built.module, datamodule=built.datamodule)
+            engine = getattr(built.trainer.strategy, "_engine", None)
+            if engine is not None:
+                engine.destroy()
+        except torch.cuda.OutOfMemoryError:
+            why = "out of memory"
+    built = engine = None  # type: ignore[assignment]
+    gc.collect()
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    torch.cuda.empty_cache()
+    each = cluster.gather((clock.seconds, memory, why))
+    why = next((reason for _, _, reason in each if reason), "")
+    seconds = None if why else max(taken for taken, _, _ in each)
+    return Measured(candidate, seconds, max(used for _, used, _ in each), why)
+
+
+class Clock(Callback):
+    """Seconds per optimizer step, after the first ones."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        if trainer.global_step not in (WARM_UP, WARM_UP + MEASURED):
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds, self._started = (now - self._started) / MEASURED, now
+
+
+def shown(candidate: Candidate) -> str:
+    cut = f"data.batch_size={candidate.batch_size} x {candidate.accumulate} accumulated"
+    return cut if candidate.stage is None else f"ZeRO-{candidate.stage}, {cut}"
+
+
+def line(measured: Measured) -> str:
+    """One row of the table."""
+    took = measured.why if measured.seconds is None else f"{measured.seconds * 1000:9.1f} ms a step"
+    memory = f", {measured.memory / 2**30:6.2f} GiB" if measured.memory else ""
+    return f"{shown(measured.candidate):<48}{took}{memory}"

@@ -1,0 +1,80 @@
+"""How many bytes a training step sends, on every rank and under any strategy."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from distdl import cluster
+from distdl.traffic import Traffic, in_words
+
+log = logging.getLogger(__name__)
+
+
+class CountTraffic(Callback):
+    """Counts what leaves in training steps; says it at the end and writes `logs/traffic.json`.
+
+    Counting slows the steps down. What is sent outside of them (validation, checkpoints) is not
+    counted.
+
+    Args:
+        skip_steps: Optimizer steps that come first and are not counted: DDP agrees on its buckets
+            in them.
+    """
+
+    def __init__(self, skip_steps: int = 2) -> None:
+        self.skip_steps = skip_steps
+        self.traffic = Traffic()
+        self.steps = 0
+        self._first_step = 0
+        self._counting = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step + self.skip_steps
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step >= self._first_step:
+            self._counting.enter_context(self.traffic.counted())
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._counting.close()
+        self.steps = max(0, trainer.global_step - self._first_step)
+
+    def on_exception(self, *args: Any) -> None:
+        self._counting.close()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        every_rank = cluster.gather(self.per_step())
+        if not trainer.is_global_zero or not self.steps:
+            return
+        most = max(every_rank, key=lambda rank: rank["sent"])
+        parts = "  ".join(
+            f"{name} {tally['calls']:g} x, {in_words(tally['sent'])}"
+            for name, tally in most["collectives"].items()
+        )
+        log.info(
+            "traffic: a rank sends %s per step (%d steps counted)  %s",
+            in_words(most["sent"]),
+            self.steps,
+            parts,
+        )
+        path = Path(trainer.default_root_dir) / "logs" / "traffic.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"steps": self.steps, "ranks": every_rank}, indent=1))
+
+    def per_step(self) -> dict[str, Any]:
+        """Bytes and calls per optimizer step of this rank."""
+        steps = self.steps or 1
+        return {
+            "payload": self.traffic.payload / steps,
+            "sent": self.traffic.sent / steps,
+            "collectives": {
+                name: {k: v / steps for k, v in vars(tally).items()}
+                for name, tally in self.traffic.collectives.items()
+            },
+        }

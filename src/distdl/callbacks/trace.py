@@ -1,0 +1,71 @@
+"""A timeline of a few training steps, on every rank: what computes, what sends, what waits."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.profiler import ProfilerActivity, profile, schedule
+
+log = logging.getLogger(__name__)
+
+
+class Trace(Callback):
+    """Writes `logs/trace-rank<r>.json.gz` for https://ui.perfetto.dev or chrome://tracing.
+
+    Collectives are in it by name (`gloo:all_reduce`, `nccl:all_reduce`), beside the kernels.
+
+    Args:
+        skip_batches: Batches that come first: buckets are rebuilt and caches warmed in them.
+        batches: How many are recorded; a trace grows by megabytes with each.
+        shapes: Record the shapes of inputs, which makes it larger still.
+    """
+
+    def __init__(self, skip_batches: int = 5, batches: int = 3, shapes: bool = False) -> None:
+        self.skip_batches, self.batches, self.shapes = skip_batches, batches, shapes
+        self._profile: profile | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        path = Path(trainer.default_root_dir) / "logs" / f"trace-rank{trainer.global_rank}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+        def write(done: profile) -> None:
+            done.export_chrome_trace(str(path))
+            if trainer.is_global_zero:
+                log.info("trace: %s (open it at https://ui.perfetto.dev)", path)
+
+        self._profile = profile(
+            activities=activities,
+            # Its own warm-up counts as one that is skipped.
+            schedule=schedule(
+                skip_first=max(0, self.skip_batches - 1),
+                wait=0,
+                warmup=1,
+                active=self.batches,
+                repeat=1,
+            ),
+            on_trace_ready=write,
+            record_shapes=self.shapes,
+        )
+        self._profile.start()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def on_train_end(self, *args: Any) -> None:
+        self._stop()
+
+    def on_exception(self, *args: Any) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

@@ -1,0 +1,121 @@
+"""The chain of blocks that a network is: what `strategy=pipeline` may cut it into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from distdl.errors import Problem, UserError
+
+# (dotted name, module); None for a step that has no name in the network, as `torch.flatten` has.
+NamedBlock = tuple[str | None, nn.Module]
+
+
+def blocks_of(network: nn.Module) -> list[NamedBlock]:
+    """The blocks of a network, which one after the other do what its `forward` does.
+
+    A network with a `pipeline_blocks()` of its own is asked. Any other is traced (`torch.fx`):
+    every `nn.Sequential` is opened, every other module is a block, and what `forward` calls between
+    them becomes a block without a name. That covers torchvision's and timm's resnets, VGG,
+    DenseNet, ConvNeXt, EfficientNet and whatever else is one chain. A network with branches outside
+    its blocks (a ViT's class token, an Inception's second head) is not.
+
+    Raises:
+        UserError: It is no such chain; says where it stops being one.
+    """
+    own = getattr(network, "pipeline_blocks", None)
+    if own is not None:
+        return list(own())
+    tracer = _Tracer()
+    try:
+        graph = tracer.trace(network)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise _no_chain(network, f"its forward cannot be traced: {first}") from error
+    return _chain(network, graph)
+
+
+def _no_chain(network: nn.Module, why: str) -> UserError:
+    return UserError(
+        Problem(
+            "model",
+            f"{type(network).__name__} does not state the blocks that it is a chain of: {why}",
+            "give it a method pipeline_blocks() that returns [(name, module), ...] in the order in "
+            "which forward applies them, or use another strategy",
+        )
+    )
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return type(module).forward is not nn.Sequential.forward
+
+
+def _chain(network: nn.Module, graph: fx.Graph) -> list[NamedBlock]:
+    blocks: list[NamedBlock] = []
+    seen: set[str] = set()
+    before: fx.Node | None = None
+    for node in graph.nodes:
+        # `forward` may have further arguments, as long as nothing depends on them.
+        if node.op == "placeholder" and (before is None or not node.users):
+            before = before or node
+            continue
+        ends = node.op == "output"
+        if before is None or node.all_input_nodes != [before] or (ends and node.args != (before,)):
+            raise _no_chain(network, f"{node.name} takes more than the step before it gives")
+        before = node
+        if node.op == "call_module":
+            name = str(node.target)
+            if len(node.args) != 1 or node.kwargs:
+                raise _no_chain(network, f"{name} is called with further arguments")
+            module = network.get_submodule(name)
+            if name in seen and next(module.parameters(), None) is not None:
+                raise _no_chain(network, f"{name} is used twice")
+            blocks.append((None if name in seen else name, module))
+            seen.add(name)
+        elif not ends:
+            blocks.append((None, _step(network, node)))
+    return blocks
+
+
+def _step(network: nn.Module, node: fx.Node) -> nn.Module:
+    """A call between two modules, as a module."""
+    if node.target is F.dropout:
+        # Tracing fixes `training`, which must follow train() and eval().
+        rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        return nn.Dropout(float(rate))  # type: ignore[arg-type]
+    if "training" in node.kwargs or node.op not in ("call_function", "call_method"):
+        raise _no_chain(network, f"{node.name} is no block")
+    return Call(node.op == "call_method", node.target, node.args[1:], node.kwargs)
+
+
+class Call(nn.Module):
+    """A function or a tensor's method with everything but its first argument given."""
+
+    def __init__(self, method: bool, target: Any, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.method, self.target = method, target
+        self.args, self.kwargs = tuple(args), dict(kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        function = getattr(x, self.target) if self.method else None
+        if function is not None:
+            return function(*self.args, **self.kwargs)
+        return self.target(x, *self.args, **self.kwargs)
+
+    def extra_repr(self) -> str:
+        return str(self.target if self.method else self.target.__name__)
+
+
+class MemoryLayout(nn.Module):
+    """Puts a 4-D tensor into a memory format; other tensors pass."""
+
+    def __init__(self, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous(memory_format=self.memory_format) if x.ndim == 4 else x

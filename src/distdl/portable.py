@@ -1,0 +1,152 @@
+"""Optimizer state by parameter name: the form in which every strategy writes and reads it.
+
+torch keys the state of an optimizer by the position of a parameter in its groups. A position means
+something else as soon as the parameters are split over stages, flattened or put into other groups;
+a name does not. So a checkpoint of distdl is one file in Lightning's layout whose weights have the
+module's own names, and whose optimizer states are
+
+    {"state": {name: {"momentum_buffer": full tensor, ...}},
+     "param_groups": [{"lr": 0.1, ..., "params": [name, ...]}, ...]}
+
+Files of distdl 0.1 are keyed by position; both functions leave alone what has their form already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.optim import Optimizer
+
+
+def to_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state of `optimizer` with names in the place of positions.
+
+    Args:
+        state: As of `optimizer.state_dict()`, or keyed by name already. Tensors are not copied.
+        optimizer: Whose groups give positions their meaning; it must hold the parameters that the
+            state was written for, in their order.
+        module: Whose `named_parameters()` are the names: the LightningModule.
+
+    Raises:
+        ValueError: The optimizer has other groups than the state.
+    """
+    return name_state(state, names_of(optimizer, module))
+
+
+def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state in the form that `optimizer.load_state_dict` takes.
+
+    Args:
+        state: By name, or by position already. It may hold more parameters than the optimizer (of
+            which a stage of a pipeline has a share); what those have is left out.
+        optimizer: Whose parameters want their state.
+        module: Whose names they have.
+
+    Raises:
+        ValueError: The state lacks a parameter of the optimizer.
+    """
+    return index_state(state, names_of(optimizer, module))
+
+
+def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+    """The names of an optimizer's parameters, group by group.
+
+    A parameter that is not the module's has its position for a name: "group0.parameter3".
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [names.get(id(p), f"group{g}.parameter{i}") for i, p in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def is_named(state: Mapping[str, Any]) -> bool:
+    """Whether a state is keyed by name; one without any parameter is as good as named."""
+    keys = [key for group in state.get("param_groups", ()) for key in group["params"]]
+    return all(isinstance(key, str) for key in keys)
+
+
+def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """`to_names`, given the names: for those whose optimizer no longer has the parameters."""
+    if is_named(state):
+        return dict(state)
+    groups = state["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group) for group in names]:
+        raise ValueError(
+            "the optimizer's groups hold "
+            f"{[len(group) for group in names]} parameters, and the checkpoint's "
+            f"{[len(group['params']) for group in groups]}"
+        )
+    name_at = {
+        key: name
+        for group, own in zip(groups, names, strict=True)
+        for key, name in zip(group["params"], own, strict=True)
+    }
+    return {
+        **state,
+        "state": {name_at.get(key, key): value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": list(own)} for group, own in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """`to_indices`, given the names of the parameters that the optimizer has."""
+    if not is_named(state):
+        return dict(state)
+    group_of = {name: group for group in state["param_groups"] for name in group["params"]}
+    missing = [name for own in names for name in own if name not in group_of]
+    if missing:
+        raise ValueError(
+            f"the checkpoint has no optimizer state for {len(missing)} of the parameters that are "
+            f"trained, the first of which is {missing[0]}"
+        )
+    groups, values, position = [], {}, 0
+    for number, own in enumerate(names):
+        # A stage may have nothing of a group: then only its place says which one it is.
+        kept = group_of[own[0]] if own else state["param_groups"][number]
+        groups.append({**kept, "params": list(range(position, position + len(own)))})
+        for name in own:
+            if name in state["state"]:
+                values[position] = state["state"][name]
+            position += 1
+    return {**state, "state": values, "param_groups": groups}
+
+
+def speak_names(strategy: Strategy) -> None:
+    """Makes a strategy of Lightning's write and read optimizer states by name.
+
+    Left alone is a strategy that has its own way with them: ours, which speak names by themselves,
+    and whatever keeps its state elsewhere.
+    """
+    own = type(strategy)
+    if (
+        own.optimizer_state is not Strategy.optimizer_state
+        or own.load_optimizer_state_dict is not Strategy.load_optimizer_state_dict
+    ):
+        return
+
+    def optimizer_state(self: Strategy, optimizer: Optimizer) -> dict[str, Any]:
+        inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
+        assert self.lightning_module is not None
+        return to_names(Strategy.optimizer_state(self, optimizer), inner, self.lightning_module)
+
+    def load_optimizer_state_dict(self: Strategy, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        states = [
+            to_indices(state, optimizer, self.lightning_module)
+            for state, optimizer in zip(
+                checkpoint["optimizer_states"], self.optimizers, strict=True
+            )
+        ]
+        Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
+
+    strategy.optimizer_state = MethodType(optimizer_state, strategy)  # type: ignore[method-assign]
+    strategy.load_optimizer_state_dict = MethodType(  # type: ignore[method-assign]
+        load_optimizer_state_dict, strategy
+    )

@@ -1,0 +1,178 @@
+"""DDP with what Lightning leaves out: hooks on every device, buckets of a measured size."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from distdl import cluster
+from distdl.errors import Problem
+from distdl.strategies import hooks
+from distdl.strategies.bucket_search import BucketSearch
+from distdl.strategies.drifting import DriftingStrategy
+
+log = logging.getLogger(__name__)
+
+
+class DDPStrategy(DriftingStrategy):
+    """Lightning's DDPStrategy, whose arguments (and DistributedDataParallel's) it takes too.
+
+    Args:
+        comm_hook: What travels in the place of float32 gradients: "bf16" or "fp16" (half of it),
+            "powersgd" (low-rank factors), "post_local_sgd" (nothing between nodes, or between
+            devices on one node, and every so often the weights; Lin et al. 2018,
+            https://arxiv.org/abs/1808.07217).
+        powersgd_rank: Of powersgd's factors.
+        hook_start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd.
+        average_every: post_local_sgd: optimizer steps from one average of the weights to the next.
+        bucket_cap_mb: Gradients travel in buckets of about this size (2^20 bytes); "auto" tries a
+            few sizes on the first steps.
+    """
+
+    def __init__(
+        self,
+        comm_hook: hooks.Name = "none",
+        powersgd_rank: int = 1,
+        hook_start_step: int = 1000,
+        average_every: int = 4,
+        bucket_cap_mb: float | Literal["auto"] = 25,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.comm_hook, self.powersgd_rank = comm_hook, powersgd_rank
+        self.hook_start_step, self.average_every = hook_start_step, average_every
+        self.bucket_cap_mb = bucket_cap_mb
+        self._hook: hooks.Hook | None = None
+        self._search: BucketSearch | None = None
+        self._steps = 0
+
+    @staticmethod
+    def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the arguments; paths are relative to the strategy node."""
+        hook = config.get("comm_hook", "none")
+        if hook not in get_args(hooks.Name):
+            known = ", ".join(get_args(hooks.Name))
+            yield Problem("comm_hook", f"no hook {hook!r}", f"strategy.comm_hook= one of {known}")
+            return
+        defaults = {"powersgd_rank": 1, "hook_start_step": 1000, "average_every": 4}
+        for name, users in hooks.SETTINGS.items():
+            if config.get(name, defaults[name]) != defaults[name] and hook not in users:
+                remedy = f"strategy.comm_hook={users[0]}, or leave strategy.{name} out"
+                yield Problem(name, f"has no effect with strategy.comm_hook={hook}", remedy)
+        if config.get("powersgd_rank", 1) < 1:
+            yield Problem("powersgd_rank", "must be 1 or more", "strategy.powersgd_rank=1")
+        least = hooks.PLAIN_STEPS if hook == "powersgd" else 0
+        if config.get("hook_start_step", 1000) < least:
+            why = ": DDP settles its buckets in the first steps" if least else ""
+            yield Problem(
+                "hook_start_step",
+                f"must be {least} or more{why}",
+                f"strategy.hook_start_step={least}",
+            )
+        if config.get("average_every", 4) < 2:
+            what = "must be 2 or more: weights that are averaged at every step are what DDP has"
+            yield Problem("average_every", what, "strategy.average_every=4")
+        size = config.get("bucket_cap_mb", 25)
+        if isinstance(size, (int, float)) and size <= 0:
+            yield Problem("bucket_cap_mb", "must be more than 0", "strategy.bucket_cap_mb=25")
+        if size == "auto" and hook == "powersgd":
+            what = "powersgd remembers its errors by bucket, so that buckets may not change"
+            yield Problem("bucket_cap_mb", what, "strategy.bucket_cap_mb=25")
+        if hook != "none" and (config.get("ddp_comm_hook") or config.get("ddp_comm_state")):
+            what = f"there is strategy.comm_hook={hook} already"
+            yield Problem("ddp_comm_hook", what, "strategy.comm_hook=none, or leave it out")
+
+    # --------------------------------------------------------------------------------- set-up
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self._steps = int(checkpoint.get("global_step", 0))
+
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size == 1 and self.comm_hook != "none":
+            log.warning("strategy.comm_hook=%s: one device sends nothing", self.comm_hook)
+        elif self.comm_hook != "none":
+            self._hook = hooks.make(
+                self.comm_hook,
+                powersgd_rank=self.powersgd_rank,
+                start_step=self.hook_start_step,
+                step=self._steps,
+                per_node=self.num_processes,
+            )
+        if self.bucket_cap_mb == "auto":
+            trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
+            size = sum(p.numel() * p.element_size() for p in trained) / 2**20
+            self._search = BucketSearch(size if self.world_size > 1 else 0, cluster.gather)
+        super().configure_ddp()
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        size = self._search.size if self._search else self.bucket_cap_mb
+        self._ddp_kwargs["bucket_cap_mb"] = size
+        return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA alone, and says nothing elsewhere.
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._hook is not None:
+            self.model.register_comm_hook(self._hook.state, self._hook.call)
+        else:
+            _register_ddp_comm_hook(
+                self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            )
+
+    # ---------------------------------------------------------------------------------- steps
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._search is None or self._search.done:
+            output = super().optimizer_step(*args, **kwargs)
+        else:
+            self._finish_queued()
+            started = time.perf_counter()
+            output = super().optimizer_step(*args, **kwargs)
+            self._finish_queued()
+            self._measured(time.perf_counter() - started)
+        self._steps += 1
+        if self._hook is not None and self.comm_hook == "post_local_sgd":
+            self._after_local_step()
+        return output
+
+    def _after_local_step(self) -> None:
+        local = self._steps - self.hook_start_step
+        if local <= 0:
+            return
+        self.drifted()
+        if local % self.average_every == 0:
+            self.meet()
+
+    def _measured(self, seconds: float) -> None:
+        assert self._search is not None
+        changed = self._search.timed(seconds)
+        if self._search.done:
+            log.info("strategy.bucket_cap_mb=auto: %s", self._search.describe())
+        if changed:
+            self._wrap_again()
+
+    def _wrap_again(self) -> None:
+        """DDP cannot change its buckets: another one takes its place, around the same module."""
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        self.model._remove_autograd_hooks()
+        # They may be views into the buckets that go. The step has used them.
+        for parameter in self.lightning_module.parameters():
+            parameter.grad = None
+        given = self._ddp_kwargs
+        self._ddp_kwargs = {**given, "init_sync": False}
+        self.model = self._setup_model(self.lightning_module)
+        self._ddp_kwargs = given
+        self._register_ddp_hooks()
+
+    def _finish_queued(self) -> None:
+        if self.root_device.type == "cuda":
+            torch.cuda.synchronize()

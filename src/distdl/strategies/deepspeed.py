@@ -1,0 +1,333 @@
+"""DeepSpeed's ZeRO under Lightning, on GPUs and (by gloo, without a compiler) on a laptop's CPU.
+
+Lightning's DeepSpeedStrategy, with what it lacks: portable checkpoints, batch norm in mixed
+precision, accumulation and clipping as under DDP, a validation after the training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
+from torch import nn
+from torch.optim import Optimizer
+
+from distdl import cluster, deepspeed_folder, formats, portable
+from distdl.checkpoint import remove
+from distdl.errors import Problem, UserError
+from distdl.strategies import deepspeed_state
+from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
+from distdl.strategies.sharing import agree_on_buffers, lay_out_plainly
+
+
+class DeepSpeedStrategy(LightningDeepSpeed):
+    """ZeRO (Rajbhandari et al. 2020): what DDP keeps on every rank is partitioned.
+
+    Args:
+        stage: 1: optimizer state; 2: and gradients; 3: and weights.
+        offload_optimizer: Optimizer state and step in host memory.
+        offload_parameters: Weights in host memory (stage 3).
+        overlap_comm: Reduce gradients while the backward goes on.
+        reduce_bucket_size, allgather_bucket_size: Elements that travel at once.
+        config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and what is not
+            said are filled in. Relative to the folder you start from, or to your project's root.
+        autotune: Measure micro-batches and stages before the training (see `distdl.autotune`).
+
+    Raises:
+        UserError: DeepSpeed is not installed, or the file cannot be read.
+    """
+
+    sharded_checkpoints = False  # `checkpoint.sharded`
+
+    def __init__(
+        self,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        overlap_comm: bool = True,
+        reduce_bucket_size: int = 200_000_000,
+        allgather_bucket_size: int = 200_000_000,
+        config: str | None = None,
+        autotune: bool = False,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise UserError(Problem("strategy", "DeepSpeed is not installed", INSTALL))
+        if not torch.cuda.is_available():  # asked while it is imported
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        super().__init__(
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            overlap_comm=overlap_comm,
+            reduce_bucket_size=reduce_bucket_size,
+            allgather_bucket_size=allgather_bucket_size,
+            config=settings_of(find(config)) if config else None,
+            logging_level=logging.ERROR,  # it warns of every optimizer that is not its own
+        )
+        assert isinstance(self.config, dict)
+        self.config.setdefault("zero_allow_untested_optimizer", True)  # torch's own: SGD, AdamW
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # which would need a compiler
+        self.autotune = autotune
+        self._engine: Any = None
+        self._names: list[list[str]] = []
+        self._indexed = False
+
+    @staticmethod
+    def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the strategy node; paths are relative to it."""
+        trainer, local = context["config"]["trainer"], context["local"]
+        if local and importlib.util.find_spec("deepspeed") is None:
+            yield Problem("", "needs DeepSpeed, which is not installed", INSTALL)
+        if node.get("stage", 2) not in (0, 1, 2, 3):
+            yield Problem("stage", f"is {node['stage']}, not 1, 2 or 3", "strategy.stage=2")
+        if node.get("offload_parameters") and node.get("stage", 2) != 3:
+            what = "only stage 3 has weights to put into host memory"
+            yield Problem("offload_parameters", what, "strategy.stage=3")
+        if context["accelerator"] == "mps":
+            yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
+        if trainer.get("gradient_clip_val") and trainer.get("gradient_clip_algorithm") == "value":
+            what = "DeepSpeed clips by the norm, not by value"
+            yield Problem("", what, "trainer.gradient_clip_algorithm=norm")
+        if trainer.get("sync_batchnorm"):
+            yield Problem("", "does not synchronise batch norm", "trainer.sync_batchnorm=false")
+        if node.get("config") and local:
+            try:
+                settings_of(find(str(node["config"])))
+            except UserError as error:
+                yield from error.problems
+
+    # ------------------------------------------------------------------------------- set-up
+
+    @property
+    def precision_plugin(self) -> Any:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if isinstance(plugin, DeepSpeedPrecision):
+            plugin = Precision(plugin.precision)  # type: ignore[arg-type]
+        self._precision_plugin = plugin
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # weights are read into the whole module, which is then partitioned
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        # Lightning divides the loss, DeepSpeed would again, and it would carry the batches that end
+        # an epoch over into the next one.
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+
+    @property
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        # deepspeed.initialize wants a number, which a CPU has not.
+        return torch.device("cpu", 0) if self._indexed and device.type == "cpu" else device
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)  # Lightning's own insists on CUDA
+
+    def setup_distributed(self) -> None:
+        import deepspeed
+
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device.type
+        # DeepSpeed joins the group it finds; a world of one has none yet.
+        _init_dist_connection(self.cluster_environment, cluster.backend(device))
+        if device == "cpu":
+            use_cpu()
+            # Else it compiles an extension for a minute, and fails without ninja.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self._process_group_backend = "nccl" if device == "cuda" else "gloo"
+        self._init_deepspeed_distributed()
+
+    def setup(self, trainer: Trainer) -> None:
+        self._unwrap()
+        super().setup(trainer)
+        if self.model is not self.lightning_module:
+            self._engine = self.model
+
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        own = self.config.keys() & {"bf16", "fp16", "torch_autocast"}
+        super()._format_config()
+        if self.precision_plugin.precision == "bf16-mixed" and not own:
+            # Autocast, as under DDP: DeepSpeed's bf16 makes all weights bf16, which batch norm does
+            # not take on the CPU. Nothing is "safe": gradients are reduced in 32 bits.
+            self.config.pop("bf16", None)
+            self.config["torch_autocast"] = {
+                "enabled": True,
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],
+            }
+            self.precision_plugin.autocasts_on = self.root_device.type
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> Any:
+        # Afterwards the optimizer has flat partitions.
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._names = portable.names_of(optimizer, model) if optimizer else [trained]
+        lay_out_plainly(model)
+        with self._device_index():
+            engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        engine.set_gradient_accumulation_boundary(True)
+        return engine, optimizer
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        assert isinstance(self.config, dict)
+        if not self.zero_stage_3:  # every rank has all weights: nothing to gather
+            self.model_to_device()
+            return
+        lay_out_plainly(model)
+        with self._device_index():
+            super()._initialize_deepspeed_inference(model)
+
+    @contextmanager
+    def _device_index(self) -> Iterator[None]:
+        self._indexed = True
+        try:
+            yield
+        finally:
+            self._indexed = False
+
+    def _unwrap(self) -> None:
+        """Makes a module that an engine held an ordinary one again, for the next engine or none."""
+        if self._engine is None or self.lightning_module is None:
+            return
+        module, engine = self.lightning_module, self._engine
+        self._engine = None
+        full = deepspeed_state.weights(engine, module, self.root_device, keep=True)
+        engine.destroy()
+        for owner_name, owner in module.named_modules():
+            owner._parameters = dict(owner._parameters)  # stage 3 puts one of its own there
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    value = full[f"{owner_name}.{name}" if owner_name else name]
+                    owner._parameters[name] = nn.Parameter(
+                        value.to(self.root_device), parameter.requires_grad
+                    )
+
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        agree_on_buffers(self.lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    # --------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights on rank 0; nothing where DeepSpeed writes its own. Collective."""
+        assert self.lightning_module is not None
+        agree_on_buffers(self.lightning_module)
+        if self.sharded_checkpoints:
+            return {}
+        if self._engine is None:
+            return self.lightning_module.state_dict()
+        return deepspeed_state.weights(
+            self._engine, self.lightning_module, self.root_device, keep=self.is_global_zero
+        )
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As `distdl.portable` describes, whole on rank 0. Collective."""
+        if self.sharded_checkpoints:
+            return {}
+        assert self.lightning_module is not None
+        return deepspeed_state.optimizer_state(
+            self._engine,
+            self.lightning_module,
+            self._names,
+            self.root_device,
+            keep=self.is_global_zero,
+        )
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self.sharded_checkpoints:
+            # Under a key of our own: DeepSpeed puts its things beside it.
+            rest = {k: v for k, v in checkpoint.items() if k not in formats.SHARDED}
+            folder = self.broadcast(str(filepath))
+            if self.is_global_zero:  # files of more ranks, from a save that was cut off
+                remove(Path(folder))
+            self.barrier()
+            self._engine.save_checkpoint(folder, "checkpoint", {deepspeed_folder.TRAINER: rest})
+        else:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        return formats.read(Path(checkpoint_path), weights_only=weights_only, mmap=True)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._unwrap()
+        assert self.lightning_module is not None
+        if any(hasattr(p, "ds_id") for p in self.lightning_module.parameters()):
+            # Made in `configure_model`, where Lightning has them partitioned at once.
+            self._restore_zero_state(checkpoint, strict=strict)
+        else:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        (state,) = checkpoint["optimizer_states"]
+        deepspeed_state.load_optimizer_state(
+            self._engine, self.lightning_module, self._names, state
+        )
+        if self._engine.bfloat16_enabled() or self._engine.fp16_enabled():
+            deepspeed_state.load_masters(
+                self._engine, self.lightning_module, checkpoint["state_dict"]
+            )
+
+
+class Precision(DeepSpeedPrecision):
+    """Lightning's, with autocast to bfloat16 instead of 16 bit weights where a device is set."""
+
+    autocasts_on: str | None = None
+
+    def convert_input(self, data: Any) -> Any:
+        return data if self.autocasts_on else super().convert_input(data)
+
+    def forward_context(self) -> Any:
+        # The engine does it by itself, for the same type; a validation may have no engine.
+        if self.autocasts_on is None:
+            return nullcontext()
+        return torch.autocast(self.autocasts_on, torch.bfloat16)
+
+    def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # Lightning has divided the loss by the number of accumulated batches already.
+        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+
+def use_cpu() -> None:
+    """Tells DeepSpeed that this process trains on the CPU, whatever GPUs the machine has."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())

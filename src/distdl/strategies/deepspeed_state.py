@@ -1,0 +1,197 @@
+"""ZeRO's flat partitions <-> whole tensors by parameter name.
+
+ZeRO flattens the parameters of a group, cuts the result into one partition per rank and gives the
+optimizer that flat tensor. So a parameter is, on each rank, a fragment of a flat tensor (or
+nothing), and its momentum is the same fragment of the flat momentum (Rajbhandari et al. 2020,
+"ZeRO", section 5; `deepspeed/runtime/zero/stage_1_and_2.py` and `stage3.py`).
+
+DeepSpeed's own `safe_get_full_optimizer_state` and `safe_set_...` are not used: before the first
+step there is no state to set, and in stage 3 they take slices past the end of a parameter that does
+not divide by the world size (0.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from distdl import cluster, portable
+from distdl.errors import UserError
+from distdl.strategies.sharing import on_host
+
+
+@dataclass
+class Fragment:
+    """This rank's part of one parameter; all of it lies in `flat`.
+
+    Args:
+        flat: The partition that holds it, 32 bit: what the optimizer steps. None: nothing is here.
+        at: Where it begins in `flat`.
+        start: Where it begins in the flattened parameter.
+        count: Elements.
+    """
+
+    flat: torch.Tensor | None = None
+    at: int = 0
+    start: int = 0
+    count: int = 0
+
+
+def is_sharded(engine: Any) -> bool:
+    """Whether ZeRO has flattened the parameters; stage 0 leaves a torch optimizer as it is."""
+    return not isinstance(engine.optimizer, Optimizer)
+
+
+def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
+    """Where this rank keeps its part of a trainable parameter.
+
+    Raises:
+        UserError: DeepSpeed keeps it in a way that is not known here.
+    """
+    zero = engine.optimizer
+    if hasattr(parameter, "ds_id"):
+        group, at, size = zero.grad_position[zero.get_param_id(parameter)]
+        if zero._swappable_optimizer_subgroup(group):
+            raise UserError(
+                "optimizer state on NVMe cannot be gathered into a file: checkpoint.sharded=true"
+            )
+        start = size * dist.get_rank()
+        # The last partitions of a parameter are padded.
+        count = max(0, min(size, parameter.ds_numel - start))  # type: ignore[attr-defined]
+        return Fragment(zero.fp32_partitioned_groups_flat[group], at, start, count)
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return Fragment()
+    flats = getattr(zero, "single_partition_of_fp32_groups", None)
+    if flats is None:
+        raise UserError(
+            f"DeepSpeed's {type(zero).__name__} cannot be gathered into a file: "
+            "checkpoint.sharded=true, or a ZeRO stage from 1 to 3"
+        )
+    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Fragment(flats[mapping.param_group_index], here.start, there.start, here.numel)
+
+
+def whole(
+    parameter: nn.Parameter, part: Fragment, flat: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """The whole tensor that `flat` holds this rank's part of. Collective."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+    if flat is not None and part.count:
+        full[part.start : part.start + part.count] = flat[part.at : part.at + part.count].to(device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(full)
+    return full.view(shape)
+
+
+def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) -> dict[str, Any]:
+    """The whole weights and buffers under the module's names, on ranks with `keep`. Collective."""
+    import deepspeed
+
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and value.requires_grad and is_sharded(engine):
+            part = fragment(engine, value)
+            full = whole(value, part, part.flat, device)
+        elif hasattr(value, "ds_id"):  # a frozen one of stage 3
+            with deepspeed.zero.GatheredParameters([value]):
+                full = value.detach().clone()
+        else:
+            full = value
+        found[name] = on_host(full) if keep else None
+    return found
+
+
+def optimizer_state(
+    engine: Any,
+    module: nn.Module,
+    names: Sequence[Sequence[str]],
+    device: torch.device,
+    keep: bool,
+) -> dict[str, Any]:
+    """The optimizer's state as `distdl.portable` describes, on ranks with `keep`. Collective.
+
+    Args:
+        engine: DeepSpeed's, which trains `module`.
+        names: Of the parameters, group by group, as they were before ZeRO flattened them.
+    """
+    if not is_sharded(engine):
+        return portable.name_state(engine.optimizer.state_dict(), names)
+    base: Optimizer = engine.optimizer.optimizer
+    own = dict(module.named_parameters())
+    state: dict[str, Any] = {}
+    for name in (name for group in names for name in group):
+        part = fragment(engine, own[name])
+        held = base.state.get(part.flat, {}) if part.flat is not None else {}
+        entry: dict[str, Any] = {}
+        for key, is_flat, value in kinds(held, part.flat):
+            full = whole(own[name], part, held.get(key), device) if is_flat else value
+            entry[key] = on_host(full)
+        if keep and entry:
+            state[name] = entry
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": list(own_names)}
+        for group, own_names in zip(base.param_groups, names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def kinds(held: Mapping[str, Any], flat: torch.Tensor | None) -> Iterator[tuple[str, bool, Any]]:
+    """Each key of an optimizer's state, whether it has an element per weight, and else its value.
+
+    The same on every rank, also on one that holds nothing of the parameter. Collective.
+    """
+    mine = []
+    for key, value in held.items():
+        is_flat = isinstance(value, torch.Tensor) and flat is not None and value.shape == flat.shape
+        mine.append((key, is_flat, None if is_flat else on_host(value)))
+    yield from max(cluster.gather(mine), key=len)
+
+
+def load_optimizer_state(
+    engine: Any, module: nn.Module, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> None:
+    """Puts a portable (or position-keyed) state into ZeRO's partitions.
+
+    Raises:
+        ValueError: The state does not fit the optimizer.
+    """
+    named = portable.name_state(state, names)
+    indexed = portable.index_state(named, names)  # refuses what lacks a parameter
+    if not is_sharded(engine):
+        engine.optimizer.load_state_dict(indexed)
+        return
+    base: Optimizer = engine.optimizer.optimizer
+    for group, given in zip(base.param_groups, indexed["param_groups"], strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+    own = dict(module.named_parameters())
+    for name in (name for group in names for name in group):
+        part, given = fragment(engine, own[name]), named["state"].get(name, {})
+        if part.flat is None:
+            continue
+        held = base.state[part.flat]
+        for key, value in given.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                held[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            flat = held.setdefault(key, torch.zeros_like(part.flat))
+            piece = value.reshape(-1)[part.start : part.start + part.count]
+            flat[part.at : part.at + part.count] = piece.to(flat.device)
+
+
+def load_masters(engine: Any, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Sets the 32 bit masters of weights that the engine trains in fewer bits."""
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad or name not in weights or not is_sharded(engine):
+            continue
+        part = fragment(engine, parameter)
+        if part.flat is not None:
+            piece = weights[name].reshape(-1)[part.start : part.start + part.count]
+            part.flat.data[part.at : part.at + part.count] = piece.to(part.flat)

@@ -1,0 +1,271 @@
+"""Fully sharded data parallel, FSDP2: every rank holds a slice of each weight.
+
+`torch.distributed.fsdp.fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
+per block of the model, under an ordinary LightningModule: nothing has to be written for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from distdl import cluster, formats, portable
+from distdl.errors import Problem, UserError
+from distdl.strategies.sharing import agree_on_buffers, check_keys, lay_out_plainly, on_host
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
+
+
+class FSDPStrategy(ModelParallelStrategy):
+    """Shards weights, gradients and optimizer state over all ranks.
+
+    Blocks are what the module states by `pipeline_blocks()`, else submodules found by their size.
+    What belongs to no block is sharded as one more unit, with the module itself. In mixed precision
+    (`trainer.precision=bf16-mixed`, autocast) weights travel in 32 bits.
+
+    Args:
+        min_parameters: A block of fewer parameters is no unit of its own: a collective of less than
+            a few MB is all latency.
+        reshard_after_forward: Free a block's weights after its forward and gather them again for
+            the backward (as ZeRO-3); False keeps them in between (as ZeRO-2).
+        offload: Keep slices and optimizer state in host memory between the steps.
+    """
+
+    sharded_checkpoints = False  # `checkpoint.sharded`
+
+    def __init__(
+        self,
+        min_parameters: int = 1_000_000,
+        reshard_after_forward: bool = True,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(save_distributed_checkpoint=False)
+        self.min_parameters, self.reshard_after_forward = min_parameters, reshard_after_forward
+        self.offload = offload
+
+    @staticmethod
+    def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the strategy node; paths are relative to it."""
+        if node.get("min_parameters", 1) < 1:
+            yield Problem("min_parameters", "is below 1", "strategy.min_parameters=1000000")
+        if context["accelerator"] == "mps":
+            yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
+        precision = context["config"]["trainer"].get("precision")
+        if precision not in PRECISIONS:
+            what = f"does not train with trainer.precision={precision}"
+            yield Problem("", what, "trainer.precision=bf16-mixed, or 32-true")
+
+    # ------------------------------------------------------------------------------- set-up
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # weights are read into the whole module, which is then sharded
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def _get_process_group_backend(self) -> str:
+        return cluster.backend(self.root_device.type)  # what a world of one opens for itself
+
+    def setup_environment(self) -> None:
+        assert self.cluster_environment is not None
+        self._data_parallel_size = self.cluster_environment.world_size()
+        self._tensor_parallel_size = 1
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        module: nn.Module = self.lightning_module
+        if not isinstance(module, FSDPModule):
+            if fits and self._layer_sync:
+                module = self._layer_sync.apply(module)
+            self._shard(self.precision_plugin.convert_module(module))
+        self._reshard()
+        self.model = self.lightning_module
+        if not self.offload:
+            self.model_to_device()
+        self.barrier()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits and not self.offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: nn.Module) -> None:
+        # Every rank has built the same whole module and keeps its slices: nothing is sent.
+        policy = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+        mesh = self.device_mesh["data_parallel"]
+        lay_out_plainly(module)
+        for unit in [*units(module, self.min_parameters), module]:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                # The outermost is wanted again at once, for the backward.
+                reshard_after_forward=self.reshard_after_forward and unit is not module,
+                offload_policy=policy,
+            )
+        for step in STEPS:  # Lightning calls these and not `forward`
+            register_fsdp_forward_method(module, step)
+
+    def _reshard(self) -> None:
+        """Puts slices into the place of weights that a forward without a backward has gathered."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        agree_on_buffers(self.lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    # --------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full weights on rank 0; slices everywhere for a sharded checkpoint. Collective."""
+        assert self.lightning_module is not None
+        agree_on_buffers(self.lightning_module)
+        self._reshard()
+        return self._outgoing(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As `distdl.portable` describes; full on rank 0, or slices. Collective."""
+        assert self.lightning_module is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self._reshard()
+        named = portable.to_names(optimizer.state_dict(), optimizer, self.lightning_module)
+        return {**named, "state": {k: self._outgoing(v) for k, v in named["state"].items()}}
+
+    def _outgoing(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        if self.sharded_checkpoints:
+            return dict(values)
+        # One tensor is whole at a time; ranks that write nothing drop it at once.
+        whole = (
+            (key, value.full_tensor() if isinstance(value, DTensor) else value)
+            for key, value in values.items()
+        )
+        return {key: on_host(value) if self.is_global_zero else None for key, value in whole}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self.sharded_checkpoints:
+            path = Path(self.broadcast(str(filepath)))
+            formats.write_sharded(checkpoint, path, write_rest=self.is_global_zero)
+        else:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        # Mapped, not read: each rank touches the pages of its own slices.
+        return formats.read(Path(checkpoint_path), weights_only=weights_only, mmap=True)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not isinstance(module, FSDPModule):
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        self._reshard()
+        own, given = module.state_dict(), checkpoint["state_dict"]
+        check_keys(own, given, strict)
+        with torch.no_grad():
+            for name in own.keys() & given.keys():
+                own[name].copy_(sliced_like(given[name], own[name]))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        self._reshard()
+        for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
+            # By name first: what is by position was written for the same groups, unsharded.
+            named = portable.to_names(state, optimizer, self.lightning_module)
+            indexed = portable.to_indices(named, optimizer, self.lightning_module)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            indexed["state"] = {
+                index: {key: sliced_like(value, parameters[index]) for key, value in entry.items()}
+                for index, entry in indexed["state"].items()
+            }
+            optimizer.load_state_dict(indexed)
+        if not self.offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def sliced_like(full: Any, parameter: torch.Tensor) -> Any:
+    """This rank's slice of a full tensor, as `parameter` is sliced, without communication.
+
+    What has another shape (the step of Adam) belongs to every rank and stays as it is.
+    """
+    if not isinstance(full, torch.Tensor) or not isinstance(parameter, DTensor):
+        return full
+    if full.shape != parameter.shape:
+        return full
+    full = full.to(parameter.device)
+    # A copy, or the slice would keep the whole tensor alive.
+    return distribute_tensor(
+        full, parameter.device_mesh, parameter.placements, src_data_rank=None
+    ).clone()
+
+
+def units(module: nn.Module, minimum: int) -> list[nn.Module]:
+    """The submodules to shard on their own, inner ones first.
+
+    Args:
+        module: The whole; it is none of them.
+        minimum: Parameters that a unit has, those of units inside it not counted.
+
+    Returns:
+        Its stated blocks (`pipeline_blocks()`: names and modules), or submodules found from the
+        inside out: one that holds `minimum` parameters which no unit inside it has. None of them
+        shares a parameter with the outside.
+    """
+    times = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    taken: set[int] = set()
+    found: list[nn.Module] = []
+
+    def consider(candidate: nn.Module) -> None:
+        inside = Counter(id(p) for m in candidate.modules() for p in m.parameters(recurse=False))
+        shared = any(times[key] != count for key, count in inside.items())
+        free = {id(p): p.numel() for p in candidate.parameters() if id(p) not in taken}
+        if sum(free.values()) >= minimum and not shared:
+            found.append(candidate)
+            taken.update(free)
+
+    stated = getattr(module, "pipeline_blocks", None)
+    if stated is not None:
+        with suppress(UserError):  # it is no chain of blocks
+            for _, block in stated():
+                consider(block)
+            return found
+    containers = (nn.ModuleList, nn.ModuleDict)  # they have no forward to gather weights for
+
+    def walk(parent: nn.Module) -> None:
+        for child in parent.children():
+            walk(child)
+            if not isinstance(child, containers):
+                consider(child)
+
+    walk(module)
+    return found

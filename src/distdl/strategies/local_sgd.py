@@ -1,0 +1,175 @@
+"""Local SGD and DiLoCo: many steps alone, then one step together.
+
+Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD" (https://arxiv.org/abs/1808.07217,
+algorithm 1), and Douillard et al. 2023, "DiLoCo" (https://arxiv.org/abs/2311.08105, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from torch import nn
+
+from distdl.errors import Problem
+from distdl.strategies.drifting import DriftingStrategy
+from distdl.traffic import in_words
+
+log = logging.getLogger(__name__)
+
+KEY = "local_sgd"  # in a checkpoint
+
+
+class LocalSGDStrategy(DriftingStrategy):
+    """Ranks train by themselves and meet every `sync_every` optimizer steps.
+
+    They also meet before a validation and before a checkpoint is written, whatever the step.
+
+    Args:
+        sync_every: Optimizer steps from one meeting to the next (H in both papers).
+        outer: "average": all ranks go on from the mean of their weights. "nesterov" (DiLoCo): the
+            way from the last meeting to that mean is taken for a gradient, and an outer SGD with
+            Nesterov momentum takes a step along it. It keeps two copies of the weights more.
+        outer_lr: Of the outer step.
+        outer_momentum: Of the outer step. Both defaults are DiLoCo's (section 3.1).
+    """
+
+    def __init__(
+        self,
+        sync_every: int = 32,
+        outer: Literal["average", "nesterov"] = "average",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+    ) -> None:
+        super().__init__()
+        self.sync_every, self.outer = sync_every, outer
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self._outer: torch.optim.SGD | None = None
+        self._last: dict[str, nn.Parameter] = {}  # weights at the last meeting
+        self._momentum: Mapping[str, torch.Tensor] = {}  # from a checkpoint
+        self._steps = self._first_step = self.meetings = 0
+
+    @staticmethod
+    def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the arguments; paths are relative to the strategy node."""
+        if config.get("sync_every", 32) < 1:
+            yield Problem("sync_every", "must be 1 or more", "strategy.sync_every=32")
+        outer = config.get("outer", "average")
+        if outer not in ("average", "nesterov"):
+            remedy = "strategy.outer=average or strategy.outer=nesterov"
+            yield Problem("outer", f"is {outer!r}", remedy)
+        defaults = {"outer_lr": 0.7, "outer_momentum": 0.9}
+        for name, default in defaults.items():
+            if outer == "average" and config.get(name, default) != default:
+                remedy = f"strategy.outer=nesterov, or leave strategy.{name} out"
+                yield Problem(name, "has no effect with strategy.outer=average", remedy)
+        if config.get("outer_lr", 0.7) <= 0:
+            yield Problem("outer_lr", "must be more than 0", "strategy.outer_lr=0.7")
+        if not 0 < config.get("outer_momentum", 0.9) < 1:
+            what = "must be more than 0 and less than 1"
+            yield Problem("outer_momentum", what, "strategy.outer_momentum=0.9")
+        trainer = (context.get("config") or {}).get("trainer") or {}
+        if trainer.get("sync_batchnorm"):
+            what = "trainer.sync_batchnorm would send at every step what local_sgd saves"
+            yield Problem("", what, "trainer.sync_batchnorm=false")
+        if trainer.get("precision") in (16, "16", "16-mixed"):
+            what = "each rank would scale its loss in its own way, and a checkpoint keeps one"
+            yield Problem("", what, "trainer.precision=bf16-mixed")
+
+    # --------------------------------------------------------------------------------- set-up
+
+    def configure_ddp(self) -> None:
+        """No DistributedDataParallel: ranks only begin with the same weights."""
+        assert self.model is not None
+        if self.world_size == 1:
+            log.warning("strategy=local_sgd: one device has nobody to meet")
+        _sync_module_states(self.model)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self._steps = int(checkpoint.get("global_step", 0))
+        self._momentum = (checkpoint.get(KEY) or {}).get("momentum", {})
+
+    def on_train_start(self) -> None:
+        """Now the weights are those of the last meeting: fresh ones, or a checkpoint's."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._first_step = self._steps
+        if self.outer != "nesterov":
+            return
+        trained = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        self._last = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
+        self._outer = torch.optim.SGD(
+            self._last.values(), self.outer_lr, momentum=self.outer_momentum, nesterov=True
+        )
+        for name, value in self._momentum.items():
+            if name in self._last:
+                own = self._last[name]
+                self._outer.state[own] = {"momentum_buffer": value.to(own.device, own.dtype)}
+        self._momentum = {}
+
+    # ------------------------------------------------------------------------------- training
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._steps += 1
+        self.drifted()
+        # With several optimizers each of them takes its step.
+        if self._steps % (self.sync_every * len(self.optimizers)) == 0:
+            self.meet()
+        return output
+
+    def drifted(self) -> None:
+        super().drifted()
+        # An outer step has a point also for one rank (a Lookahead optimizer, as DiLoCo says).
+        self._apart = self._apart or self.outer == "nesterov"
+
+    def meet(self) -> None:
+        super().meet()
+        self.meetings += 1
+        if self._outer is not None:
+            self._outer_step()
+
+    @torch.no_grad()
+    def _outer_step(self) -> None:
+        assert self._outer is not None and self.lightning_module is not None
+        for name, mean in self.lightning_module.named_parameters():
+            if name in self._last:
+                self._last[name].grad = self._last[name] - mean
+        self._outer.step()
+        self._outer.zero_grad()
+        for name, parameter in self.lightning_module.named_parameters():
+            if name in self._last:
+                parameter.copy_(self._last[name])
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
+    ) -> None:
+        """Adds the outer momentum, by parameter name; other strategies do not look at it."""
+        if self._outer is not None:
+            states = ((name, self._outer.state.get(p, {})) for name, p in self._last.items())
+            momentum = {n: s["momentum_buffer"] for n, s in states if "momentum_buffer" in s}
+            checkpoint = {**checkpoint, KEY: {"momentum": momentum}}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self.lightning_module is not None
+        steps = self._steps - self._first_step
+        if self.world_size == 1 or not steps:
+            return
+        trained = (p for p in self.lightning_module.parameters() if p.requires_grad)
+        gradients = sum(p.numel() * p.element_size() for p in trained)
+        log.info(
+            "local_sgd: %d meetings in %d steps, those before validations and checkpoints "
+            "included; a rank handed over %s per step, with DDP %s (%.1f times as much)",
+            self.meetings,
+            steps,
+            in_words(self.bytes_met / steps),
+            in_words(gradients),
+            gradients * steps / max(1, self.bytes_met),
+        )

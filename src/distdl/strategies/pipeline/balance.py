@@ -1,0 +1,132 @@
+"""Where the chain of blocks is cut, and how much of the time the devices then idle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from distdl.errors import Problem, UserError
+from distdl.suggest import closest
+
+# How much of the time in which one micro-batch fills the pipeline is idle time, per schedule, with
+# one piece per device. Interleaving v pieces divides it by v (Narayanan et al. 2021, "Efficient
+# Large-Scale Language Model Training", arXiv 2104.04473, section 2.2). Zero bubble: the schedule
+# H1 of Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 2.2), with
+# forward, input and weight gradient of equal length.
+FILLING = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
+
+
+def partition(costs: Sequence[float], pieces: int) -> list[int]:
+    """Cuts a chain so that the dearest piece is as cheap as it can be.
+
+    Args:
+        costs: Of each block, in order; any unit.
+        pieces: How many, each of at least one block.
+
+    Returns:
+        `pieces + 1` bounds: piece i has the blocks from bounds[i] to bounds[i + 1].
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    count = len(costs)
+    assert 1 <= pieces <= count
+    # best[j]: the dearest piece of the best cut of the first j blocks into k pieces.
+    best = [0.0, *[math.inf] * count]
+    cuts: list[list[int]] = []
+    for k in range(1, pieces + 1):
+        row, chosen = [math.inf] * (count + 1), [0] * (count + 1)
+        for j in range(k, count + 1):
+            options = ((max(best[i], total[j] - total[i]), i) for i in range(k - 1, j))
+            row[j], chosen[j] = min(options)
+        best = row
+        cuts.append(chosen)
+    bounds = [count]
+    for chosen in reversed(cuts):
+        bounds.append(chosen[bounds[-1]])
+    return bounds[::-1]
+
+
+def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> list[int]:
+    """Moves the cuts, a block at a time, as long as the slowest device gets faster by it.
+
+    With several pieces per device the cheapest dearest piece is only a start: what counts is the
+    sum of a device's pieces, the pieces i, i + devices, i + 2 * devices and so on.
+
+    Args:
+        costs: Of each block.
+        bounds: Of the pieces, as `partition` gives them.
+    """
+
+    def loads(cuts: Sequence[int]) -> list[float]:
+        pieces = [sum(costs[start:end]) for start, end in itertools.pairwise(cuts)]
+        return sorted((sum(pieces[d::devices]) for d in range(devices)), reverse=True)
+
+    best = list(bounds)
+    while True:
+        # One cut, or two of them at once: moving a middle piece needs both.
+        moved = [list(best)]
+        for first in range(1, len(best) - 1):
+            for second in range(first, len(best) - 1):
+                for a, b in itertools.product((-1, 0, 1), repeat=2):
+                    cuts = list(best)
+                    cuts[first] += a
+                    cuts[second] += b if second != first else 0
+                    if all(low < high for low, high in itertools.pairwise(cuts)):
+                        moved.append(cuts)
+        found = min(moved, key=loads)
+        if loads(found) >= loads(best):
+            return best
+        best = found
+
+
+def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int]:
+    """Bounds from the names of the blocks at which a new piece begins.
+
+    Args:
+        names: Of all blocks, in order.
+        starts: Of the blocks that begin the second piece, the third and so on.
+        pieces: How many there must be.
+
+    Raises:
+        UserError: A name is unknown, they are out of order, or their number is wrong.
+    """
+    path = "strategy.balance"
+    for name in starts:
+        if name not in names:
+            near = closest(str(name), list(names))
+            raise UserError(
+                Problem(path, f"the model has no block {name!r}", f"did you mean {near}?")
+                if near
+                else Problem(path, f"the model has no block {name!r}", f"one of {', '.join(names)}")
+            )
+    bounds = [0, *(names.index(name) for name in starts), len(names)]
+    if sorted(set(bounds)) != bounds:
+        raise UserError(
+            Problem(path, "the blocks are not in the model's order, or one begins the first stage")
+        )
+    if len(starts) != pieces - 1:
+        raise UserError(
+            Problem(
+                path,
+                f"names {len(starts)} blocks, and {pieces} pieces have {pieces - 1} beginnings "
+                "after the first",
+                "name the first block of each piece but the first",
+            )
+        )
+    return bounds
+
+
+def bubble(schedule: str, stages: Sequence[float], pieces: int, micro_batches: int) -> float:
+    """The predicted share of the time (0 to 1) in which a device waits for another.
+
+    Args:
+        schedule: A key of FILLING.
+        stages: What one micro-batch costs on each device; any unit.
+        pieces: Into which a device's share of the model is cut.
+        micro_batches: Per step.
+    """
+    slowest, work = max(stages), sum(stages)
+    duration = micro_batches * slowest + FILLING[schedule] / pieces * (work - slowest)
+    return 1 - micro_batches * work / (len(stages) * duration)

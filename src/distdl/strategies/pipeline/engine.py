@@ -1,0 +1,243 @@
+"""Runs micro-batches through the stages, by the schedules of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils._pytree import tree_map
+
+from distdl.errors import Problem, UserError
+from distdl.strategies.pipeline.place import Place
+from distdl.strategies.pipeline.probe import Edge
+from distdl.strategies.pipeline.splitting import Block
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
+SEVERAL = {
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+class Piece(nn.Module):
+    """Consecutive blocks of a model, as a pipeline calls them.
+
+    Between the ranks tensors travel contiguous, which every version of torch and every back end
+    agrees on: where the blocks give channels_last, as [B, H, W, C].
+
+    Args:
+        blocks: Applied in order.
+        entering: What comes from another piece; None: this is the first.
+        leaving: What goes to another piece; None: this is the last.
+        context: In which forward runs (autocast). Backward runs outside, as Lightning's does.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        entering: Edge | None,
+        leaving: Edge | None,
+        context: Context,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(module for block in blocks for module in block.modules))
+        # What has no name in the model does not hear its train() and eval().
+        self.unnamed = [m for block in blocks for name, m in block.parts if name is None]
+        self.entering, self.leaving, self.context = entering, leaving, context
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(torch.Tensor.contiguous)  # its gradient travels back
+        if self.entering is not None:
+            x = from_wire(x, self.entering)
+        with self.context():
+            x = self.blocks(x)
+        return x if self.leaving is None else to_wire(x, self.leaving)
+
+
+def to_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
+    if edge.channels_last:
+        x = x.permute(0, 2, 3, 1)
+    # torch detaches what was sent in place, and that no view allows.
+    if x._is_view() or not x.is_contiguous():
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def from_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
+    return x.permute(0, 3, 1, 2) if edge.channels_last else x
+
+
+class Stage(PipelineStage):
+    """torch's stage, which also says when its gradients are complete."""
+
+    done: Callable[[int], None] | None = None
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_one_chunk(*args, **kwargs)
+        if kwargs.get("last_backward") and self.done is not None:
+            self.done(self.stage_index)
+        return result
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        if kwargs.get("last_backward") and self.done is not None:
+            self.done(self.stage_index)
+        return result
+
+
+@dataclass
+class Engine:
+    """One rank's pieces, and the schedules that run them together with those of the other ranks.
+
+    Args:
+        place: Which stage this rank is.
+        group: The ranks of its pipeline.
+        device: Where its pieces are.
+        pieces: By number; piece i of n is on stage `i % place.stages`.
+        shapes: Every piece of the model on `meta`, to learn sizes from.
+        edges: Before each piece, and behind the last.
+        schedule: gpipe, 1f1b, interleaved or zero_bubble.
+        micro_batches: Into which a batch is cut.
+        loss: (output, target) of one micro-batch to its loss; with the divisor applied.
+        done: Told the number of a piece whose gradients are complete.
+    """
+
+    place: Place
+    group: dist.ProcessGroup
+    device: torch.device
+    pieces: Mapping[int, Piece]
+    shapes: Sequence[nn.Module]
+    edges: Sequence[Edge]
+    schedule: str
+    micro_batches: int
+    loss: Callable[[torch.Tensor, Any], torch.Tensor]
+    done: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._schedules: dict[Any, Any] = {}
+        self._targets: list[Any] = []
+
+    def train(self, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are added to those that are there.
+
+        Args:
+            inputs: [B, ...]; on other stages than the first only its sizes are looked at.
+            targets: Tensors with B rows, in any structure; used by the last stage.
+
+        Returns:
+            The model's outputs [B, ...], on every rank.
+
+        Raises:
+            UserError: B is not a multiple of the micro-batches.
+        """
+        rows = len(inputs)
+        if rows % self.micro_batches:
+            raise UserError(
+                Problem(
+                    "strategy.micro_batches",
+                    f"a batch of {rows} does not divide into {self.micro_batches} micro-batches",
+                    "choose a batch size that does, and drop_last=True for the last one",
+                )
+            )
+        schedule, sizes = self._prepared(inputs, training=True)
+        self._follow(True)
+        keywords = {}
+        if self.place.last:
+            size = rows // self.micro_batches
+            self._targets = [
+                tree_map(lambda t, i=i: t[i * size : (i + 1) * size], targets)
+                for i in range(self.micro_batches)
+            ]
+            # torch cuts targets only if they are one tensor: it gets their numbers instead.
+            keywords["target"] = torch.arange(self.micro_batches)
+        out = schedule.step(*self._entering(inputs), **keywords)
+        self._targets = []
+        return self._shared(out, (rows, *sizes))
+
+    def evaluate(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Forward alone, of any number of rows; arguments and result as in `train`."""
+        rows = len(inputs)
+        missing = -rows % self.micro_batches
+        if missing:
+            inputs = torch.cat((inputs, inputs[-1:].expand(missing, *inputs.shape[1:])))
+        schedule, sizes = self._prepared(inputs, training=False)
+        self._follow(False)
+        out = schedule.eval(*self._entering(inputs))
+        return self._shared(out, (len(inputs), *sizes))[:rows]
+
+    def _entering(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (inputs.detach(),) if self.place.first else ()
+
+    def _follow(self, training: bool) -> None:
+        for piece in self.pieces.values():
+            for module in piece.unnamed:
+                module.train(training)
+
+    def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.loss(output, self._targets[int(number)])
+
+    def _shared(self, out: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
+        """The last stage's outputs, on every rank of the pipeline."""
+        if out is None:
+            out = torch.empty(*sizes, dtype=self.edges[-1].torch_dtype, device=self.device)
+        out = out.detach().contiguous()
+        dist.broadcast(out, group=self.group, group_src=self.place.stages - 1)
+        return out
+
+    def _prepared(self, inputs: torch.Tensor, training: bool) -> tuple[Any, tuple[int, ...]]:
+        """A schedule for inputs of these sizes, and the sizes of an output row."""
+        key = (tuple(inputs.shape), training)
+        if key not in self._schedules:
+            flows = self._flows(inputs)
+            stages: list[Any] = []
+            for number, piece in self.pieces.items():
+                entering, leaving = flows[number], flows[number + 1]
+                # torch wants to know of each tensor whether a gradient comes back for it.
+                stages.append(
+                    stage := Stage(
+                        piece,
+                        number,
+                        len(self.shapes),
+                        self.device,
+                        input_args=entering.requires_grad_(training and number > 0),
+                        output_args=leaving.requires_grad_(training),
+                        group=self.group,
+                    )
+                )
+                stage.done = self.done if training else None
+            loss = self._loss if training else None
+            if len(stages) == 1:
+                kind: Any = SINGLE[self.schedule if training else "gpipe"]
+            else:
+                kind = SEVERAL[self.schedule if training else "interleaved"]
+            run = stages if len(stages) > 1 else stages[0]
+            made = kind(run, self.micro_batches, loss_fn=loss, scale_grads=False)
+            self._schedules[key] = made, tuple(flows[-1].shape[1:])
+        return self._schedules[key]
+
+    def _flows(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """What passes before each piece and behind the last for one micro-batch, on `meta`."""
+        rows = len(inputs) // self.micro_batches
+        x = torch.empty(rows, *inputs.shape[1:], device="meta")
+        flows = []
+        with torch.no_grad():
+            for piece, edge in zip(self.shapes, self.edges, strict=False):
+                flows.append(_on_wire(x, edge))
+                dtype = next((p.dtype for p in piece.parameters()), x.dtype)
+                x = piece(x.to(dtype))
+        last = self.edges[-1]
+        return [*flows, torch.empty(x.shape, dtype=last.torch_dtype, device="meta")]
+
+
+def _on_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
+    shape = x.permute(0, 2, 3, 1).shape if edge.channels_last else x.shape
+    return torch.empty(shape, dtype=edge.torch_dtype, device="meta")

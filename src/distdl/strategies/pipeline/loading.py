@@ -1,0 +1,83 @@
+"""Only the first stage loads: the others get what is left of a batch without its images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import move_data_to_device
+from torch.utils._pytree import tree_map
+
+from distdl.strategies.pipeline.place import Place
+
+
+class FirstStageLoader:
+    """A loader that is iterated on the first stage alone, with its worker processes.
+
+    The inputs of a batch reach the other stages as tensors on `meta`: their sizes and type, without
+    data. Labels, weights and whatever else there is come along.
+
+    Args:
+        loader: Any iterable.
+        place: Which stage this rank is.
+        group: The ranks of its pipeline.
+        key: Which part of a batch holds the inputs: a key of a dict, the position in a tuple.
+    """
+
+    def __init__(self, loader: Any, place: Place, group: dist.ProcessGroup, key: Any) -> None:
+        self.loader, self._place, self._group, self._key = loader, place, group, key
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._place.first:
+            for batch in self.loader:
+                self._share((without_inputs(batch, self._key),))
+                yield batch
+            self._share(())
+            return
+        while received := self._share(None):
+            yield received[0]
+
+    def _share(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, group=self._group, group_src=0, device=torch.device("cpu"))
+        return box[0]
+
+
+def without_inputs(batch: Any, key: Any) -> Any:
+    """A batch whose inputs are on `meta`; one that has no such part stays as it is."""
+    if isinstance(batch, Mapping) and (key in batch or (key is None and "image" in batch)):
+        key = "image" if key is None else key
+        return {**batch, key: tree_map(_empty, batch[key])}
+    if isinstance(batch, (list, tuple)) and isinstance(key or 0, int):
+        parts = [tree_map(_empty, p) if i == (key or 0) else p for i, p in enumerate(batch)]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _empty(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def to_device(
+    module: LightningModule, batch: Any, device: torch.device, dataloader_idx: int
+) -> Any:
+    """Lightning's three hooks of a batch's way to the device; what is on `meta` stays there."""
+    batch = module._call_batch_hook("on_before_batch_transfer", batch, dataloader_idx)
+
+    def move(value: Any) -> Any:
+        on_meta = isinstance(value, torch.Tensor) and value.is_meta
+        return value if on_meta else move_data_to_device(value, device)
+
+    batch = tree_map(move, batch)
+    return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)

@@ -1,0 +1,177 @@
+"""What flows between the blocks, and how long each of them takes: measured before the split."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from distdl.errors import Problem, UserError
+from distdl.strategies.pipeline.splitting import Block
+
+REPEATS = 3  # timed passes through a block; the median counts
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What passes between two blocks, apart from its sizes.
+
+    Args:
+        dtype: As a string, "bfloat16": it travels between the ranks.
+        channels_last: 4-D with the channels innermost.
+    """
+
+    dtype: str
+    channels_last: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Edge:
+        last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        return cls(str(x.dtype).removeprefix("torch."), last and not x.is_contiguous())
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+def first_of(loaders: Any) -> Any:
+    """The first of what a `*_dataloader()` returned."""
+    if isinstance(loaders, CombinedLoader):
+        loaders = loaders.iterables
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return first_of(loaders[0]) if isinstance(loaders, (list, tuple)) else loaders
+
+
+def first_sample(loader: Any) -> Any:
+    """A batch of one sample, from the front of a loader, without its worker processes."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return next(iter(loader))
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.collate_fn([next(iter(loader.dataset))])
+    key = next(iter(loader.batch_sampler))[0]
+    return loader.collate_fn([loader.dataset[key]])
+
+
+def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.Tensor) -> None:
+    """Runs one sample through `forward` and through the blocks, on the CPU.
+
+    Args:
+        inputs: At least one sample, on any device.
+
+    Raises:
+        UserError: They differ: the blocks that the module states are not what forward does.
+    """
+    x = inputs[:1].detach().cpu()
+    parameter = next(module.parameters())
+    if x.is_floating_point():
+        x = x.to(parameter.dtype)
+    with torch.no_grad(), _evaluating(module, blocks):
+        expected, found = module(x), x
+        for block in blocks:
+            for part in block.modules:
+                found = part(found)
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        raise UserError(Problem("strategy", "the model's forward must return one tensor"))
+    if expected.shape != found.shape or not torch.allclose(expected, found, rtol=1e-3, atol=1e-5):
+        raise UserError(
+            Problem(
+                "strategy",
+                "the blocks that pipeline_blocks() states give another result than forward",
+                "it must return everything that forward applies, in that order",
+            )
+        )
+
+
+@contextmanager
+def _evaluating(module: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
+    unnamed = [part for block in blocks for name, part in block.parts if name is None]
+    before = {m: m.training for top in (module, *unnamed) for m in top.modules()}
+    try:
+        for top in (module, *unnamed):
+            top.eval()
+        yield
+    finally:
+        for each, training in before.items():
+            each.training = training
+
+
+def run_through(
+    blocks: Sequence[Block],
+    inputs: torch.Tensor,
+    *,
+    rows: int,
+    convert: Callable[[nn.Module], nn.Module],
+    context: Callable[[], AbstractContextManager[Any]],
+    measured: bool,
+) -> tuple[list[Edge], list[float] | None]:
+    """One micro-batch through copies of the blocks, one block after the other.
+
+    Neither weights nor running statistics nor the generators change.
+
+    Args:
+        inputs: At least one sample, on the device.
+        rows: Of a micro-batch.
+        convert: Puts a module into the precision of the run.
+        context: In which forward runs (autocast).
+        measured: Time each block, forward and backward; else one row, forward only.
+
+    Returns:
+        The edge before each block and behind the last, and seconds per block or None.
+    """
+    device = inputs.device
+    x = inputs[:1].detach()
+    if measured:
+        x = torch.cat([x] * rows)
+    edges, costs = [], []
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        for number, block in enumerate(blocks):
+            edges.append(Edge.of(x))
+            copied = convert(nn.Sequential(*(copy.deepcopy(m) for m in block.modules)))
+            copied.to(device).train(measured)  # one row is too few for a batch norm to train on
+            if measured:
+                costs.append(_seconds(copied, x, context, first=number == 0))
+            with torch.no_grad(), context():
+                x = copied(x).detach()
+            del copied
+    edges.append(Edge.of(x))
+    return edges, costs if measured else None
+
+
+def _seconds(
+    block: nn.Module,
+    x: torch.Tensor,
+    context: Callable[[], AbstractContextManager[Any]],
+    first: bool,
+) -> float:
+    """Forward and backward of one micro-batch; the first block needs no gradient of its input."""
+    taken = []
+    trained = any(p.requires_grad for p in block.parameters())
+    with torch.inference_mode(False), torch.enable_grad():
+        for _ in range(REPEATS + 1):
+            entering = x.detach().clone().requires_grad_(not first)
+            _synchronize(x.device)
+            started = time.perf_counter()
+            with context():
+                out = block(entering)
+            if trained or not first:
+                out.backward(torch.ones_like(out))
+            _synchronize(x.device)
+            taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])  # the first one warms up
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,113 @@
+"""Averages gradients over the replicas of a stage while its backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn import Parameter
+
+
+class GradientReducer:
+    """What DistributedDataParallel does for a whole model, for the pieces of one stage.
+
+    Gradients are complete after the backward of the last micro-batch. As that one goes through the
+    blocks, each bucket is all-reduced as soon as its last gradient is there, always in the same
+    order on all replicas (Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704, section 3.2.3).
+
+    Args:
+        pieces: The parameters of each piece of this stage, in the model's order.
+        group: The replicas.
+        micro_batches: Backward passes per step.
+        bucket_mb: Size of a bucket in MiB, as DDP's `bucket_cap_mb`.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Iterable[Parameter]],
+        group: dist.ProcessGroup,
+        micro_batches: int,
+        bucket_mb: float,
+    ) -> None:
+        self.group, self.replicas = group, dist.get_world_size(group)
+        self.micro_batches = micro_batches
+        self.pieces = [[p for p in piece if p.requires_grad] for piece in pieces]
+        # The last piece, and in it the last block, has its gradients first.
+        order = [p for piece in reversed(self.pieces) for p in reversed(piece)]
+        self.buckets = list(_buckets(order, bucket_mb * 2**20))
+        self._active = False
+        self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in order]
+
+    def begin(self, reduce: bool) -> None:
+        """Before a step.
+
+        Args:
+            reduce: Whether its gradients are the last that the optimizer step waits for.
+        """
+        self._active = reduce and self.replicas > 1
+        self._counts = {p: 0 for bucket in self.buckets for p in bucket}
+        self._ready: set[Parameter] = set()
+        self._launched: list[tuple[list[Parameter], torch.Tensor, dist.Work | None]] = []
+
+    def _accumulated(self, parameter: Parameter) -> None:
+        if self._active:
+            self._counts[parameter] += 1
+            if self._counts[parameter] == self.micro_batches:
+                self._ready.add(parameter)
+                self._launch()
+
+    def piece_done(self, piece: int) -> None:
+        """A piece has all its gradients. Zero bubble sets them without autograd's hooks."""
+        if self._active:
+            self._ready.update(self.pieces[piece])
+            self._launch()
+
+    def _launch(self) -> None:
+        while len(self._launched) < len(self.buckets):
+            bucket = self.buckets[len(self._launched)]
+            if not self._ready.issuperset(bucket):
+                return
+            for p in bucket:
+                if p.grad is None:  # not used in this step, as it may be in another replica's
+                    p.grad = torch.zeros_like(p)
+            gradients = [p.grad for p in bucket if p.grad is not None]
+            flat = _flatten_dense_tensors(gradients).div_(self.replicas)
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            self._launched.append((bucket, flat, work))
+
+    def finish(self) -> None:
+        """Waits for what is under way and puts the averages in the place of the gradients."""
+        if not self._active:
+            return
+        for piece in range(len(self.pieces)):
+            self.piece_done(piece)
+        for bucket, flat, work in self._launched:
+            if work is not None:
+                work.wait()
+            gradients = [p.grad for p in bucket if p.grad is not None]
+            for gradient, mean in zip(
+                gradients, _unflatten_dense_tensors(flat, gradients), strict=True
+            ):
+                gradient.copy_(mean)
+        self._active = False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _buckets(parameters: Iterable[Parameter], limit: float) -> Iterable[list[Parameter]]:
+    """Runs of parameters of one type, together no larger than `limit` bytes (or just one)."""
+    bucket: list[Parameter] = []
+    size = 0.0
+    for parameter in parameters:
+        bytes_ = parameter.numel() * parameter.element_size()
+        if bucket and (size + bytes_ > limit or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0.0
+        bucket.append(parameter)
+        size += bytes_
+    if bucket:
+        yield bucket

@@ -1,0 +1,277 @@
+"""`strategy=pipeline` for Lightning: an ordinary LightningModule, its blocks on several ranks.
+
+Lightning's closure runs training_step, zero_grad, backward. A pipeline's forward and backward are
+one thing, so both run in `training_step`, before the module's own: the new gradients are put aside
+while Lightning clears the old ones, and given back in `backward`. The module's `training_step` then
+runs on every rank, where `self(inputs)` returns the outputs of the last stage: loss, metrics and
+callbacks are the same on all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from distdl.errors import Problem, UserError
+from distdl.portable import names_of
+from distdl.strategies.pipeline import checks, plan, splitting
+from distdl.strategies.pipeline.engine import Engine, Piece
+from distdl.strategies.pipeline.exchange import StagedStrategy
+from distdl.strategies.pipeline.reduction import GradientReducer
+
+
+class PipelineStrategy(StagedStrategy):
+    """Splits a model into stages; several pipelines side by side average their gradients.
+
+    Args:
+        stages: Ranks of one pipeline; None: all ranks. They must divide the world size; what is
+            left over are replicas of the pipeline, which take different data.
+        schedule: "gpipe" (Huang et al. 2019), "1f1b" (Narayanan et al. 2019, PipeDream-Flush),
+            "interleaved" (Narayanan et al. 2021), "zero_bubble" (Qi et al. 2023, ZB-H1).
+        micro_batches: Into which each rank's batch is cut; None: four per stage.
+        balance: "measured": time each block and cut so that the slowest stage is as fast as it can
+            be; "parameters": count parameters instead; or the names of the blocks at which a new
+            piece begins.
+        pieces_per_stage: Of interleaved and zero_bubble: pieces of the model per device.
+        across: "devices" or "nodes", see Place.
+        bucket_cap_mb: Gradients are averaged over the replicas in buckets of so many MiB.
+
+    Raises:
+        UserError: The settings do not fit the ranks, or the module cannot be split.
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        micro_batches: int | None = None,
+        balance: str | list[str] = "measured",
+        pieces_per_stage: int = 2,
+        across: str = "devices",
+        bucket_cap_mb: float = 25,
+    ) -> None:
+        super().__init__()
+        self.schedule, self.balance = schedule, balance
+        self.given = {
+            "stages": stages,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+            "pieces_per_stage": pieces_per_stage,
+            "across": across,
+        }
+        self._micro_batches = micro_batches
+        self.pieces_per_stage = checks.pieces_per_stage(schedule, pieces_per_stage)
+        self.bucket_cap_mb = bucket_cap_mb
+        self._outputs: torch.Tensor | None = None
+        self._aside: list[torch.Tensor | None] = []
+        self._window_open = False  # between the first batch of an optimizer step and the step
+        self._blocked = False
+        self._splitter: plan.Splitter | None = None
+        self._plan: plan.Plan | None = None
+
+    @staticmethod
+    def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the settings, before anything starts."""
+        yield from checks.check(node, context)
+
+    @property
+    def micro_batches(self) -> int:
+        return self._micro_batches or checks.default_micro_batches(self.place.stages)
+
+    # ------------------------------------------------------------------------------- set-up
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        assert module is not None
+        if self._splitter is None:
+            self.place = self.placed(self.global_rank, self.world_size)
+            self.pipeline, self.replicas = self.place.groups(self.root_device.type)
+            self._splitter = plan.Splitter(self)
+        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+        if self._splitter not in callbacks:
+            callbacks.insert(0, self._splitter)
+
+    def split(self, trainer: Trainer) -> None:
+        """Cuts the module: called once, by the Splitter."""
+        module = trainer.lightning_module
+        if not module.automatic_optimization:
+            raise UserError(
+                Problem("strategy", "a pipeline needs automatic optimization", "strategy=ddp")
+            )
+        if str(trainer.precision).startswith("16"):
+            raise UserError(
+                Problem(
+                    "trainer.precision", "a pipeline has no fp16", "trainer.precision=bf16-mixed"
+                )
+            )
+        blocks = splitting.blocks_in(module)
+        self._plan = plan.make(self, trainer, blocks)
+        bounds = self._plan.bounds
+        self._spans = [blocks[start:end] for start, end in itertools.pairwise(bounds)]
+        self._mine = range(self.place.stage, len(self._spans), self.place.stages)
+        self._shapes = [
+            torch.nn.Sequential(*(block.on_meta() for block in span)) for span in self._spans
+        ]
+        self.names = list(module.state_dict())
+        kept = [n for piece in self._mine for n in range(bounds[piece], bounds[piece + 1])]
+        splitting.split(module, blocks, kept)
+        self._spans = [s if i in self._mine else [] for i, s in enumerate(self._spans)]
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self._plan is not None
+        module = trainer.lightning_module
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.data, group=self.replicas, group_src=0)
+        edges, context = self._plan.edges, self.precision_plugin.forward_context
+        count = len(self._spans)
+        pieces = {
+            i: Piece(
+                self._spans[i],
+                edges[i] if i else None,
+                edges[i + 1] if i + 1 < count else None,
+                context,
+            )
+            for i in self._mine
+        }
+        self._reducer = GradientReducer(
+            [piece.parameters() for piece in pieces.values()],
+            self.replicas,
+            self.micro_batches,
+            self.bucket_cap_mb,
+        )
+        self._engine = Engine(
+            self.place,
+            self.pipeline,
+            self.root_device,
+            pieces,
+            self._shapes,
+            edges,
+            self.schedule,
+            self.micro_batches,
+            loss=self._loss,
+            done=lambda piece: self._reducer.piece_done(self._mine.index(piece)),
+        )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
+        module.forward = self._forward  # type: ignore[method-assign]
+        self._sum_metrics_over_replicas(module)
+
+    def _sum_metrics_over_replicas(self, module: LightningModule) -> None:
+        """torchmetrics, whose states all stages of a pipeline hold alike."""
+        for metric in module.modules():
+            if isinstance(metric, torchmetrics.Metric):
+                metric.process_group = self.replicas
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
+        # Built over the whole model, an optimizer has the groups that it has in one process.
+        with splitting.whole(module):
+            super().setup_optimizers(trainer)
+            self.optimizer_names = [names_of(o, module) for o in self.optimizers]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if not p.is_meta]
+
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None and "forward" in vars(module):
+            del module.forward
+            del self.precision_plugin.clip_grad_by_norm
+            self._reducer.remove()
+            del self._engine
+        super().teardown()
+
+    # --------------------------------------------------------------------------------- steps
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        parameters = list(module.parameters())
+        if not self._window_open:
+            for parameter in parameters:
+                parameter.grad = None
+            self._window_open = True
+        with self.precision_plugin.train_step_context():
+            batch_idx = args[0] if args else 0
+            inputs, targets = module.pipeline_inputs(batch, batch_idx)  # type: ignore[operator]
+        self._reducer.begin(reduce=not self._blocked)
+        self._outputs = self._engine.train(inputs, targets)
+        self._aside = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(batch, *args, **kwargs)
+        finally:
+            self._outputs = None
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        for parameter, gradient in zip(module.parameters(), self._aside, strict=True):
+            parameter.grad = gradient
+        self._aside = []
+        self._reducer.finish()
+        return self.precision_plugin.post_backward(closure_loss.detach(), module)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self._window_open = False
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around the batches after which the optimizer does not step yet."""
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    def _loss(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+        module = self.lightning_module
+        assert module is not None
+        with self.precision_plugin.forward_context():
+            loss = module.pipeline_loss(outputs, targets)  # type: ignore[operator]
+        return loss / (self.micro_batches * module.trainer.accumulate_grad_batches)
+
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """In the place of the module's forward, which no rank has the blocks for."""
+        module = self.lightning_module
+        assert module is not None
+        if not module.trainer.training:
+            return self._engine.evaluate(inputs)
+        outputs, self._outputs = self._outputs, None
+        if outputs is None or len(outputs) != len(inputs):
+            raise RuntimeError(
+                "under strategy=pipeline, training_step calls self(inputs) once, with the inputs "
+                "that pipeline_inputs(batch, batch_idx) returns"
+            )
+        return outputs
+
+    def _clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        dtype = torch.promote_types(norm.dtype, torch.float32)
+        squared = norm.to(self.root_device, dtype) ** 2
+        dist.all_reduce(squared, group=self.pipeline)
+        clip_grads_with_norm_(parameters, clip_val, squared.sqrt())

@@ -1,0 +1,159 @@
+"""Bytes that a rank sends, counted where collectives leave: at torch's dispatcher.
+
+Everything passes there: `torch.distributed`'s functions, DDP's reducer (C++, which no wrapper of a
+Python function sees), FSDP, functional collectives, the pipeline's sends. So one counter serves
+every strategy. It costs Python time on every operation of the model: count a few steps, and do not
+time them.
+
+Two numbers, since "bytes sent" means two things:
+
+- `payload`: what the rank hands over, such as all gradients in an all-reduce,
+- `sent`: what then leaves the rank, by the ring algorithm, which sends the fewest bytes (Patarasuk
+  and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3).
+  A broadcast, reduce, gather or scatter is counted as the mean over its ranks.
+
+`tests/strategies/test_traffic.py` compares `sent` with what the kernel saw two gloo ranks write.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+# Operation -> which argument holds what this rank contributes, and how much of it leaves a rank
+# when there are n. What is not listed (recv_, barrier, wait_tensor) sends nothing.
+_RULES: dict[str, tuple[int, Callable[[int], float]]] = {
+    "allreduce": (0, lambda n: 2 * _all_but_own(n)),
+    "allreduce_coalesced": (0, lambda n: 2 * _all_but_own(n)),
+    "broadcast": (0, _all_but_own),
+    "reduce": (0, _all_but_own),
+    "allgather": (1, lambda n: n - 1),
+    "_allgather_base": (1, lambda n: n - 1),
+    "allgather_coalesced": (1, lambda n: n - 1),
+    "allgather_into_tensor_coalesced": (1, lambda n: n - 1),
+    "reduce_scatter": (1, _all_but_own),
+    "_reduce_scatter_base": (1, _all_but_own),
+    "reduce_scatter_tensor_coalesced": (1, _all_but_own),
+    "alltoall": (1, _all_but_own),
+    "alltoall_base": (1, _all_but_own),
+    "gather": (1, _all_but_own),
+    "gather_into_tensor": (1, _all_but_own),
+    "scatter": (0, _all_but_own),
+    "send": (0, lambda n: 1),
+    # torch.distributed._functional_collectives
+    "all_reduce": (0, lambda n: 2 * _all_but_own(n)),
+    "all_reduce_coalesced": (0, lambda n: 2 * _all_but_own(n)),
+    "all_gather_into_tensor": (0, lambda n: n - 1),
+    "all_gather_into_tensor_out": (0, lambda n: n - 1),
+    "all_gather_into_tensor_coalesced": (0, lambda n: n - 1),
+    "reduce_scatter_tensor": (0, _all_but_own),
+    "reduce_scatter_tensor_out": (0, _all_but_own),
+    "all_to_all_single": (0, _all_but_own),
+    "isend": (0, lambda n: 1),
+}
+# What communication hooks call from threads of the back end, where our mode is not switched on.
+_CALLED_FROM_ELSEWHERE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+@dataclass
+class Tally:
+    """Of one kind of collective: calls, and bytes as the module says."""
+
+    calls: int = 0
+    payload: int = 0
+    sent: float = 0.0
+
+
+@dataclass
+class Traffic:
+    """A counter. `with traffic.counted(): step()` adds what the step sends; it may be repeated."""
+
+    collectives: dict[str, Tally] = field(default_factory=dict)
+
+    @property
+    def payload(self) -> int:
+        return sum(tally.payload for tally in self.collectives.values())
+
+    @property
+    def sent(self) -> float:
+        return sum(tally.sent for tally in self.collectives.values())
+
+    @contextmanager
+    def counted(self) -> Iterator[Traffic]:
+        with ExitStack() as stack:
+            for name in _CALLED_FROM_ELSEWHERE:
+                original = getattr(dist, name)
+                setattr(dist, name, self._in_any_thread(original))
+                stack.callback(setattr, dist, name, original)
+            stack.enter_context(_Mode(self))
+            yield self
+
+    def _in_any_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack()):
+                return original(*args, **kwargs)
+            with _Mode(self):
+                return original(*args, **kwargs)
+
+        return call
+
+    def add(self, operation: str, tensors: Any, ranks: int) -> None:
+        name = operation.rstrip("_")
+        if name not in _RULES or ranks == 1:
+            return
+        argument, share = _RULES[name]
+        leaves = [t for t in tree_leaves(tensors[argument]) if isinstance(t, torch.Tensor)]
+        size = sum(t.numel() * t.element_size() for t in leaves)
+        tally = self.collectives.setdefault(name, Tally())
+        tally.calls += 1
+        tally.payload += size
+        tally.sent += size * share(ranks)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            self.traffic.add(name, args, _ranks(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many ranks take part."""
+    values = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)}
+    values.update(kwargs)
+    if "process_group" in values:
+        return dist.ProcessGroup.unbox(values["process_group"]).size()
+    group: Any = values.get("group_name")
+    if isinstance(group, str):
+        return _resolve_process_group(group).size()  # type: ignore[arg-type]
+    return group.size() if isinstance(group, dist.ProcessGroup) else dist.get_world_size()
+
+
+def in_words(size: float) -> str:
+    """Bytes for a reader: 102.2 MB (10^6, as links are measured)."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size:,.0f} B"

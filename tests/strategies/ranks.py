@@ -1,0 +1,186 @@
+"""Ranks that stay: one process group per topology runs case after case, since a start is slow.
+
+A case is what the command line would be given. Each rank builds and trains it as a worker does,
+from the composed config on; what comes back is what rank 0 saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.conftest import ROOT, environment
+
+
+@dataclass
+class Case:
+    """One training.
+
+    Args:
+        overrides: As on the command line.
+        folder: The run's directory; checkpoints lie below it.
+        resume: A checkpoint to go on from.
+        fit: False: no training, only what follows.
+        validate: Afterwards, in the same process, validate the checkpoint that was written last.
+    """
+
+    overrides: Sequence[str]
+    folder: Path
+    resume: Path | None = None
+    fit: bool = True
+    validate: bool = False
+
+
+@dataclass
+class Seen:
+    """What rank 0 saw.
+
+    Args:
+        losses: Of each micro-batch, the mean over the ranks.
+        metrics: The last value of each.
+        validated: Those of the validation afterwards.
+        error: A traceback, or nothing.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    validated: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+class Ranks:
+    """A process group of `size` gloo ranks on this machine, which trains what it is told."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size, self.log = size, folder / f"ranks-{size}.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self._output = self.log.open("w")
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.strategies.ranks"],
+                cwd=ROOT,
+                env=environment(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(size),
+                    LOCAL_WORLD_SIZE=str(size),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                    DISTDL_LAUNCHER="local",
+                ),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else self._output,
+                stderr=self._output,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+    def train(self, case: Case, timeout: float = 120) -> Seen:
+        """Trains it on all ranks, and fails with the ranks' own traceback."""
+        seen = self.attempt(case, timeout)
+        assert not seen.error, f"{case}\n{seen.error}"
+        return seen
+
+    def attempt(self, case: Case, timeout: float = 120) -> Seen:
+        line = json.dumps(vars(case), default=str) + "\n"
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(line)
+            rank.stdin.flush()
+        reader = self._ranks[0].stdout
+        assert reader is not None
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            answer = reader.readline()
+            if answer.startswith("SEEN "):
+                return Seen(**json.loads(answer.removeprefix("SEEN ")))
+            if not answer:
+                break
+        raise AssertionError(f"the ranks ended:\n{self.log.read_text()[-6000:]}")
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            try:
+                rank.wait(20)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+        self._output.close()
+
+
+def train(case: Case) -> Seen:
+    """One case on this rank, from the command line's words on, as the worker does it."""
+    from lightning.pytorch import Callback
+
+    from distdl import cluster, compose, environment, fetching, resources, stopping, tasks
+    from distdl import config as configs
+    from distdl.build import build
+    from distdl.run_directory import Attempt, RunDirectory
+
+    here = environment.resolve()
+    config = compose.compose([*case.overrides, f"trainer.devices={here.local_world_size}"])
+    size = resources.resolve(configs.plain(config.trainer), local=True)
+    run = RunDirectory(Path(case.folder))
+    seen = Seen()
+    folder = Path(case.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            losses = cluster.gather(float(loss))
+            seen.losses.append(sum(losses) / len(losses))
+
+    chosen = fetching.provide(str(case.resume) if case.resume else None, folder, here)
+    attempt = Attempt(run.path / "attempts/001")
+    built = build(config, run, attempt, here, size, stopping.StopRequest(), [], chosen)
+    built.trainer.callbacks.insert(0, Watch())
+    if case.fit:
+        seen.metrics = tasks.train(built)
+    if case.validate:
+        seen.validated = tasks.validate(built, "last")
+    return seen
+
+
+def main() -> None:
+    import warnings
+
+    import torch
+
+    from distdl import cluster, environment
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    here = environment.resolve()
+    cluster.connect(here, "cpu")
+    for line in sys.stdin:
+        case = json.loads(line)
+        try:
+            seen = train(Case(**case))
+        except BaseException:
+            seen = Seen(error=traceback.format_exc())
+        if here.rank == 0:
+            answer.write("SEEN " + json.dumps(vars(seen)) + "\n")
+            answer.flush()
+        elif seen.error:
+            print(seen.error, file=sys.stderr, flush=True)
+    cluster.disconnect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Three steps under A, three more under B: equal to six under A."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.strategies import table
+from tests.strategies.matrix import SAME_TO, STEPS, TOPOLOGIES, Runs, difference, step
+
+# With test_equality: they share the runs.
+pytestmark = pytest.mark.xdist_group("strategies")
+
+# Each topology once on either side, except that DDP is only left.
+SIX = [
+    ("single", "fsdp x2"),
+    ("fsdp x2", "zero3 x2"),
+    ("zero3 x2", "pipeline x2"),
+    ("pipeline x2", "zero1 x2"),
+    ("zero1 x2", "PP2xDP2"),
+    ("PP2xDP2", "ddp x2"),
+]
+EVERY = [(a, b) for a in TOPOLOGIES for b in TOPOLOGIES]
+PAIRS = EVERY if "DISTDL_MATRIX" in os.environ else SIX
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[tuple[str, str], float]]:
+    """The differences; when all pairs were trained (`make matrix`), the table in docs/."""
+    differences: dict[tuple[str, str], float] = {}
+    yield differences
+    if len(differences) == len(EVERY):
+        table.write(differences)
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+def test_goes_on_as_if_nothing_had_changed(
+    before: str, after: str, runs: Runs, found: dict[tuple[str, str], float]
+) -> None:
+    whole, resumed = runs.whole(before), runs.resumed(before, after)
+    found[before, after] = difference(step(whole, STEPS), step(resumed, STEPS))
+    assert found[before, after] < SAME_TO
+
+
+def test_the_table_takes_its_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{table.BEGIN}old\n{table.END}after\n")
+    for _ in range(2):
+        table.write({("single", "single"): 0.0, ("single", "ddp x2"): 1.2e-8}, page)
+    text = page.read_text()
+    assert text.startswith(f"before\n{table.BEGIN}|") and text.endswith(f"{table.END}after\n")
+    assert "| **single** | 0 | 1e-08 | not run |" in text and "old" not in text
+    assert table.BEGIN in table.PAGE.read_text() and table.END in table.PAGE.read_text()

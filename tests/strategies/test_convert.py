@@ -1,0 +1,100 @@
+"""`python -m distdl convert`: every form that a checkpoint can have, into a file that is equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distdl.commands import convert
+from distdl.errors import UserError
+from tests.strategies.matrix import HALF, SAME_TO, STEPS, TOPOLOGIES, Runs, difference, step
+
+# With test_equality: they share the runs.
+pytestmark = pytest.mark.xdist_group("strategies")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["fsdp x2", "zero1 x2", "zero3 x2"])
+def test_a_folder_becomes_the_file_of_the_same_training(
+    name: str, runs: Runs, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = runs.whole(name)
+    sharded = runs.train(f"sharded {name}", TOPOLOGIES[name], "checkpoint.sharded=true")
+    folder = step(sharded, HALF)
+    assert folder.is_dir()
+    code = convert.main([str(folder), "--to", "ddp", "--world-size", "4", "--output", "whole.ckpt"])
+    said = capsys.readouterr().out
+    assert code == 0 and "equal: weights, 62 tensors" in said
+    assert "equal: optimizer state, 62 tensors" in said
+    assert "strategy=ddp trainer.devices=4 checkpoint.resume_from=whole.ckpt" in said
+    assert difference(step(whole, HALF), here / "whole.ckpt") == 0
+    # It is read without conversion, too.
+    on_the_fly = runs.train(f"sharded {name} then single", TOPOLOGIES["single"], resume=folder)
+    assert difference(step(whole, STEPS), step(on_the_fly, STEPS)) < SAME_TO
+
+
+def test_weights_for_others_and_back(
+    runs: Runs, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchvision.models import resnet18
+
+    from distdl.models import ImageClassifier
+    from distdl.models.classifier import with_group_norm
+
+    source = step(runs.whole("single"), STEPS)
+    for target in ("weights.pth", "weights.safetensors"):
+        assert convert.main([str(source), "--to", "weights", "--output", target]) == 0
+        assert "equal: weights, 62 tensors" in capsys.readouterr().out
+        network = with_group_norm(resnet18(num_classes=10))
+        again = ImageClassifier(network, num_classes=10, weights=target)
+        trained = torch.load(source, weights_only=True)["state_dict"]
+        assert all(torch.equal(value, trained[k]) for k, value in again.state_dict().items())
+
+
+def test_refusals(runs: Runs, here: Path) -> None:
+    source = str(step(runs.whole("single"), STEPS))
+    (here / "there.ckpt").touch()
+    with pytest.raises(UserError, match=r"there\.ckpt exists"):
+        convert.main([source, "--to", "fsdp", "--output", "there.ckpt"])
+    with pytest.raises(UserError, match="batch of 8 does not divide by 3"):
+        convert.main([source, "--to", "fsdp", "--world-size", "3"])
+    (here / "folder").mkdir()
+    with pytest.raises(UserError, match="no checkpoint that distdl can read"):
+        convert.main(["folder", "--to", "ddp"])
+    torch.save({"fc.weight": torch.ones(1)}, "weights.pth")
+    with pytest.raises(UserError, match=r"model\.weights=weights\.pth"):
+        convert.main(["weights.pth", "--to", "ddp"])
+
+
+def test_a_difference_is_found() -> None:
+    one = {"a": [torch.tensor([1.0, float("nan")])], "b": 0.5}
+    assert convert.compare(one, {"a": [torch.tensor([1.0, float("nan")])], "b": 0.5}, "") == 1
+    for other in (
+        {"a": [torch.tensor([1.0, 2.0])], "b": 0.5},
+        {"a": [torch.tensor([1.0, float("nan")])], "b": 0.25},
+        {"a": [], "b": 0.5},
+        {"a": [torch.tensor([1.0, float("nan")])]},
+        {"a": [torch.tensor([1.0, float("nan")], dtype=torch.float64)], "b": 0.5},
+    ):
+        with pytest.raises(RuntimeError, match="what was written"):
+            convert.compare(one, other, "checkpoint")
+
+
+def test_weights_of_another_network(here: Path) -> None:
+    from torchvision.models import resnet18
+
+    from distdl.models import ImageClassifier
+
+    torch.save(resnet18(num_classes=10).state_dict(), "ten.pth")
+    three = ImageClassifier(resnet18(num_classes=3), num_classes=3, weights="ten.pth")
+    saved = torch.load("ten.pth")
+    assert torch.equal(three.network.conv1.weight, saved["conv1.weight"])
+    with pytest.raises(UserError, match="another network than Sequential"):
+        ImageClassifier(torch.nn.Sequential(torch.nn.Linear(2, 2)), weights="ten.pth")

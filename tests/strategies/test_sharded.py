@@ -1,0 +1,170 @@
+"""FSDP and DeepSpeed: what is theirs alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distdl import autotune
+from distdl.errors import UserError
+from distdl.strategies import DeepSpeedStrategy, FSDPStrategy
+from distdl.strategies.deepspeed_settings import settings_of
+from distdl.strategies.fsdp import units
+from tests.conftest import Said, distdl
+from tests.strategies.matrix import (
+    COMMON,
+    HALF,
+    SAME_TO,
+    STEPS,
+    TOPOLOGIES,
+    Runs,
+    batch,
+    difference,
+    step,
+)
+from tests.strategies.ranks import Case
+
+# With test_equality: they share the runs.
+pytestmark = pytest.mark.xdist_group("strategies")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed_zero2", "deepspeed_zero3"])
+def test_validates_after_the_training_and_without_one(name: str, runs: Runs) -> None:
+    short = ("trainer.max_steps=-1", "data.train_samples=16", "model.norm=batch", *batch(4))
+    overrides = [*COMMON, *short, f"strategy={name}"]
+    folder = runs.folder / f"after {name}"
+    seen = runs.ranks(2).train(Case(overrides, folder, validate=True))
+    alone = runs.ranks(2).train(Case(overrides, folder, fit=False, validate=True))
+    assert seen.validated["val/samples"] == 21
+    assert seen.validated == pytest.approx(alone.validated, rel=1e-6)
+    for metric, value in seen.validated.items():
+        assert value == pytest.approx(seen.metrics[metric], rel=1e-6), metric
+
+
+@pytest.mark.parametrize("name", ["fsdp x2", "zero3 x2"])
+def test_a_file_of_distdl_0_1_goes_on(name: str, runs: Runs) -> None:
+    whole = runs.whole("ddp x2")
+    old = torch.load(step(whole, HALF), weights_only=True)
+    for state in old["optimizer_states"]:
+        names = [n for group in state["param_groups"] for n in group["params"]]
+        state["state"] = {names.index(n): value for n, value in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [names.index(n) for n in group["params"]]
+    torch.save(old, runs.folder / "old.ckpt")
+    resumed = runs.train(f"old then {name}", TOPOLOGIES[name], resume=runs.folder / "old.ckpt")
+    assert difference(step(whole, STEPS), step(resumed, STEPS)) < SAME_TO
+
+
+def test_settings_of_deepspeeds_own(runs: Runs) -> None:
+    file = runs.folder / "ds.json"
+    zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}
+    settings = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
+    file.write_text(json.dumps(settings))
+    assert settings_of(file) == {"zero_optimization": {"stage": 2, "overlap_comm": False}}
+    whole = runs.whole("ddp x2")
+    two = TOPOLOGIES["zero1 x2"]
+    ours = runs.train("own settings", two, f"strategy.config={file}")
+    assert difference(step(whole, STEPS), step(ours, STEPS)) < SAME_TO
+
+
+def problems(strategy: Any, node: dict[str, Any], **more: Any) -> list[str]:
+    context = {
+        "accelerator": more.pop("accelerator", "cpu"),
+        "local": True,
+        "config": {"trainer": more},
+    }
+    return [f"{p.path}: {p.what}; {p.remedy}" for p in strategy.check(node, context)]
+
+
+def test_refused_before_the_start(tmp_path: Path) -> None:
+    assert problems(FSDPStrategy, {"min_parameters": 1}) == []
+    assert problems(DeepSpeedStrategy, {"stage": 3}) == []
+    (said,) = problems(FSDPStrategy, {"min_parameters": 0})
+    assert said.startswith("min_parameters: is below 1")
+    (said,) = problems(FSDPStrategy, {}, precision="16-mixed")
+    assert "trainer.precision=bf16-mixed" in said
+    (said,) = problems(DeepSpeedStrategy, {"stage": 4})
+    assert said.startswith("stage: is 4")
+    (said,) = problems(DeepSpeedStrategy, {"stage": 2, "offload_parameters": True})
+    assert "strategy.stage=3" in said
+    clips = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+    (said,) = problems(DeepSpeedStrategy, {}, **clips)
+    assert "gradient_clip_algorithm=norm" in said
+    (said,) = problems(DeepSpeedStrategy, {"config": "nowhere.json"})
+    assert said.startswith("config: no such file: nowhere.json")
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": 4}')
+    (said,) = problems(DeepSpeedStrategy, {"config": str(file)})
+    assert "write trainer.accumulate_grad_batches=" in said
+    file.write_text("{")
+    with pytest.raises(UserError, match="is no JSON"):
+        settings_of(file)
+
+
+def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (said,) = problems(DeepSpeedStrategy, {})
+    assert said.endswith("pip install 'distdl[deepspeed]'")
+    with pytest.raises(UserError, match="DeepSpeed is not installed"):
+        DeepSpeedStrategy()
+
+
+def test_slices_are_not_for_everyone(command: Any) -> None:
+    said: Said = command("strategy=ddp", "checkpoint.sharded=true", "dry_run=true")
+    assert said.code == 2
+    assert "checkpoint.sharded: DDPStrategy writes whole checkpoints only" in said.err
+
+
+def test_units_by_size() -> None:
+    def block(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU())
+
+    small, large = block(3), block(10)
+    inside = nn.ModuleList([block(10), block(10)])
+    model = nn.Sequential(small, large, inside)
+    assert units(model, 100) == [large[0], inside[0][0], inside[1][0]]
+    assert units(model, 101) == [], "a list gathers nothing, and nothing else is large enough"
+    assert units(nn.Sequential(nn.Sequential(block(8), block(8))), 100) != []
+    model[1][0].weight = inside[0][0].weight
+    assert units(model, 100) == [inside[1][0]], "what is shared belongs to the whole"
+
+
+def test_autotune_freezes_what_it_measured(tmp_path: Path) -> None:
+    import yaml
+
+    overrides = [
+        *(o for o in COMMON if not o.startswith(("callbacks", "trainer.max_steps"))),
+        "trainer.max_steps=1",
+        "data.train_samples=16",
+        "data.batch_size=1",
+        "trainer.devices=2",
+        "strategy=deepspeed_zero2",
+        "strategy.autotune=true",
+        "name=tuned",
+    ]
+    done = distdl(*overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "outputs/default/tuned"
+    launch = yaml.safe_load((run / "attempts/001/launch.yaml").read_text())
+    assert len(launch["autotune"]) == 3, "three stages, one way to cut a batch of 1"
+    assert (done.stdout + done.stderr).count("ms a step") == 3
+    changes = launch["changes"]
+    assert changes["strategy.stage"] in (1, 2, 3) and changes["strategy.autotune"] is False
+    manifests = run.glob("checkpoints/epoch*.json")
+    assert {json.loads(m.read_text())["global_batch_size"] for m in manifests} == {2}
+
+
+def test_autotune_keeps_the_global_batch() -> None:
+    from omegaconf import OmegaConf
+
+    config = {"data": {"batch_size": 12}, "trainer": {"accumulate_grad_batches": 2}, "strategy": {}}
+    found = list(autotune.candidates(OmegaConf.create(config)))
+    assert {(c.batch_size, c.accumulate) for c in found} == {(24, 1), (12, 2), (6, 4), (3, 8)}
+    assert {c.stage for c in found} == {1, 2, 3}
+    config["strategy"] = {"config": "ds.json"}
+    assert {c.stage for c in autotune.candidates(OmegaConf.create(config))} == {None}
