@@ -109,7 +109,8 @@ def show(
     from distdl.traffic import in_words
 
     gib = 2**30
-    console = Console()
+    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(
         f"step    batch {found.batch_size} per device, {found.flops / 1e12:.3g} TFLOP, "
         f"{found.flops / machine.flops:.3g} s of work on each device",
