@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
@@ -41,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--refresh-golden", action="store_true", help="write tests/golden/*.yaml as they are now"
     )
+
+
+def check_golden(config: pytest.Config, file: Path, text: str) -> None:
+    """Compares what was rendered with what was meant; `--refresh-golden` makes it meant."""
+    if config.getoption("--refresh-golden"):
+        file.write_text(text)
+    golden = file.read_text() if file.exists() else ""
+    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "was", "is"))
+    assert golden == text, f"{file.name}; to accept: pytest ... --refresh-golden\n{changed}"
 
 
 @pytest.hookimpl(tryfirst=True)

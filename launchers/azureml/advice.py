@@ -22,9 +22,6 @@ SIMILAR = 1.25
 MANY_NODES = 4
 # Slow to fast; a size with a weaker GPU is no replacement.
 GPUS = ("K80", "P40", "T4", "P100", "V100", "A100", "H100", "H200")
-# CUDA 13, with which today's torch is built, knows nothing older than Turing: never proposed.
-# docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
-TOO_OLD = ("K80", "P40", "P100", "V100")
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,9 @@ def _low_priority(node: Mapping[str, Any]) -> bool:
 
 def _today() -> list[VmSize]:
     """Sizes to propose."""
-    return [size for size in vm_sizes.all() if not size.retired and size.gpu not in TOO_OLD]
+    return [
+        size for size in vm_sizes.all() if not size.retired and size.gpu not in vm_sizes.TOO_OLD
+    ]
 
 
 def _as_good(candidate: VmSize, size: VmSize) -> bool:

@@ -46,9 +46,6 @@ MOUNT = (
 COMPUTE_NAME = re.compile(r"[A-Za-z](?=.{2,31}$)[A-Za-z0-9-]*[A-Za-z0-9]")
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
-# CUDA 13, with which torch's wheels of the image are built, knows nothing older than Turing.
-# https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
-TOO_OLD = ("K80", "P40", "P100", "V100")
 
 WALLTIMES = 'hours (12, 0.5), or in quotes "1:30:00", "2-12" (days-hours), "1-12:00:00"'
 
@@ -108,7 +105,7 @@ def size(node: Node, context: Mapping[str, Any]) -> Iterator[Problem]:
         what += "s" if vm.gpus > 1 else ""
         yield Problem("vm_size", what, f"write trainer.devices={vm.gpus}, or choose a larger size")
     ours = not any(node.get(key) for key in ("environment", "image", "build_context"))
-    if vm.gpu in TOO_OLD and ours:
+    if vm.gpu in vm_sizes.TOO_OLD and ours:
         yield Problem(
             "vm_size",
             f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)",

@@ -77,8 +77,9 @@ class Ids:
         self.data = self.of(storage, unique(s.storage.data, "data", 24))
         self.results = self.of(storage, unique(s.storage.results, "res", 24))
         self.vault = self.of("Microsoft.KeyVault/vaults", unique(s.key_vault, "kv", 24))
-        registries = "Microsoft.ContainerRegistry/registries"
-        self.registry = self.of(registries, unique(s.registry.name, "cr", 50))
+        kind = "Microsoft.ContainerRegistry/registries"
+        wanted = s.registry
+        self.registry = self.of(kind, unique(wanted.name, "cr", 50))
         identities = "Microsoft.ManagedIdentity/userAssignedIdentities"
         self.identity = self.of(identities, s.name(s.identity, "jobs", 128))
         self.network = self.of(f"{NETWORK}/virtualNetworks", s.name(s.network.name, "vnet"))

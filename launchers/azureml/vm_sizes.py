@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+# CUDA 13, with which torch's wheels of the image are built, knows nothing older than Turing.
+# https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
+TOO_OLD = ("K80", "P40", "P100", "V100")
+
 
 @dataclass(frozen=True)
 class VmSize:

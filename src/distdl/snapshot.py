@@ -62,20 +62,23 @@ def take(
     Raises:
         UserError: It is too large, or a file holds a secret.
     """
-    files = [(path, f"distdl/{name}") for path, name in own_files()]
+    project: list[tuple[Path, str]] = []
     left_out: list[str] = []
-    size = 0
     for path in project_files(root, exclude, limit_mb):
         name = path.relative_to(root).as_posix()
         if SECRET_FILE.fullmatch(path.name) and not EXAMPLE.fullmatch(path.name):
             left_out.append(name)
             continue
-        files.append((path, f"project/{name}"))
-        size += path.stat().st_size
-    if size > limit_mb * 1e6:
-        raise too_large(root, files, limit_mb)
-    refuse_secrets([(p, name) for p, name in files if name.startswith("project/")], secret_names)
-    return Snapshot(tuple(files), tuple(left_out), size + sum(p.stat().st_size for p, _ in files))
+        project.append((path, f"project/{name}"))
+    if size_of(project) > limit_mb * 1e6:
+        raise too_large(root, project, limit_mb)
+    refuse_secrets(project, secret_names)
+    files = [(path, f"distdl/{name}") for path, name in own_files()] + project
+    return Snapshot(tuple(files), tuple(left_out), size_of(files))
+
+
+def size_of(files: Sequence[tuple[Path, str]]) -> int:
+    return sum(path.stat().st_size for path, _ in files)
 
 
 def own_files() -> Iterator[tuple[Path, str]]:
@@ -165,9 +168,8 @@ def walked(root: Path, limit_mb: float) -> Iterator[Path]:
 def too_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) -> UserError:
     sizes: dict[str, int] = {}
     for path, name in files:
-        if name.startswith("project/"):
-            top = name.split("/")[1]
-            sizes[top] = sizes.get(top, 0) + path.stat().st_size
+        top = name.split("/")[1]
+        sizes[top] = sizes.get(top, 0) + path.stat().st_size
     largest = sorted(sizes, key=lambda top: -sizes[top])[:3]
     shown = ", ".join(f"{top} {sizes[top] / 1e6:,.0f} MB" for top in largest)
     return UserError(

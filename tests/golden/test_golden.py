@@ -6,14 +6,13 @@ meant `pytest tests/golden --refresh-golden` writes them again; the diff belongs
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 import pytest
 
 from distdl import compose
 from distdl import config as configs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_golden
 
 GOLDEN = Path(__file__).parent
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
@@ -29,13 +28,7 @@ def no_other_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recipe(experiment: str, pytestconfig: pytest.Config) -> None:
     recipe = configs.recipe_of(compose.compose([f"+experiment={experiment}"]))
     file, text = GOLDEN / f"{experiment}.yaml", configs.to_yaml(recipe)
-    if pytestconfig.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
-    changed = "\n".join(
-        difflib.unified_diff(golden.splitlines(), text.splitlines(), str(file.name), "now")
-    )
-    assert golden == text, f"to accept: pytest tests/golden --refresh-golden\n{changed}"
+    check_golden(pytestconfig, file, text)
 
 
 def test_no_recipe_is_left_over() -> None:

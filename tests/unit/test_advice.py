@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import pytest
 
 from distdl.job import Resources
 from distdl.launchers.azureml import advice
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
 
@@ -183,8 +182,4 @@ def test_golden(name: str, pytestconfig: pytest.Config) -> None:
     node, resources, hours, jobs = GOLDENS[name]
     text = advice.table(node, resources, hours, jobs=jobs) + "\n"
     file = GOLDEN / f"{name}.txt"
-    if pytestconfig.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
-    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines()))
-    assert golden == text, f"to accept: pytest {__file__} --refresh-golden\n{changed}"
+    check_golden(pytestconfig, file, text)

@@ -5,7 +5,6 @@ What is sent arrives for real, in a stand-in for Azure, in tests/cluster/test_az
 
 from __future__ import annotations
 
-import difflib
 import io
 import sys
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from distdl.launchers.azureml.client import Connection, Workspace, parse, told
 from distdl.launchers.azureml.job import STATES, AzureMLJob
 from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.launchers.azureml.store import ADDRESS
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
 IDENTITY = "/subscriptions/s/resourceGroups/g/providers/x/userAssignedIdentities/trainer"
@@ -123,11 +122,7 @@ def test_request(case: str, pytestconfig: pytest.Config) -> None:
     if case == "everything":
         text = text.replace(needs.version_of(Path(EVERYTHING["build_context"])), "VERSION")
     file = GOLDEN / f"azureml_{case}.txt"
-    if pytestconfig.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
-    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "was", "is"))
-    assert golden == text, f"to accept: pytest {__file__} --refresh-golden\n{changed}"
+    check_golden(pytestconfig, file, text)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,6 @@ two hosts: tests/cluster/test_mpi.py.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shlex
@@ -26,7 +25,7 @@ from distdl.job import Job, JobSpec, JobState, Resources
 from distdl.launchers.mpi import MpiLauncher, flavours, hosts, keeper, rank, submit
 from distdl.launchers.mpi.flavours import FLAVOURS, Host
 from distdl.launchers.mpi.job import MpiJob
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
 TWO: dict[str, Any] = {"hosts": ["node1:4", "node2"], "python": "/opt/env/bin/python"}
@@ -75,11 +74,7 @@ def test_request(
     monkeypatch.setenv("HF_TOKEN", "canary-7c1")
     node, size = CASES[case]
     file, text = GOLDEN / f"{case}.txt", MpiLauncher(**node).request(spec(size)).render() + "\n"
-    if pytestconfig.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
-    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "was", "is"))
-    assert golden == text, f"to accept: pytest {__file__} --refresh-golden\n{changed}"
+    check_golden(pytestconfig, file, text)
     assert "canary" not in text
     subprocess.run(["/bin/sh", "-n"], input=text, text=True, check=True)
 

@@ -7,7 +7,6 @@ tests/cluster/test_sagemaker.py.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from distdl.errors import UserError
 from distdl.job import Resources
 from distdl.launchers.sagemaker import SageMakerLauncher, instances
 from distdl.launchers.sagemaker.request import SageMakerRequest, seconds
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_golden
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import EVERYTHING, NODE, REGION, spec
 
@@ -36,11 +35,7 @@ def test_golden(name, node, pytestconfig: pytest.Config) -> None:
     launcher = SageMakerLauncher(**node)
     text = launcher.request(spec(forward_env=tuple(launcher.forward_env))).render() + "\n"
     file = GOLDEN / f"{name}.txt"
-    if pytestconfig.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
-    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines()))
-    assert golden == text, f"to accept: pytest {__file__} --refresh-golden\n{changed}"
+    check_golden(pytestconfig, file, text)
 
 
 @pytest.mark.parametrize("node", [NODE, EVERYTHING], ids=["plain", "everything"])

@@ -5,7 +5,6 @@ The scripts run for real, on a cluster of two nodes, in tests/cluster/test_slurm
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,7 +16,7 @@ from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.slurm import SlurmLauncher, controller, script, settings
 from distdl.launchers.slurm.job import STATES, state_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
 EVERYTHING: dict[str, Any] = {
@@ -80,11 +79,7 @@ def rendered(case: str) -> str:
 @pytest.mark.parametrize("case", ["cpu", "everything", "array", "pyxis", "apptainer"])
 def test_script(case: str, pytestconfig: pytest.Config) -> None:
     file, text = GOLDEN / f"slurm_{case}.txt", rendered(case)
-    if pytestconfig.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
-    changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "was", "is"))
-    assert golden == text, f"to accept: pytest {__file__} --refresh-golden\n{changed}"
+    check_golden(pytestconfig, file, text)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert not script.PLACEHOLDER.search(text) and "\n\n\n" not in text
 

@@ -128,6 +128,11 @@ def test_too_much_is_refused_and_the_largest_is_named(repository: Path) -> None:
     assert "data/images.tar" not in sent(repository, limit_mb=1)
 
 
+def test_each_file_is_weighed_once(repository: Path) -> None:
+    taken = snapshot.take(repository, [repository / "outputs"], 300)
+    assert taken.size == sum(path.stat().st_size for path, _ in taken.files)
+
+
 def test_distdl_goes_as_it_is_imported() -> None:
     names = {name for _, name in snapshot.own_files()}
     wanted = {"worker.py", "conf/distdl.yaml", "launchers/local.py", "models/classifier.py"}

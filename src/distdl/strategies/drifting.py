@@ -17,6 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from distdl.strategies.sharing import buckets
+
 BUCKET_BYTES = 32 * 2**20
 
 
@@ -100,7 +102,7 @@ def average_(tensors: Iterable[Tensor]) -> int:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
     handed = 0
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors, BUCKET_BYTES):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
@@ -109,20 +111,6 @@ def average_(tensors: Iterable[Tensor]) -> int:
         for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
     return handed
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        more = tensor.numel() * tensor.element_size()
-        if bucket and (size + more > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += more
-    if bucket:
-        yield bucket
 
 
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:

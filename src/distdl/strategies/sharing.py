@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 def agree_on_buffers(module: nn.Module) -> None:
@@ -21,6 +23,21 @@ def agree_on_buffers(module: nn.Module) -> None:
         return
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
+
+
+def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one type, together no larger than `limit` bytes (or just one)."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        more = tensor.numel() * tensor.element_size()
+        if bucket and (size + more > limit or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += more
+    if bucket:
+        yield bucket
 
 
 def lay_out_plainly(module: nn.Module) -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 
+from distdl.strategies.sharing import buckets
+
 
 class GradientReducer:
     """What DistributedDataParallel does for a whole model, for the pieces of one stage.
@@ -36,7 +38,7 @@ class GradientReducer:
         self.pieces = [[p for p in piece if p.requires_grad] for piece in pieces]
         # The last piece, and in it the last block, has its gradients first.
         order = [p for piece in reversed(self.pieces) for p in reversed(piece)]
-        self.buckets = list(_buckets(order, bucket_mb * 2**20))
+        self.buckets = list(buckets(order, bucket_mb * 2**20))
         self._active = False
         self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in order]
 
@@ -96,18 +98,3 @@ class GradientReducer:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _buckets(parameters: Iterable[Parameter], limit: float) -> Iterable[list[Parameter]]:
-    """Runs of parameters of one type, together no larger than `limit` bytes (or just one)."""
-    bucket: list[Parameter] = []
-    size = 0.0
-    for parameter in parameters:
-        bytes_ = parameter.numel() * parameter.element_size()
-        if bucket and (size + bytes_ > limit or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0.0
-        bucket.append(parameter)
-        size += bytes_
-    if bucket:
-        yield bucket
