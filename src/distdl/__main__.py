@@ -16,6 +16,8 @@ from distdl.suggest import closest
 COMMANDS = {
     "resume": ("distdl.commands.resume", "go on with a run"),
     "jobs": ("distdl.commands.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
+    "prepare": ("distdl.commands.prepare", "an image data set as shards, from tars or folders"),
+    "data": ("distdl.commands.data", "check a data set: what it holds, how fast it can be read"),
     "plan": ("distdl.commands.plan", "which strategy fits, and why: memory and traffic, no GPU"),
     "convert": ("distdl.commands.convert", "a checkpoint of any strategy, or weights, as one file"),
     "provision": ("distdl.commands.provision", "make or complete an Azure ML workspace"),
