@@ -114,6 +114,7 @@ def command(
     for name in set(os.environ) - set(kept):
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the user's own code is put before it
 
     def run(*arguments: str) -> Said:
         capsys.readouterr()

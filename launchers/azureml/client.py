@@ -203,6 +203,15 @@ class Connection:
         place += f"/resourcegroups/{self.workspace.resource_group}/workspaces/{self.workspace.name}"
         return f"{site}/runs/{job}?wsid={place}"
 
+    def look(self) -> None:
+        """Asks for the workspace, and for nothing else.
+
+        Raises:
+            UserError: There is none of this name, or nobody here may see it.
+        """
+        with told():
+            self.client.workspaces.get(self.workspace.name)
+
     def vault(self, key_vault: str | None) -> str:
         """The https address of a Key Vault; None means the workspace's own."""
         if key_vault and key_vault.startswith("https://"):

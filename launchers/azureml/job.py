@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ from distdl.job import JobState
 from distdl.launchers.azureml.client import Connection, told
 from distdl.launchers.azureml.logs import LogFile, RunHistory, by_rank
 from distdl.launchers.azureml.store import Store
-
-log = logging.getLogger(__name__)
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
 STATES = {
@@ -58,6 +55,7 @@ class AzureMLJob:
         self._name, self._member = name, member
         self._history = RunHistory(connection)
         self._trial: str | None = None
+        self.why = ""
 
     @property
     def handle(self) -> str:
@@ -71,7 +69,7 @@ class AzureMLJob:
         try:
             return STATES.get(self._details()["status"], JobState.UNKNOWN)
         except UserError as error:
-            log.warning("%s: %s", self.handle, error)
+            self.why = str(error)
             return JobState.UNKNOWN
 
     def wait(self) -> JobState:

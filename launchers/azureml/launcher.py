@@ -106,11 +106,13 @@ class AzureMLLauncher:
             advice=advice.table(node, size, limit / 3600 if limit else None, jobs=len(specs)),
         )
 
+    def reach(self, request: AzureMLRequest) -> None:
+        self._here().look()
+
     def submit(self, request: AzureMLRequest) -> Any:
         """Sends it: an `AzureMLJob`, or for a sweep job one per member."""
         values = submit.forwarded(request)
-        place = (self.node[key] for key in ("subscription", "resource_group", "workspace"))
-        connection = self._connection(Workspace.find(*place))
+        connection = self._here()
         if request.compute is not None:
             submit.ensure_compute(connection, request)
         if request.environment is not None:
@@ -137,6 +139,11 @@ class AzureMLLauncher:
     def attach(self, handle: str) -> AzureMLJob:
         workspace, job, member = parse(handle)
         return AzureMLJob(self._connection(workspace), job, member)
+
+    def _here(self) -> Connection:
+        """The workspace that jobs go to."""
+        place = (self.node[key] for key in ("subscription", "resource_group", "workspace"))
+        return self._connection(Workspace.find(*place))
 
     def _connection(self, workspace: Workspace) -> Connection:
         return Connection(workspace, self.node["cloud"])

@@ -69,7 +69,8 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
     try:
         lines = Path(path).expanduser().read_text().splitlines()
     except OSError as error:
-        raise UserError(Problem("hostfile", f"{path}: {error.strerror}")) from None
+        remedy = "a file with a line per host: node1 slots=4; or launcher.hosts=[node1:4,node2:4]"
+        raise UserError(Problem("hostfile", f"{path}: {error.strerror}", remedy)) from None
     entries = []
     for line in lines:
         words = line.partition("#")[0].split()
@@ -110,7 +111,7 @@ class Reach:
 
     Args:
         ssh: The ssh command line.
-        bundle: The folder that each of them needs.
+        bundle: The folder that each of them needs; empty: it is not written yet.
         python: The interpreter that each of them needs.
         copy: Whether the bundle is copied to those that lack it.
     """
@@ -136,8 +137,9 @@ class Reach:
 
     def problem(self, host: str) -> Problem | None:
         """What keeps a host from taking part, after it was given what it can be given."""
-        python, config = shlex.quote(self.python), shlex.quote(f"{self.bundle}/config.yaml")
-        ask = f"command -v {python} >/dev/null || echo no python; test -e {config} || echo no code"
+        ask = f"command -v {shlex.quote(self.python)} >/dev/null || echo no python"
+        if self.bundle:
+            ask += f"; test -e {shlex.quote(f'{self.bundle}/config.yaml')} || echo no code"
         try:
             done = self.run(host, ask, timeout=SECONDS)
         except subprocess.TimeoutExpired:

@@ -32,6 +32,7 @@ class MpiJob:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.why = ""
 
     @classmethod
     def attach(cls, handle: str) -> MpiJob:
@@ -66,6 +67,7 @@ class MpiJob:
                 return JobState.CANCELLED
             return JobState.FAILED if record["exit_code"] else JobState.SUCCEEDED
         if not record or record["host"] != socket.gethostname():
+            self.why = "its files are not here" if not record else f"it is on {record['host']}"
             return JobState.UNKNOWN
         if "pid" not in record:
             return JobState.PENDING

@@ -167,6 +167,10 @@ class MpiLauncher:
             errors = "-"
         return (self.python, parent, errors), (self.python, *worker)
 
+    def reach(self, request: MpiRequest) -> None:
+        flavours.find(request.start.mpirun)
+        Reach(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
+
     def submit(self, request: MpiRequest) -> MpiJob:
         spec, hosts = request.spec, request.start.hosts
         missing = [name for name in spec.forward_env if name not in os.environ]
@@ -175,7 +179,6 @@ class MpiLauncher:
             raise UserError(
                 Problem("launcher.forward_env", f"{', '.join(missing)}: not set here", remedy)
             )
-        flavours.find(request.start.mpirun)
         Reach(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
         env = dict(request.env)
         if self.port is None and is_here(hosts[0].name):

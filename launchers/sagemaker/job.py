@@ -62,6 +62,7 @@ class SageMakerJob:
         self.aws = aws
         self.poll_seconds = poll_seconds
         self.region = aws.found_region()
+        self.why = ""
 
     @property
     def handle(self) -> str:
@@ -90,7 +91,8 @@ class SageMakerJob:
     def state(self) -> JobState:
         try:
             return state_of(self.describe())
-        except UserError:
+        except UserError as error:
+            self.why = str(error)
             return JobState.UNKNOWN
 
     def wait(self) -> JobState:
@@ -114,7 +116,7 @@ class SageMakerJob:
                     return state
             time.sleep(self.poll_seconds)
 
-    def why(self) -> str:
+    def failure(self) -> str:
         """Why it failed, in SageMaker's words; empty if it did not."""
         return str(self.describe().get("FailureReason", ""))
 
@@ -133,8 +135,8 @@ class SageMakerJob:
             if ended:
                 break
             time.sleep(self.poll_seconds)
-        if follow and (why := self.why()):
-            yield f"SageMaker: {why}"
+        if follow and (failure := self.failure()):
+            yield f"SageMaker: {failure}"
 
     def _streams(self) -> list[str]:
         with explained():

@@ -108,6 +108,12 @@ class SageMakerLauncher:
                 raise UserError(Problem(name, f"{len(value)} characters; SageMaker takes 512"))
         return request
 
+    def reach(self, request: SageMakerRequest) -> None:
+        """Who we are needs no permission: what fails is the region, the network or the sign-in."""
+        self.aws.found_region()
+        with explained():
+            self.aws("sts").get_caller_identity()
+
     def submit(self, request: SageMakerRequest) -> SageMakerJob:
         from distdl.launchers.sagemaker import uploads
 

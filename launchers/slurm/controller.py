@@ -82,6 +82,26 @@ def environment(forwarded: Iterable[str] = (), settings: Mapping[str, Any] = {})
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
+def reach() -> None:
+    """Whether there is a cluster that takes jobs.
+
+    Raises:
+        UserError: Slurm is not here, or its controller does not answer.
+    """
+    try:
+        done = run("scontrol", "ping")
+    except Unreachable as error:
+        raise absent(str(error)) from None
+    if done.returncode != 0:  # "Slurmctld(primary) at head is DOWN", one line per controller
+        said = [line for line in done.stdout.splitlines() if line.endswith("DOWN")]
+        raise absent(" / ".join(said) or "its controller does not answer")
+
+
+def absent(why: str) -> UserError:
+    remedy = "launcher=slurm submits from a login node of a cluster"
+    return UserError(Problem("launcher", why, remedy))
+
+
 def submit(path: Path, forwarded: Iterable[str], settings: Mapping[str, Any]) -> str:
     """Submits a script and returns the job's number.
 
@@ -91,9 +111,7 @@ def submit(path: Path, forwarded: Iterable[str], settings: Mapping[str, Any]) ->
     try:
         done = run("sbatch", "--parsable", str(path), env=environment(forwarded, settings))
     except Unreachable as error:
-        raise UserError(
-            Problem("launcher", str(error), "launcher=slurm submits from a login node of a cluster")
-        ) from None
+        raise absent(str(error)) from None
     # A site's own plugin may print more around it; with several clusters ";name" follows.
     number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 and number:

@@ -49,6 +49,7 @@ class SlurmJob:
     poll_seconds: float = 5
     log: Path | None = None
     url: None = field(default=None, init=False)
+    why: str = field(default="", init=False)
 
     @property
     def handle(self) -> str:
@@ -57,8 +58,10 @@ class SlurmJob:
     def state(self) -> JobState:
         try:
             found = controller.look(self.number)
-        except controller.Unreachable:
+        except controller.Unreachable as error:
+            self.why = str(error)
             return JobState.UNKNOWN
+        self.why = "" if found else "Slurm does not know it, or has forgotten it (MinJobAge)"
         return state_of(found)
 
     def wait(self) -> JobState:

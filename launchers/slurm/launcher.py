@@ -122,6 +122,9 @@ class SlurmLauncher:
             raise UserError(*told)
         return SlurmRequest(specs, script.render(self, specs, array), self.poll_seconds)
 
+    def reach(self, request: SlurmRequest) -> None:
+        controller.reach()
+
     def submit(self, request: SlurmRequest) -> SlurmJob | list[SlurmJob]:
         """Writes the script into the attempt and submits it.
 

@@ -21,6 +21,7 @@ from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_tex
 from distdl.suggest import closest
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+UNKNOWN = "takes no argument"
 # Functions that pass **kwargs on to a model: only building it shows what they take.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
 
@@ -75,9 +76,10 @@ class Binding:
         if built:
             before = len(self.problems)
             self.bind(called, node, path)
-            # A hook may rely on values that are known to be wrong.
+            # A hook may rely on values that are known to be wrong; a key too many harms none.
+            wrong = [what for _, what, _ in self.problems[before:] if UNKNOWN not in what]
             broken = any(path == bad[: len(path)] for bad in self.broken)
-            if len(self.problems) == before and not broken:
+            if not wrong and not broken:
                 self.hook(called, node, path)
 
     def add(self, path: Path, what: str, remedy: str = "") -> None:
@@ -180,7 +182,7 @@ class Binding:
         ):
             place = (*path, name) if name else path
             if what == "unknown argument":
-                what = f"{target} takes no argument {name!r}"
+                what = f"{target} {UNKNOWN} {name!r}"
                 remedy = remedy.replace("{}", f"{path_text(path)}.")
             elif what == "missing argument":
                 what, remedy = f"missing, {target} needs it", f"write {path_text(place)}=..."
@@ -229,10 +231,10 @@ class Binding:
     def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
         """Lets a target check its own node: a static or class method `check(node[, context])`.
 
-        It returns Problems, whose paths are relative to the node. The context says how many
-        devices there are, whether the run is `local`, the whole `config`, and which components are
-        `refused` and must not be imported; a check of a data node that does not ask for it looks at
-        files, which only a local run finds here.
+        It returns Problems, whose paths are relative to the node, and strings: what it could not
+        check. The context says how many devices there are, whether the run is `local`, the whole
+        `config`, and which components are `refused` and must not be imported; a check of a data
+        node that does not ask for it looks at files, which only a local run finds here.
         """
         static = inspect.getattr_static(called, "check", None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
@@ -248,6 +250,9 @@ class Binding:
             problems = check(node, context) if wants_context else check(node)
             for problem in problems or ():
                 start = path_text(path)
+                if isinstance(problem, str):
+                    self.notes.append(f"not checked: {start}: {problem}")
+                    continue
                 place = f"{start}.{problem.path}" if problem.path else start
                 self.problems.append((place, problem.what, problem.remedy))
         except Exception as error:

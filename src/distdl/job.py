@@ -109,7 +109,7 @@ class Request(Protocol):
 class Job(Protocol):
     """A job as its place knows it. What the run itself says stands in the attempt's status.json;
     `distdl.jobs` puts the two together. A job may also have `fetch(to)`, which copies a store that
-    is not on this machine into the folder `to`.
+    is not on this machine into the folder `to`, and `why`: the reason of its last UNKNOWN.
     """
 
     @property
@@ -149,6 +149,8 @@ class Launcher(Protocol):
       with paths relative to the node (`vm_size`).
     - static `devices(node)`: `(devices per node, accelerator)` of a size it knows, for
       `trainer.devices=auto`.
+    - `reach(request)`: asks the place whether it is there and knows us, before the run is laid
+      down. Changes nothing there; raises UserError.
     - `request_sweep(specs)`: one request for all members of `-m` (an array), or None to send one
       job each. `submit` then returns a list of jobs, one per spec.
     """

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState, Launcher
+from distdl.provenance import make_importable
 from distdl.run_directory import Attempt, RunDirectory, shown, write_json
 
 
@@ -33,8 +34,20 @@ def of(attempt: Attempt) -> Job:
     handle = attempt.job().get("handle")
     if handle is None:  # it lived in a process on some machine, and wrote here
         return LocalLauncher().attach(f"local://{attempt.path}")
-    node = attempt.launch()["where"]["launcher"]
-    return instantiate(node).attach(handle)
+    launch = attempt.launch()
+    root = (launch["where"].get("project") or {}).get("root")
+    if root:
+        make_importable(Path(root), launch.get("python_path") or ["."])
+    return instantiate(launch["where"]["launcher"]).attach(handle)
+
+
+def place_of(attempt: Attempt) -> str:
+    """Where an attempt without a job is or was: on a host, or nowhere, as it was refused."""
+    target = str(attempt.launch()["where"]["launcher"].get("_target_", ""))
+    if target.startswith("distdl.launchers.local.") or not target:
+        return f"local, {attempt.status().get('host', '?')}"
+    name = target.removeprefix("distdl.launchers.").partition(".")[0]
+    return f"{name}, not submitted"
 
 
 def named(handle: str) -> Job:

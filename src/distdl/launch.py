@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import batches, following, jobs, provenance, snapshot
 from distdl import config as configs
 from distdl.bundle import Bundle
-from distdl.job import Job, JobSpec, JobState, Request
+from distdl.job import Job, JobSpec, JobState, Launcher, Request
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
 from distdl.run_directory import Attempt, shown
@@ -47,11 +47,11 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
 
     Raises:
         UserError: The launcher refuses it, or the run is under way already. Until the launcher has
-            seen the request, nothing is written.
+            seen the request and asked its place, nothing is written.
     """
     launcher = jobs.instantiate(planned.config.launcher)
     code = snapshot_of(planned)
-    launcher.request(spec_of(planned, next_attempt(planned)))
+    reach(launcher, launcher.request(spec_of(planned, next_attempt(planned))))
     attempt = lay_down(planned, command, code)
     with kept(attempt):
         job = launcher.submit(launcher.request(spec_of(planned, attempt)))
@@ -66,12 +66,14 @@ def submit_together(planned: Sequence[Plan], command: Sequence[str]) -> None:
     Raises:
         UserError: See `submit`.
     """
-    if request_together(planned, [next_attempt(each) for each in planned]) is None:
+    request = request_together(planned, [next_attempt(each) for each in planned])
+    if request is None:
         for each in planned:
             attempt, job = submit(each, command)
             print(f"submitted  {job.handle}  {shown(each.run.path)}", flush=True)
         return
     code = snapshot_of(planned[0])
+    reach(jobs.instantiate(planned[0].config.launcher), request)
     attempts = [lay_down(each, command, code) for each in planned]
     with ExitStack() as stack:
         for attempt in attempts:
@@ -90,6 +92,13 @@ def request_together(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> Re
     if whole is None or any(p.config.launcher != planned[0].config.launcher for p in planned):
         return None
     return whole([spec_of(*pair) for pair in zip(planned, attempts, strict=True)])
+
+
+def reach(launcher: Launcher, request: Request) -> None:
+    """Lets the launcher ask its place, if it can: what is refused there leaves no run behind."""
+    ask = getattr(launcher, "reach", None)
+    if ask is not None:
+        ask(request)
 
 
 def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
@@ -113,6 +122,10 @@ def kept(attempt: Attempt) -> Iterator[None]:
         yield
     except BaseException as error:
         attempt.end(JobState.FAILED, error=f"not submitted: {redact(str(error))}")
+        run = shown(attempt.path.parents[1])
+        print(
+            f"{run} is kept. Once it is mended:\n  python -m distdl resume {run}", file=sys.stderr
+        )
         raise
 
 

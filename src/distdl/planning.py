@@ -141,14 +141,19 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
         if not written.get(group)
     ]
     local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
-    size = None
+    root = root_of(config)
+    provenance.make_importable(root, provenance.python_path(root))
+    size, uncounted = None, None
+    known = getattr(launcher_class(config), "devices", None)
     try:
         trainer = configs.plain(config.trainer)
-        known = getattr(launcher_class(config), "devices", None)
         node = written.get("launcher") or {}
         size = resources.resolve(trainer, local=local, known=known and known(node))
     except UserError as error:
-        problems += error.problems
+        if known and known(node) is None:  # the launcher itself says what is wrong with its size
+            uncounted = error
+        else:
+            problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
         pass  # a broken value: the first stage names it
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
@@ -162,13 +167,14 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
     if problems:  # where the first stage speaks of the same key, it says it better
         told = {p.path for p in validate.problems_of(config, local=local)}
         problems = [p for p in problems if p.path not in told]
-    root = root_of(config)
     alone = local and size is not None and size.world_size == 1
     in_process = alone and not apart and written.get("dry_run") is False
     with imported_meanwhile("distdl.build") if in_process else nullcontext():
         notes, facts = validate.validate(
             config, size, local=local, project_root=str(root), further=problems
         )
+    if uncounted:
+        raise uncounted
     own_optimizer = facts.get("model_configures_optimizers")
     trains = config.task.get("_target_") == TRAIN
     if trains and own_optimizer is False and not config.get("optimizer"):

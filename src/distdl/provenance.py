@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,18 @@ def python_path(root: Path) -> list[str]:
     if not here.is_relative_to(root):
         return ["."]
     return list(dict.fromkeys([here.relative_to(root).as_posix(), "."]))
+
+
+def make_importable(root: Path, paths: Sequence[str]) -> None:
+    """Puts the user's modules before everything that is installed, in this process: a launcher may
+    be one of them.
+
+    Args:
+        root: Of his code.
+        paths: As `python_path` gives them.
+    """
+    mine = [str((root / path).resolve()) for path in paths]
+    sys.path[:] = [*mine, *(path for path in sys.path if path not in mine)]
 
 
 def packages() -> list[str]:

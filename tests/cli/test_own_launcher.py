@@ -111,6 +111,20 @@ def test_a_cancelled_job_has_saved_and_is_known_as_such(project, env) -> None:
     assert list((run / "checkpoints").glob("*.ckpt.manifest.json"))
 
 
+PLACES = """
+from distdl.errors import Problem, UserError
+from my_launchers.background import BackgroundLauncher
+
+class Away(BackgroundLauncher):
+    def reach(self, request):
+        raise UserError(Problem("launcher", "nobody is there"))
+
+class Full(BackgroundLauncher):
+    def submit(self, request):
+        raise UserError(Problem("launcher", "the queue is full"))
+"""
+
+
 @pytest.fixture
 def here(project, package, monkeypatch) -> Path:
     """This process in the project's folder, with the package importable, in its children too."""
@@ -142,6 +156,22 @@ def test_its_settings_are_checked(command, here) -> None:
     assert said.code == 2
     assert "launcher.niceness: 20 is not 0 to 19\n      launcher.niceness=10" in said.err
     assert "this is one machine" in said.err
+
+
+def test_what_its_place_refuses(command, without_stage_2, here) -> None:
+    (here / "places.py").write_text(PLACES)
+    given = (*CPU[:2], "launcher=background", ALLOW, "name=refused")
+    said = command("launcher._target_=places.Away", *given)
+    assert said.code == 2 and "nobody is there" in said.err and "is kept" not in said.err
+    assert not (here / "outputs/default/refused").exists()
+
+    said = command("launcher._target_=places.Full", *given)
+    assert said.code == 2 and "the queue is full" in said.err
+    assert "outputs/default/refused is kept" in said.err
+    listed = command("jobs", "list").out
+    assert re.search(r"outputs/default/refused .* FAILED .* places, not submitted", listed), listed
+    said = command("jobs", "status", "refused")
+    assert said.code == 2 and "did you mean outputs/default/refused?" in said.err
 
 
 def test_the_yaml_may_come_with_the_package(command, without_stage_2, here, tmp_path) -> None:

@@ -157,6 +157,18 @@ def test_broken_configs_of_the_users_own(file, content, typed, read, command, tm
     assert not (tmp_path / "outputs").exists()
 
 
+def test_an_unknown_machine_is_one_problem(folder) -> None:
+    """Not a second one that its devices cannot be counted; nor does a wrong key beside it hide it."""
+    role = "launcher.role=arn:aws:iam::123456789012:role/x"
+    place = f"launcher.image=me/x launcher.bucket=mine {role}"
+    typed = "launcher=sagemaker launcher.instance_type=ml.p4d.24xlargee launcher.spott=true"
+    done = distdl(*typed.split(), *place.split(), cwd=folder)
+    check_refused(done, folder)
+    assert "2 problems" in done.stderr, done.stderr
+    assert "launcher.instance_type: " in done.stderr and "ml.p4d.24xlarge?" in done.stderr
+    assert "did you mean launcher.spot?" in done.stderr
+
+
 def test_batches_that_do_not_divide(command, without_stage_2) -> None:
     own = ("data._target_=mine.Data", "project.allow=[mine]", "trainer.accelerator=cpu")
     said = command(*own, "+data.global_batch_size=99", "data.batch_size=8", "trainer.devices=2")

@@ -194,7 +194,8 @@ def test_what_slurm_refuses(
     config.write_text(re.sub("SlurmctldPort=.*", f"SlurmctldPort={free_ports(1)[0]}", text))
     monkeypatch.setenv("SLURM_CONF", str(config))
     said = command(*TINY, *SLURM, "name=down")
-    assert said.code == 2 and "Unable to contact slurm controller" in said.err
+    assert said.code == 2 and "Slurmctld(primary) at " in said.err
+    assert " is DOWN\n" in said.err and not Path("outputs/default/down").exists()
 
 
 def test_a_sweep_is_one_array(slurm: SlurmCluster, tmp_path: Path) -> None:

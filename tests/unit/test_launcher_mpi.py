@@ -168,7 +168,7 @@ def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
     file.write_text("# nothing\n")
     with pytest.raises(UserError, match="names no host"):
         hosts.read_hostfile(str(file), 1)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match=r"No such file.*\n.*node1 slots=4"):
         hosts.read_hostfile(str(tmp_path / "absent"), 1)
 
 
@@ -205,7 +205,10 @@ def test_a_refusal_at_submission_starts_nothing(
 ) -> None:
     def submitted(**node: Any) -> Any:
         launcher = MpiLauncher(**{"flavour": "mpich", "mpirun": "sh", **node})
-        return launcher.submit(launcher.request(spec(Resources(), tmp_path)))
+        request = launcher.request(spec(Resources(), tmp_path))
+        if "mpirun" in node:  # asked before anything is laid down
+            launcher.reach(request)
+        return launcher.submit(request)
 
     with pytest.raises(UserError, match="HF_TOKEN: not set here"):
         submitted()

@@ -207,10 +207,13 @@ def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "secret")
     launcher = SlurmLauncher()
+    with pytest.raises(UserError, match=r"no scontrol on this machine\n.*login node"):
+        launcher.reach(launcher.request(spec(root=str(tmp_path))))
     with pytest.raises(UserError, match=r"no sbatch on this machine\n.*login node"):
         launcher.submit(launcher.request(spec(root=str(tmp_path))))
     job = launcher.attach("slurm://12_3")
     assert (job.handle, job.url, job.state()) == ("slurm://12_3", None, JobState.UNKNOWN)
+    assert job.why == "no scontrol on this machine"
     for ask in (lambda: list(job.logs()), job.cancel):
         with pytest.raises(UserError, match="on this machine"):
             ask()

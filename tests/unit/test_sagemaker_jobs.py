@@ -213,7 +213,7 @@ def test_logs_follow_until_the_end(launcher, run, aws, monkeypatch) -> None:
         return found
 
     monkeypatch.setattr(job.SageMakerJob, "state", state)
-    monkeypatch.setattr(job.SageMakerJob, "why", lambda _: "AlgorithmError: rank 1: ValueError")
+    monkeypatch.setattr(job.SageMakerJob, "failure", lambda _: "AlgorithmError: rank 1: ValueError")
     assert list(submitted.logs(follow=True)) == [
         "said while RUNNING",
         "said while FAILED",

@@ -105,12 +105,15 @@ def status(found: list[Target]) -> int:
     for job, attempt in found:
         state = state_of(job, attempt)
         unknown |= state is JobState.UNKNOWN
+        why = getattr(job, "why", "") if state is JobState.UNKNOWN else ""
         if attempt is None:
-            print(f"{state}  {job.handle}")
+            print(f"{state}  {job.handle}" + (f"  ({why})" if why else ""))
             continue
         facts = attempt.status()
         print(f"{shown(attempt.path.parents[1])}  (attempt {attempt.number})")
         print(f"  state   {state}" + (f", restarted {n} times" if (n := restarts(attempt)) else ""))
+        if why:
+            print(f"  because {why}")
         print(f"  job     {job.handle}")
         if job.url:
             print(f"  watch   {job.url}")
@@ -210,7 +213,7 @@ def list_runs(folder: Path) -> int:
             if k.startswith(("val", "train"))
         )
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.get("started", 0)))
-        where = attempt.job().get("handle") or f"local, {facts.get('host', '?')}"
+        where = attempt.job().get("handle") or jobs.place_of(attempt)
         table.add_row(shown(run.path), str(attempt.number), state, where, started, metrics)
     Console(width=None if sys.stdout.isatty() else 240).print(table)
     return 0

@@ -81,13 +81,16 @@ def find_run(text: str) -> Path:
     """The run directory that a user named.
 
     Raises:
-        UserError: It is not one; the message lists the runs below it, newest first.
+        UserError: It is not one; the message lists the runs below it, newest first, or those in
+            outputs/ that have this name.
     """
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file() or journals(path):
         return path
     if not path.exists():
-        raise UserError(Problem(text, "there is no such folder", "give a run's own folder"))
+        named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
+        remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"
+        raise UserError(Problem(text, "there is no such folder", remedy))
     patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")  # a sweep's lie deeper
     below = [p.parent for pattern in patterns for p in path.glob(pattern)]
     below.sort(key=lambda p: p.stat().st_mtime, reverse=True)
