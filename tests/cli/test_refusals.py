@@ -158,7 +158,7 @@ def test_broken_configs_of_the_users_own(file, content, typed, read, command, tm
 
 
 def test_an_unknown_machine_is_one_problem(folder) -> None:
-    """Not a second one that its devices cannot be counted; nor does a wrong key beside it hide it."""
+    """Not two, as its devices cannot be counted either; nor does a wrong key beside it hide it."""
     role = "launcher.role=arn:aws:iam::123456789012:role/x"
     place = f"launcher.image=me/x launcher.bucket=mine {role}"
     typed = "launcher=sagemaker launcher.instance_type=ml.p4d.24xlargee launcher.spott=true"
