@@ -29,7 +29,7 @@ from distdl.checkpoint import remove
 from distdl.errors import Problem, UserError
 from distdl.strategies import deepspeed_state
 from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
-from distdl.strategies.sharing import agree_on_buffers, lay_out_plainly
+from distdl.strategies.sharing import agree_on_buffers, lay_out_plainly, refuse_averaging
 
 
 class DeepSpeedStrategy(LightningDeepSpeed):
@@ -100,6 +100,8 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         if trainer.get("gradient_clip_val") and trainer.get("gradient_clip_algorithm") == "value":
             what = "DeepSpeed clips by the norm, not by value"
             yield Problem("", what, "trainer.gradient_clip_algorithm=norm")
+        if node.get("stage", 2) == 3:
+            yield from refuse_averaging(context["config"])
         if trainer.get("sync_batchnorm"):
             yield Problem("", "does not synchronise batch norm", "trainer.sync_batchnorm=false")
         if node.get("config") and local:

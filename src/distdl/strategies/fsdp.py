@@ -30,7 +30,13 @@ from torch.optim import Optimizer
 
 from distdl import cluster, formats, portable
 from distdl.errors import Problem, UserError
-from distdl.strategies.sharing import agree_on_buffers, check_keys, lay_out_plainly, on_host
+from distdl.strategies.sharing import (
+    agree_on_buffers,
+    check_keys,
+    lay_out_plainly,
+    on_host,
+    refuse_averaging,
+)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
@@ -70,6 +76,7 @@ class FSDPStrategy(ModelParallelStrategy):
             yield Problem("min_parameters", "is below 1", "strategy.min_parameters=1000000")
         if context["accelerator"] == "mps":
             yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
+        yield from refuse_averaging(context["config"])
         precision = context["config"]["trainer"].get("precision")
         if precision not in PRECISIONS:
             what = f"does not train with trainer.precision={precision}"

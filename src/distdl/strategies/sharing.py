@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distdl.errors import Problem
+
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
@@ -47,6 +49,19 @@ def lay_out_plainly(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Lightning's averages of weights copy a module whose weights are whole: FSDP2 and ZeRO-3 leave
+    each rank a slice, on which they fail in the first step."""
+    for name, callback in (config.get("callbacks") or {}).items():
+        target = str((callback or {}).get("_target_", ""))
+        if target.endswith("WeightAveraging"):
+            what = (
+                f"callbacks.{name} averages whole weights, and here a rank has a slice"
+            )
+            remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
+            yield Problem("", what, remedy)
 
 
 def check_keys(own: Iterable[str], given: Mapping[str, Any], strict: bool) -> None:
