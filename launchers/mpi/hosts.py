@@ -71,15 +71,23 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
     except OSError as error:
         remedy = "a file with a line per host: node1 slots=4; or launcher.hosts=[node1:4,node2:4]"
         raise UserError(Problem("hostfile", f"{path}: {error.strerror}", remedy)) from None
-    entries = []
-    for line in lines:
+    entries, problems = [], []
+    for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         given = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
-        entries += [":".join([words[0], *given[:1]])] if words else []
-    try:
-        found = parse(entries, slots)
-    except UserError as error:
-        raise UserError(Problem("hostfile", f"{path}: {error.problems[0].what}")) from None
+        entry = [":".join([words[0], *given[:1]])] if words else []
+        odd = [word for word in words[1:] if not re.match(r"(max_?)?[-_]?slots=", word)]
+        try:
+            parse(entry, slots)
+            entries += entry
+        except UserError:
+            odd.append(line)
+        if odd:
+            what = f"{path}, line {number}: {line.strip()!r} is no host"
+            problems.append(Problem("hostfile", what, "node1 slots=4, or node1:4"))
+    if problems:
+        raise UserError(*problems)
+    found = parse(entries, slots)
     if not found:
         raise UserError(Problem("hostfile", f"{path} names no host"))
     return found

@@ -41,12 +41,17 @@ class MpiJob:
         Raises:
             UserError: It is no such handle, or nothing was started there.
         """
-        match = re.fullmatch(r"mpi://[^/]*(/.+)", handle)
+        match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
             raise UserError(Problem(handle, "is no job of mpirun", "mpi://<host>/<attempt folder>"))
-        job = cls(Path(match[1]))
-        if not job.record():
-            raise UserError(Problem(handle, f"there is no {RECORD}: nothing was started there"))
+        job = cls(Path(match[2]))
+        host = job.record().get("host")
+        if host is None:
+            what = f"there is no {RECORD} in {job.folder} here: nothing was started there"
+            remedy = f"if it was on {match[1]}, ask there" if match[1] else ""
+            raise UserError(Problem(handle, what, remedy))
+        if host != match[1]:
+            raise UserError(Problem(handle, f"the job in that folder is of {host}", job.handle))
         return job
 
     @property

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
+import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -88,6 +91,7 @@ class MpiLauncher:
                 flavours.find(node.get("mpirun", "mpirun"))
             except UserError as error:
                 yield replace(error.problems[0], path="mpirun")
+        yield from settings(node)
         if node.get("hosts") and node.get("hostfile"):
             yield Problem("hostfile", "hosts= says where already", "write only one of the two")
             return
@@ -106,9 +110,9 @@ class MpiLauncher:
                 f"names {len(hosts)} hosts, and trainer.num_nodes is {nodes}",
                 f"trainer.num_nodes={len(hosts)}",
             )
-        odd = [host for host in hosts if host.slots != devices]
+        odd = [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]
         if odd:
-            what = f"{odd[0].name} has {odd[0].slots} slots, and trainer.devices is {devices}"
+            what = f"{', '.join(odd)}, and trainer.devices is {devices}"
             yield Problem(key, what, "one rank per device: make the two equal on every host")
 
     def request(self, spec: JobSpec) -> MpiRequest:
@@ -188,6 +192,22 @@ class MpiLauncher:
 
     def attach(self, handle: str) -> MpiJob:
         return MpiJob.attach(handle)
+
+
+def settings(node: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with numbers and names, whatever the hosts."""
+    port, interface = node.get("port"), node.get("interface")
+    if port is not None and not 1024 <= port <= 65535:
+        yield Problem("port", f"{port} is not 1024 to 65535", "launcher.port=null derives one")
+    for key in ("max_attempts", "grace_seconds"):
+        if node.get(key, 0) < 0:
+            yield Problem(key, f"is {node[key]}", f"launcher.{key}=0")
+    here = sorted(name for _, name in socket.if_nameindex())
+    if interface and interface not in here:
+        yield Problem("interface", f"this machine has no {interface}", f"one of {', '.join(here)}")
+    program = (shlex.split(node.get("ssh") or "ssh") or [""])[0]
+    if (node.get("hosts") or node.get("hostfile")) and shutil.which(program) is None:
+        yield Problem("ssh", f"there is no {program} here", "launcher.ssh=ssh")
 
 
 def chosen_hosts(hosts: list[str], hostfile: str | None, devices: int) -> tuple[Host, ...]:

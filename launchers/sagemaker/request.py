@@ -196,7 +196,14 @@ class SageMakerRequest:
         if size.accelerator == "gpu" and 0 < size.devices < instance.gpus:
             notes.append(
                 f"{instance.name} has {instance.gpus} GPUs, and {size.devices} of them are used"
+                + (
+                    f": one host holds all {size.world_size} ranks"
+                    if size.num_nodes > 1 and size.world_size <= instance.gpus
+                    else ""
+                )
             )
+        if size.accelerator == "cpu" and instance.gpus:
+            notes.append(f"{instance.name} has {instance.gpus} GPUs, and none of them is used")
         if size.num_nodes > 1 and instance.gpus and not instance.efa:
             bigger = [
                 f"{i.name} ({i.gpus} GPUs)"

@@ -69,6 +69,30 @@ def forwarded(resolved: Resolved, here: bool) -> Found:
     return found
 
 
+# Keys of launchers that look like secrets by their names, and name something instead.
+_NO_SECRETS = ("kms_key", "key_vault")
+
+
+def sent(resolved: Resolved, here: bool) -> Found:
+    """A secret among the launcher's own settings: they are resolved here and stand in the request,
+    and in scripts and consoles from there on."""
+    if here:
+        return []
+    names = strings(resolved.section("launcher").get("forward_env"))
+    found: Found = []
+    for path, name, _ in resolved.variables():
+        key, value = str(path[-1]), os.environ.get(name, "")
+        if path[0] != "launcher" or (len(path) == 2 and key in _NO_SECRETS):
+            continue
+        if looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value)):
+            what = f"the value of {name} would stand in the request, for all to read"
+            remedy = (
+                f"leave it out: launcher.forward_env=[{','.join([*names, name])}] sends it apart"
+            )
+            found.append((path, Problem(path_text(path), what, remedy)))
+    return found
+
+
 def topology(resolved: Resolved, size: Topology | None, here: bool) -> Found:
     trainer = resolved.section("trainer")
     found: Found = []
@@ -146,4 +170,6 @@ def secrets(value: Any, resolved: Resolved, path: Path) -> Found:
     named = re.search(r"environment variable (\w+)$", reason)
     name = named[1] if named else re.sub(r"\W", "_", key).upper()
     remedy = f"write {redact(path_text(path))}='${{oc.env:{name}}}' and export {name}"
+    if path[:2] == ("launcher", "env"):
+        remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
     return [(path, Problem(redact(path_text(path)), reason, remedy))]

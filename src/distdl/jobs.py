@@ -76,6 +76,11 @@ def instantiate(node: Any) -> Launcher:
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
+        if "Error locating target" in str(error):
+            target = str(OmegaConf.create(node).get("_target_"))
+            what = f"{target} cannot be imported here"
+            remedy = f"is {target.partition('.')[0]} installed in this environment?"
+            raise UserError(Problem("launcher", what, remedy)) from error
         raise
 
 
@@ -118,6 +123,6 @@ def refuse_second(run: RunDirectory) -> None:
 
 def runs_below(folder: Path) -> list[RunDirectory]:
     """Every run in a folder of runs (or of sweeps), the newest first."""
-    found = [RunDirectory(path.parent) for path in folder.rglob("config.yaml")]
+    found = [RunDirectory(path.parent) for path in folder.resolve().rglob("config.yaml")]
     started = [run for run in found if run.last_attempt() is not None]
     return sorted(started, key=lambda run: -(run.path / "config.yaml").stat().st_mtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import batches, following, jobs, provenance, snapshot
 from distdl import config as configs
 from distdl.bundle import Bundle
+from distdl.errors import Problem, UserError
 from distdl.job import Job, JobSpec, JobState, Launcher, Request
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
@@ -50,6 +52,7 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
             seen the request and asked its place, nothing is written.
     """
     launcher = jobs.instantiate(planned.config.launcher)
+    refuse_unset(planned)
     code = snapshot_of(planned)
     reach(launcher, launcher.request(spec_of(planned, next_attempt(planned))))
     attempt = lay_down(planned, command, code)
@@ -72,6 +75,7 @@ def submit_together(planned: Sequence[Plan], command: Sequence[str]) -> None:
             attempt, job = submit(each, command)
             print(f"submitted  {job.handle}  {shown(each.run.path)}", flush=True)
         return
+    refuse_unset(*planned)
     code = snapshot_of(planned[0])
     reach(jobs.instantiate(planned[0].config.launcher), request)
     attempts = [lay_down(each, command, code) for each in planned]
@@ -92,6 +96,22 @@ def request_together(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> Re
     if whole is None or any(p.config.launcher != planned[0].config.launcher for p in planned):
         return None
     return whole([spec_of(*pair) for pair in zip(planned, attempts, strict=True)])
+
+
+def unset(planned: Plan) -> list[str]:
+    """Variables that the job is to have, and that this shell has not."""
+    if is_foreground(planned.config):  # what this shell has, its ranks have
+        return []
+    forwarded = planned.config.launcher.get("forward_env") or ()
+    return [name for name in forwarded if name not in os.environ]
+
+
+def refuse_unset(*planned: Plan) -> None:
+    missing = dict.fromkeys(name for each in planned for name in unset(each))
+    if missing:
+        what = f"not set in this shell: {', '.join(missing)}"
+        remedy = f"export {next(iter(missing))}=..."
+        raise UserError(Problem("launcher.forward_env", what, remedy))
 
 
 def reach(launcher: Launcher, request: Request) -> None:
@@ -189,6 +209,7 @@ def render(planned: Plan) -> str:
         *([f"batch      {batch}"] if batch else []),
         *([f"code       {code.describe()}"] if code else []),
         *(f"note       {note}" for note in planned.notes),
+        *(f"note       ${name} is not set here: it must be to submit" for name in unset(planned)),
         "",
         request.render(),
     ]

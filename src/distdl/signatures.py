@@ -172,7 +172,7 @@ def bind(
         elif name not in names and not called.any_keyword:
             free = [n for n in names if n not in filled]
             near = closest(name, free)
-            listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 12 else ""
+            listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 24 else ""
             yield name, "unknown argument", f"did you mean {{}}{near}?" if near else listed
         elif name in called.hints and not _fits(value, called, name):
             expected = _name_of(called.hints[name])

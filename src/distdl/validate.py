@@ -151,7 +151,7 @@ def _stage_1(
     # What did not resolve is None by now and must not be told a second time.
     broken = [path for path, _ in resolved.problems]
     found = [item for item in found if not any(item[0][: len(path)] == path for path in broken)]
-    found += [*resolved.problems, *checks.forwarded(resolved, here)]
+    found += [*resolved.problems, *checks.forwarded(resolved, here), *checks.sent(resolved, here)]
     return [(path, _safe(problem, resolved)) for path, problem in found]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -170,6 +171,22 @@ def test_what_its_place_refuses(command, without_stage_2, here) -> None:
     assert "outputs/default/refused is kept" in said.err
     listed = command("jobs", "list").out
     assert re.search(r"outputs/default/refused .* FAILED .* places, not submitted", listed), listed
+    said = command("jobs", "status", "outputs/default/refused")
+    assert "job     places, not submitted" in said.out
+
+    secret = "launcher.forward_env=[NOT_SET_ANYWHERE]"
+    said = command("launcher=background", *CPU, ALLOW, secret)
+    assert said.code == 0 and "$NOT_SET_ANYWHERE is not set here" in said.out
+    said = command("launcher._target_=places.Full", *given[:-1], "name=unset", secret)
+    assert said.code == 2 and "not set in this shell: NOT_SET_ANYWHERE" in said.err
+    assert not (here / "outputs/default/unset").exists()
+
+    (here / "places.py").unlink()  # a package that is not installed here
+    sys.modules.pop("places")
+    job = here / "outputs/default/refused/attempts/001/job.json"
+    job.write_text('{"handle": "places://1"}')
+    said = command("jobs", "status", "outputs/default/refused")
+    assert said.code == 2 and "is places installed in this environment?" in said.err
     said = command("jobs", "status", "refused")
     assert said.code == 2 and "did you mean outputs/default/refused?" in said.err
 

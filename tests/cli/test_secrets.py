@@ -166,3 +166,38 @@ def test_a_literal_on_the_command_line_is_refused_unread(
     assert remedy in said.err
     assert "canary" not in said.out + said.err
     assert os.listdir(tmp_path) == []
+
+
+CLUSTERS = {
+    "slurm": ("launcher=slurm",),
+    "mpi": ("launcher=mpi", "launcher.flavour=mpich", "launcher.mpirun=sh"),
+    "azureml": ("launcher=azureml", "launcher.vm_size=Standard_NC24ads_A100_v4"),
+    "sagemaker": ("launcher=sagemaker", "launcher.instance_type=ml.g5.xlarge"),
+}
+
+
+@pytest.mark.parametrize("launcher", CLUSTERS)
+@pytest.mark.parametrize(
+    "setting", ["+launcher.env.MY_TOKEN=${oc.env:MY_TOKEN}", "+launcher.env.PLAIN=${oc.env:PLAIN}"]
+)
+def test_a_secret_among_a_launchers_settings_is_refused(
+    launcher, setting, command, without_stage_2, monkeypatch, tmp_path
+) -> None:
+    """They are resolved before the job is sent, and stand in its request."""
+    monkeypatch.setenv("MY_TOKEN", "canary-of-the-launcher-7")
+    monkeypatch.setenv("PLAIN", "hf_canaryOfTheLauncher0123456789abcdef")
+    said = command(*CLUSTERS[launcher], "trainer.devices=1", "dry_run=true", setting)
+    assert said.code == 2, said
+    assert "would stand in the request" in said.err and "launcher.forward_env=[" in said.err
+    assert "canary" not in said.out + said.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_plain_setting_of_a_launcher_may_be_read_from_the_shell(
+    command, without_stage_2, monkeypatch
+) -> None:
+    monkeypatch.setenv("PLAIN", "eth0")
+    said = command(
+        *CLUSTERS["slurm"], "dry_run=true", "trainer.devices=1", "+launcher.env.X=${oc.env:PLAIN}"
+    )
+    assert said.code == 0, said

@@ -168,6 +168,9 @@ def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
     file.write_text("# nothing\n")
     with pytest.raises(UserError, match="names no host"):
         hosts.read_hostfile(str(file), 1)
+    file.write_text("node1 slots=x\nnode2\nnode 2 3\n")
+    with pytest.raises(UserError, match=r"line 1: 'node1 slots=x'(.|\n)*line 3: 'node 2 3'"):
+        hosts.read_hostfile(str(file), 1)
     with pytest.raises(UserError, match=r"No such file.*\n.*node1 slots=4"):
         hosts.read_hostfile(str(tmp_path / "absent"), 1)
 
@@ -186,10 +189,14 @@ def test_this_machine_is_known() -> None:
         ({"flavour": "auto", "mpirun": "absent"}, (1, 1), ["mpirun: there is no absent here"]),
         ({}, (2, 1), ["hosts: trainer.num_nodes=2, and no hosts are named"]),
         ({"hosts": ["a"]}, (2, 1), ["hosts: names 1 hosts, and trainer.num_nodes is 2"]),
-        ({"hosts": ["a:4", "b:2"]}, (2, 4), ["hosts: b has 2 slots, and trainer.devices is 4"]),
+        ({"hosts": ["a:4", "b:2"]}, (2, 4), ["hosts: b:2, and trainer.devices is 4"]),
         ({"hosts": ["a"], "hostfile": "f"}, (1, 1), ["hostfile: hosts= says where already"]),
         ({"hostfile": "absent"}, (1, 1), ["hostfile: absent: No such file or directory"]),
         ({"hosts": ["a b"]}, (1, 1), ["hosts: 'a b' is no host"]),
+        ({"port": 99999}, (1, 1), ["port: 99999 is not 1024 to 65535"]),
+        ({"max_attempts": -1}, (1, 1), ["max_attempts: is -1"]),
+        ({"interface": "eth99"}, (1, 1), ["interface: this machine has no eth99"]),
+        ({"hosts": ["a"], "ssh": "nossh -v"}, (1, 1), ["ssh: there is no nossh here"]),
     ],
 )
 def test_what_is_refused_at_once(node, size, expected) -> None:

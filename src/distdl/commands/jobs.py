@@ -114,7 +114,7 @@ def status(found: list[Target]) -> int:
         print(f"  state   {state}" + (f", restarted {n} times" if (n := restarts(attempt)) else ""))
         if why:
             print(f"  because {why}")
-        print(f"  job     {job.handle}")
+        print(f"  job     {attempt.job().get('handle') or jobs.place_of(attempt)}")
         if job.url:
             print(f"  watch   {job.url}")
         if facts.get("started"):

@@ -51,9 +51,10 @@ def plan(
     before = last.launch()
     run_id = before["run_id"]
     # Where it lies is where it was found, whatever folder it was first written to.
-    here = {"output_dir": str(run.path.parents[run_id.count("/")]), "dry_run": False}
-    # Keys that a run from before they existed lacks.
-    later = {"follow": True, "project": {"max_snapshot_mb": 300}}
+    folder = str(run.path.parents[run_id.count("/")])
+    here = {"output_dir": folder, "dry_run": False, "follow": True}
+    # A key that a run from before it existed lacks.
+    later = {"project": {"max_snapshot_mb": 300}}
     where = OmegaConf.merge(later, before["where"], here)
     assert isinstance(where, DictConfig)
     # A validation in between was an errand: the run is what it was started as.

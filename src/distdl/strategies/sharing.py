@@ -57,9 +57,7 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
     for name, callback in (config.get("callbacks") or {}).items():
         target = str((callback or {}).get("_target_", ""))
         if target.endswith("WeightAveraging"):
-            what = (
-                f"callbacks.{name} averages whole weights, and here a rank has a slice"
-            )
+            what = f"callbacks.{name} averages whole weights, and here a rank has a slice"
             remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
             yield Problem("", what, remedy)
 
