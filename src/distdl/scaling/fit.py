@@ -1,0 +1,128 @@
+"""The links that a machine really has, from a few measured steps.
+
+Two numbers are found from the measurements inside one node, which is all they can tell: the
+bandwidth that one device gets there, and the overhead of any step with several devices. What
+reaches over several nodes, if anything was measured there, gives the bandwidth between nodes.
+Otherwise that stays as the setting says: nothing inside a node tells of it.
+
+Least squares of relative errors; no bandwidth above the one that the setting names is considered,
+and among equally good ones the highest is taken: where all communication hides, any is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distdl.errors import Problem, UserError
+from distdl.scaling.links import Link
+from distdl.scaling.predict import predict
+from distdl.scaling.setting import Setting
+
+# The slowest bandwidth considered, as a share of the setting's.
+SLOWEST = 1e-4
+CANDIDATES = 400
+# Relative squared errors closer than this are called equal.
+EQUAL = 1e-9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was found.
+
+    Args:
+        setting: With the bandwidths and the overhead that fit best.
+        errors: Devices to predicted / measured throughput, less 1, of what was fitted.
+        notes: What the measurements could not tell.
+    """
+
+    setting: Setting
+    errors: Mapping[int, float]
+    notes: tuple[str, ...]
+
+
+def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
+    """Fits bandwidths and overhead.
+
+    Args:
+        setting: Its bandwidths are upper limits (the hardware's); its `step_seconds` is not used.
+        measured: Devices to seconds of a step at the same batch per device. One device must be
+            there, and one number of devices that fits a node.
+
+    Raises:
+        UserError: Too little was measured, or a time is not positive.
+    """
+    measured = dict(sorted(measured.items()))
+    inside = {n: s for n, s in measured.items() if 1 < n <= setting.devices_per_node}
+    across = {n: s for n, s in measured.items() if n > setting.devices_per_node}
+    problems = [
+        Problem("measured", f"{n} devices: a step takes more than 0 s, not {s}")
+        for n, s in measured.items()
+        if not (s > 0 and math.isfinite(s))
+    ]
+    if 1 not in measured:
+        problems.append(Problem("measured", "one device is missing", "measure it alone, too"))
+    if not inside:
+        problems.append(
+            Problem(
+                "measured",
+                "several devices of one node are missing",
+                f"measure 2 to {setting.devices_per_node} devices in one node",
+            )
+        )
+    if problems:
+        raise UserError(*problems)
+    notes = []
+    alone = replace(setting, step_seconds=measured[1], overhead_seconds=0.0)
+
+    def with_inside(bandwidth: float) -> Setting:
+        link = Link(bandwidth, setting.links.inside.latency)
+        candidate = replace(alone, links=replace(setting.links, inside=link))
+        return replace(candidate, overhead_seconds=_overhead(candidate, inside))
+
+    found = _best(with_inside, setting.links.inside.bandwidth, inside)
+    if len(inside) == 1:
+        notes.append(
+            "one number of devices in a node cannot tell overhead from bandwidth: all is overhead"
+        )
+    if across:
+
+        def with_between(bandwidth: float) -> Setting:
+            link = Link(bandwidth, setting.links.between.latency)
+            return replace(found_inside, links=replace(found_inside.links, between=link))
+
+        found_inside = found
+        found = _best(with_between, setting.links.between.bandwidth, across)
+    else:
+        notes.append("nothing was measured between nodes: that link is taken as it was given")
+    return Fit(
+        found,
+        {n: s / predict(found, n).step_seconds - 1 for n, s in measured.items()},
+        tuple(notes),
+    )
+
+
+def _overhead(setting: Setting, measured: Mapping[int, float]) -> float:
+    """The best for this bandwidth: the weighted mean of what is missing, never below 0."""
+    weights = {n: 1 / s**2 for n, s in measured.items()}
+    missing = sum(weights[n] * (s - predict(setting, n).step_seconds) for n, s in measured.items())
+    return max(0.0, missing / sum(weights.values()))
+
+
+def _best(make: Callable[[float], Setting], limit: float, measured: Mapping[int, float]) -> Setting:
+    """Of the settings for bandwidths up to `limit`, the one with the smallest error."""
+
+    def error(bandwidth: float) -> float:
+        setting = make(bandwidth)
+        return sum((predict(setting, n).step_seconds / s - 1) ** 2 for n, s in measured.items())
+
+    low, high = SLOWEST * limit, limit
+    for _ in range(2):  # once over all, once around the best
+        candidates = np.geomspace(high, low, CANDIDATES)
+        errors = np.array([error(float(b)) for b in candidates])
+        best = int(np.argmax(errors <= errors.min() + EQUAL))
+        high, low = candidates[max(0, best - 1)], candidates[min(CANDIDATES - 1, best + 1)]
+    return make(float(candidates[best]))

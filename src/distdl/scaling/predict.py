@@ -1,0 +1,209 @@
+"""Step time and efficiency on n devices, from one device's step and two links.
+
+Weak scaling: each device keeps the batch whose step was measured. For strong scaling, give the step
+time of the smaller batch.
+
+    step(n) = step(1) + overhead + what of the communication nothing hides + bubble + waiting
+
+Sources: `distdl.scaling.links` (collectives, overlap); what each strategy sends, and why ZeRO-1 and
+2 send as much as ZeRO-3, is said at the top of `distdl.commands._plan_estimate`; the bubble is
+`distdl.strategies.pipeline.balance.bubble`; waiting for the slowest of n: E max <= sigma
+sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013, "Concentration
+Inequalities", theorem 2.5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from distdl.errors import Problem, UserError
+from distdl.scaling.links import Group, all_reduce, exposed, fastest
+from distdl.scaling.setting import FASTEST, Setting
+from distdl.strategies.pipeline.balance import bubble
+
+# A loss below this share of the step is not worth a word.
+WORTH_SAYING = 0.005
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a number of devices.
+
+    Args:
+        step_seconds: Of a step.
+        efficiency: Of one device alone, what each still does (0 to 1).
+        communication_share: Of the step, in which devices wait for the network (0 to 1).
+        communication_seconds: In which the network is busy, hidden or not.
+        why: What keeps it from 100 %, the worst first.
+    """
+
+    step_seconds: float
+    efficiency: float
+    communication_share: float
+    communication_seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of a table: a prediction, or why there is none."""
+
+    devices: int
+    prediction: Prediction | None
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Seconds that a step takes longer, and why; of them communication, and sending in all."""
+
+    seconds: float
+    why: str
+    waiting: bool = False
+    sending: float = 0.0
+
+
+def predict(setting: Setting, num_devices: int) -> Prediction:
+    """The step on `num_devices` devices.
+
+    Raises:
+        UserError: So many do not fill nodes, or do not divide into pipelines.
+    """
+    group = _group(setting, num_devices)
+    if num_devices == 1:
+        return Prediction(setting.step_seconds, 1.0, 0.0, 0.0, "one device")
+    losses = [_Loss(setting.overhead_seconds, "overhead of any step with several devices")]
+    if setting.strategy == "pipeline":
+        losses += _pipeline(setting, group, num_devices)
+    else:
+        losses += _data_parallel(setting, group)
+    late = setting.spread_seconds * math.sqrt(2 * math.log(num_devices))
+    losses.append(_Loss(late, f"waiting for the slowest of {num_devices}"))
+    seconds = setting.step_seconds + sum(loss.seconds for loss in losses)
+    said = [
+        f"{loss.why}: {100 * loss.seconds / seconds:.1f} %"
+        for loss in sorted(losses, key=lambda loss: -loss.seconds)
+        if loss.seconds > WORTH_SAYING * seconds
+    ]
+    return Prediction(
+        step_seconds=seconds,
+        efficiency=setting.step_seconds / seconds,
+        communication_share=sum(loss.seconds for loss in losses if loss.waiting) / seconds,
+        communication_seconds=sum(loss.sending for loss in losses),
+        why="; ".join(said) or "all of it hides behind the computation",
+    )
+
+
+def table(setting: Setting, counts: Iterable[int]) -> list[Row]:
+    """A row for each number of devices, with the reason where there is no prediction."""
+    rows = []
+    for count in counts:
+        try:
+            rows.append(Row(count, predict(setting, count)))
+        except UserError as error:
+            rows.append(Row(count, None, error.problems[0].what))
+    return rows
+
+
+def _data_parallel(setting: Setting, group: Group) -> Iterator[_Loss]:
+    parts = setting.buckets
+    backward = setting.backward_share * setting.step_seconds
+    reduce, name = _all_reduce(setting, setting.gradient_bytes / parts, group)
+    weights = setting.gradient_bytes if setting.weight_bytes is None else setting.weight_bytes
+    # An all-gather and a reduce-scatter are half an all-reduce each [R].
+    gather = _all_reduce(setting, weights / parts, group)[0] / 2
+    where = _where(group, name)
+    if setting.strategy in ("fsdp", "deepspeed_zero3"):
+        forward = setting.step_seconds - backward
+        yield _Loss(
+            exposed(parts, gather, forward),
+            f"gathering weights for the forward {where}",
+            True,
+            parts * gather,
+        )
+        both = gather + reduce / 2
+        yield _Loss(
+            exposed(parts, both, backward),
+            f"weights and gradients during the backward {where}",
+            True,
+            parts * both,
+        )
+        return
+    yield _Loss(
+        exposed(parts, reduce, backward), f"gradients that wait {where}", True, parts * reduce
+    )
+    if setting.strategy.startswith("deepspeed"):
+        yield _Loss(
+            parts * gather, f"gathering weights after the step {where}", True, parts * gather
+        )
+
+
+def _pipeline(setting: Setting, group: Group, count: int) -> Iterator[_Loss]:
+    stages, micro = setting.stages, setting.micro_batches or 4 * setting.stages
+    pieces = setting.pieces_per_stage
+    idle = bubble(setting.schedule, [1.0] * stages, pieces, micro)
+    working = setting.step_seconds
+    yield _Loss(working / (1 - idle) - working, f"bubble of {stages} stages, {micro} micro-batches")
+    # A pipeline is given what all its devices would be given; each of its cuts sees all of that.
+    neighbours = setting.devices_per_node % stages == 0
+    link = setting.links.inside if neighbours else setting.links.between
+    hop = link.latency + stages * setting.activation_bytes / micro / link.bandwidth
+    filling = 2 * (stages - 1) * hop  # the first micro-batch's way there, the last one's back
+    slower = micro * max(0.0, pieces * hop - working / micro)
+    if stages > 1:
+        yield _Loss(
+            filling + slower,
+            f"activations between stages {'inside a node' if neighbours else 'between nodes'}",
+            True,
+            2 * micro * pieces * hop,
+        )
+    if count > stages:
+        # A stage's gradients are complete with the last micro-batch's backward only.
+        window = setting.backward_share * working / micro
+        share = setting.gradient_bytes / stages
+        parts = max(1, math.ceil(share / setting.bucket_bytes))
+        reduce, name = _all_reduce(setting, share / parts, group)
+        yield _Loss(
+            exposed(parts, reduce, window),
+            f"gradients of {count // stages} pipelines that wait {_where(group, name)}",
+            True,
+            parts * reduce,
+        )
+
+
+def _all_reduce(setting: Setting, size: float, group: Group) -> tuple[float, str]:
+    if setting.algorithm == FASTEST:
+        return fastest(size, group, setting.links)
+    return all_reduce(size, group, setting.links, setting.algorithm), setting.algorithm
+
+
+def _where(group: Group, algorithm: str) -> str:
+    return "inside a node" if group.nodes == 1 else f"between {group.nodes} nodes ({algorithm})"
+
+
+def _group(setting: Setting, count: int) -> Group:
+    """Those that average gradients with each other."""
+    problems = []
+    stages = setting.stages if setting.strategy == "pipeline" else 1
+    per_node = min(setting.devices_per_node, count)
+    if count < 1:
+        problems.append(Problem("num_devices", f"must be at least 1, not {count}"))
+    elif count % per_node:
+        problems.append(
+            Problem(
+                "num_devices",
+                f"{count} devices do not fill nodes of {per_node}",
+                f"{count // per_node * per_node} or {(count // per_node + 1) * per_node}",
+            )
+        )
+    elif count % stages:
+        problems.append(
+            Problem("num_devices", f"{count} devices are no pipelines of {stages} stages")
+        )
+    if problems:
+        raise UserError(*problems)
+    # Ranks that follow each other are the stages of one pipeline (strategies/pipeline/place.py).
+    together = per_node // stages if per_node % stages == 0 else 1
+    return Group(count // stages, together, sharing=per_node // together)
