@@ -1,6 +1,6 @@
 """`make bench`: runs what fits this machine and writes benchmarks/RESULTS.md.
 
-python -m benchmarks.run [startup] [overhead] [pipeline]
+python -m benchmarks.run [startup] [overhead] [pipeline] [traffic] [loader]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.table import machine
 
-ALL = ("startup", "overhead", "pipeline", "traffic")
+ALL = ("startup", "overhead", "pipeline", "traffic", "loader")
 
 
 def main(names: list[str]) -> int:

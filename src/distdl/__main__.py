@@ -19,6 +19,7 @@ COMMANDS = {
     "prepare": ("distdl.commands.prepare", "an image data set as shards, from tars or folders"),
     "data": ("distdl.commands.data", "check a data set: what it holds, how fast it can be read"),
     "plan": ("distdl.commands.plan", "which strategy fits, and why: memory and traffic, no GPU"),
+    "scale": ("distdl.commands.scale", "the same benchmark on 1, 2, 4 ... devices: what they bring"),
     "convert": ("distdl.commands.convert", "a checkpoint of any strategy, or weights, as one file"),
     "provision": ("distdl.commands.provision", "make or complete an Azure ML workspace"),
     "report": ("distdl.commands.report", "write a run's curves and config as one HTML page"),
@@ -180,9 +181,7 @@ def hydra_itself(arguments: list[str]) -> int:
 
 def print_problems(error: UserError) -> None:
     count = len(error.problems)
-    print(
-        f"distdl: {count} problem{'s' if count > 1 else ''}, nothing was started", file=sys.stderr
-    )
+    print(f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}", file=sys.stderr)
     for problem in error.problems:
         print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
 

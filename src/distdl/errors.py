@@ -29,9 +29,16 @@ class UserError(Exception):
     """Refused because of the input. The command line prints it without a traceback and exits 2."""
 
     exit_code = 2
+    outcome = "nothing was started"
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems: Sequence[Problem] = [
             p if isinstance(p, Problem) else Problem("", p) for p in problems
         ]
         super().__init__("\n".join(map(str, self.problems)))
+
+
+class Unfinished(UserError):
+    """The same for a command that had begun: it can be given again and goes on where it was."""
+
+    outcome = "what was done is kept"

@@ -6,10 +6,14 @@ import itertools
 import math
 import time
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition, stable_seed
 from distdl.errors import UserError
+from distdl.shards.order import Windows, by_first_use
 
 
 def train_batches(samples, batch, world, position=None, seed=0, shuffle=True, **kwargs):
@@ -166,3 +170,136 @@ def test_stable_seed_is_a_fixed_function():
     # A literal: a change would break the resume of every run under way.
     assert stable_seed(1, 2, 3) == stable_seed(1, 2, 3) != stable_seed(1, 3, 2)
     assert stable_seed(0, 0, 0) == 9169699564768075551
+
+
+# What must hold for any sizes, ranks and kill points, tried out by hypothesis.
+
+SEEDS = st.integers(0, 2**40)
+GLOBAL_BATCHES = st.sampled_from((1, 2, 3, 4, 6, 12, 16))
+
+
+def worlds_of(global_batch):
+    return [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+
+
+class Afar:
+    """A dataset of shards that come from afar, with its own order; records what it is told."""
+
+    def __init__(self, shards, window, every_epoch):
+        self.shards = tuple(shards)
+        self.windows = Windows(self.shards, window, every_epoch)
+        self.told = []
+
+    def __len__(self):
+        return sum(self.shards)
+
+    def order(self, seed, epoch):
+        return self.windows.order(seed, epoch) if self.windows.applies(epoch) else None
+
+    def reached(self, seed, epoch, place, order):
+        self.told.append(place)
+
+
+DATASETS = st.one_of(
+    st.none(),
+    st.builds(
+        Afar,
+        st.lists(st.integers(1, 20), min_size=1, max_size=12),
+        st.integers(1, 8),
+        st.booleans(),
+    ),
+)
+
+
+@st.composite
+def histories(draw):
+    """Number of samples, their dataset if it has an order, the global batch, and attempts, each of
+    a world size and a number of steps after which it is killed."""
+    dataset = draw(DATASETS)
+    samples = len(dataset) if dataset else draw(st.integers(1, 200))
+    batch = draw(GLOBAL_BATCHES.filter(lambda n: n <= samples))
+    attempts = st.tuples(st.sampled_from(worlds_of(batch)), st.integers(0, 9))
+    return samples, dataset, batch, draw(st.lists(attempts, max_size=4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories(), SEEDS, st.integers(0, 3))
+def test_killed_anywhere_and_resumed_at_any_world_size_nothing_is_lost_or_repeated(
+    history, seed, epoch
+):
+    samples, dataset, batch, attempts = history
+    position = TrainPosition(epoch)
+    alone = {"seed": seed, "dataset": dataset}
+    whole = global_batches(samples, batch, 1, TrainPosition(epoch), **alone)
+    trained = []
+    # The last attempt is not killed.
+    for world, steps in [*attempts, (worlds_of(batch)[-1], samples)]:
+        rest = global_batches(samples, batch // world, world, position, **alone)
+        trained += rest[:steps]
+        position.consumed += batch * len(rest[:steps])
+    assert trained == whole
+    seen = [index for step in trained for index in step]
+    assert len(set(seen)) == len(seen) == samples // batch * batch
+    assert set(seen) <= set(range(samples))
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), SEEDS, st.lists(st.tuples(GLOBAL_BATCHES, st.integers(0, 9)), max_size=4))
+def test_another_global_batch_goes_on_in_the_same_order(history, seed, attempts):
+    samples, dataset, _, _ = history
+    order = [i for step in global_batches(samples, 1, 1, seed=seed, dataset=dataset) for i in step]
+    assert sorted(order) == list(range(samples))
+    position, seen = TrainPosition(), []
+    for batch, steps in attempts:
+        if batch > samples:
+            continue
+        rest = global_batches(samples, batch, 1, position, seed=seed, dataset=dataset)[:steps]
+        seen += [index for step in rest for index in step]
+        position.consumed = len(seen)
+    assert seen == order[: len(seen)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
+def test_any_evaluation_counts_each_sample_once_in_equal_shapes(samples, batch, world):
+    test_exact_evaluation_counts_each_sample_once_in_equal_shapes(samples, batch, world)
+
+
+@settings(max_examples=100, deadline=None)
+@given(DATASETS.filter(bool), SEEDS)
+def test_windows_need_few_shards_at_a_time_and_mix_what_they_have(dataset, seed):
+    windows, shards = dataset.windows, np.repeat(np.arange(len(dataset.shards)), dataset.shards)
+    for epoch in (0, 1):
+        order, start = windows.order(seed, epoch), 0
+        assert sorted(order) == list(range(len(dataset)))
+        assert (order == windows.order(seed, epoch)).all()
+        for window in windows.of(seed, epoch):
+            part = order[start : start + sum(dataset.shards[s] for s in window)]
+            assert len(window) <= windows.window and set(shards[part]) == set(window)
+            start += len(part)
+        assert start == len(dataset)
+        needed = by_first_use(shards, order)
+        assert sorted(needed) == sorted(range(len(dataset.shards)))
+    if len(dataset) > 20:  # below, two epochs may well be equal
+        assert (windows.order(seed, 0) != windows.order(seed, 1)).any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(DATASETS.filter(bool), SEEDS, st.integers(0, 2), st.integers(0, 240))
+def test_no_shard_that_is_still_needed_looks_as_if_it_were_not(dataset, seed, epoch, place):
+    windows, shards = dataset.windows, np.repeat(np.arange(len(dataset.shards)), dataset.shards)
+    place = min(place, len(dataset) - 1)
+    uses = windows.next_uses(seed, epoch, place)
+    for shard in set(shards[windows.order(seed, epoch)[place:]]):
+        last = max(np.flatnonzero(shards[windows.order(seed, epoch)] == shard))
+        assert uses[shard] <= last < len(dataset)
+
+
+@settings(max_examples=50, deadline=None)
+@given(DATASETS.filter(bool), SEEDS, st.integers(0, 9))
+def test_the_dataset_is_told_how_far_each_batch_has_come(dataset, seed, steps):
+    batch = min(4, len(dataset))
+    position = TrainPosition(0, min(steps, len(dataset) // batch) * batch)
+    dataset.told.clear()
+    rest = global_batches(len(dataset), batch, 1, position, seed=seed, dataset=dataset)
+    assert dataset.told == [position.consumed + batch * step for step in range(len(rest))]

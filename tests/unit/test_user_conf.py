@@ -41,7 +41,7 @@ def test_its_experiments_may_use_ours(conf) -> None:
     )
     config = compose.compose(["experiment=mine"])
     assert (config.model._target_, config.seed) == ("mine.Model", 7)
-    assert config.data._target_ == "distdl.data.ImageFolderData"
+    assert config.data._target_ == "distdl.data.StoredImages"
 
 
 def test_named_by_a_variable(conf, tmp_path, monkeypatch) -> None:

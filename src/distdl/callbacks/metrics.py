@@ -7,6 +7,7 @@ the sums are read once, averaged over the ranks, and given to the loggers.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -16,12 +17,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.run_directory import Attempt
 
+log = logging.getLogger(__name__)
+
 
 class StepMetrics(Callback):
     """Logs `train/loss`, `lr`, `perf/images_per_second`, `perf/data_wait`, `perf/memory_gib`.
 
     The loss is the mean since the last log, over all ranks. Images per second count all ranks.
-    `data_wait` is the share of the time in which the step waited for its batch (0 to 1).
+    `data_wait` is the share of the time in which the step waited for its batch (0 to 1). At the end
+    of an epoch: `data/damaged`, how many images of it could not be decoded, where there were any.
 
     Args:
         batch_size: Samples per device and batch; None: the first dimension of a batch's tensors.
@@ -71,6 +75,26 @@ class StepMetrics(Callback):
             self._log(trainer, step)
             self._logged_step = step
             self._reset()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        damage = getattr(trainer.datamodule, "damage", None)  # type: ignore[attr-defined]
+        if damage is None:
+            return
+        # The stages of a pipeline read the same images.
+        shares = trainer.distributed_sampler_kwargs or {}
+        alike = trainer.world_size // shares.get("num_replicas", 1)
+        mine = torch.tensor(damage.in_epoch / alike, device=pl_module.device)
+        damage.in_epoch = 0
+        found = round(float(trainer.strategy.reduce(mine, reduce_op="sum")))
+        if not found or not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics({"data/damaged": float(found)}, trainer.global_step)
+        log.warning(
+            "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt names them",
+            trainer.current_epoch + 1,
+            found,
+        )
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self.on_train_end(trainer, trainer.lightning_module)

@@ -1,14 +1,16 @@
 """Data: sampling that resumes exactly, and data modules for images."""
 
-from distdl.data.folder import ImageFolderData
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
+from distdl.data.stored import StoredImages
 from distdl.data.synthetic import SyntheticImages
+from distdl.data.synthetic_jpeg import SyntheticJpegs
 
 __all__ = [
     "EvalBatches",
-    "ImageFolderData",
     "SampleKey",
+    "StoredImages",
     "SyntheticImages",
+    "SyntheticJpegs",
     "TrainBatches",
     "TrainPosition",
 ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-# Mean and standard deviation of ImageNet's red, green and blue, for values from 0 to 1.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
+from distdl.data.damage import Damage
+from distdl.data.nvjpeg import EncodedBatch
+from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 
 
 def cpus_per_rank() -> int:
@@ -39,9 +40,12 @@ class ImageData(LightningDataModule):
         num_workers: Processes that load; None: this rank's share of the cores.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
+        on_damaged: What an image that cannot be decoded means: "skip" reports it and puts another
+            one into its place, "error" ends the run (in on_before_batch_transfer).
     """
 
     exact_evaluation = True
+    decodes = True  # its workers decode images, or the GPU does
 
     def __init__(
         self,
@@ -49,15 +53,21 @@ class ImageData(LightningDataModule):
         num_workers: int | None,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
+        on_damaged: str = "skip",
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.num_workers = cpus_per_rank() if num_workers is None else num_workers
+        self.damage = Damage(on_damaged)
         self._mean, self._std = tuple(mean), tuple(std)
         self._constants: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     def loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
-        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        """Of `dataset`, in its own order or shuffled; `dataset.collate` makes the batches, if any.
+
+        `distdl.data.loading.distribute` takes this rank's share of it.
+        """
+        on_cuda = self._device.type == "cuda"
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
@@ -66,7 +76,29 @@ class ImageData(LightningDataModule):
             pin_memory=on_cuda,
             # Starting workers anew in every epoch would idle the GPU for seconds.
             persistent_workers=self.num_workers > 0,
+            collate_fn=getattr(dataset, "collate", None),
         )
+
+    def on_before_batch_transfer(
+        self, batch: dict[str, Any], dataloader_idx: int
+    ) -> dict[str, Any]:
+        """Reports damaged images; decodes what is to be decoded on the device (nvjpeg)."""
+        batch = dict(batch)
+        if "damaged" in batch:
+            self.damage.note(batch.pop("damaged"), self._damaged_file())
+        if isinstance(batch.get("image"), EncodedBatch):
+            batch["image"] = batch["image"].decoded(self._device)
+        return batch
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+
+    def _damaged_file(self) -> Path | None:
+        if self.trainer is None:
+            return None
+        logs = Path(self.trainer.default_root_dir, "logs")
+        return logs / f"damaged-rank{self.trainer.global_rank}.txt"
 
     def on_after_batch_transfer(
         self, batch: dict[str, torch.Tensor], dataloader_idx: int

@@ -39,7 +39,9 @@ class KeyedDataset(Dataset[Any]):
     80 us a batch; a dataset that draws nothing saves that with `is_deterministic = True`. torch's
     own TensorDataset draws nothing.
 
-    Attributes that it lacks are the dataset's own; a plain whole number gives `dataset[index]`.
+    Attributes that it lacks are the dataset's own; a plain whole number gives `dataset[index]`. A
+    dataset with a method `at_epoch(index, epoch)` is asked by that one: what it gives may depend
+    on the epoch (`data.resize`).
 
     Args:
         dataset: With `__getitem__` and `__len__`.
@@ -80,7 +82,8 @@ class KeyedDataset(Dataset[Any]):
             np.random.seed(value & 0xFFFFFFFF)
             # Not torch.manual_seed: that would also reset the GPUs' generators.
             torch.default_generator.manual_seed(value)
-        sample = self.dataset[key.index]
+        at_epoch = getattr(self.dataset, "at_epoch", None)
+        sample = at_epoch(key.index, key.epoch) if at_epoch else self.dataset[key.index]
         if not self.with_weight:
             return sample
         if not isinstance(sample, dict):
@@ -88,8 +91,10 @@ class KeyedDataset(Dataset[Any]):
                 "exact_evaluation = True needs samples that are dicts, to carry weight and index; "
                 f"{type(self.dataset).__name__} gave {type(sample).__name__}"
             )
-        # NumPy's scalar, since default_collate makes float64 of Python's floats.
-        return {**sample, "weight": np.float32(key.weight), "index": key.index}
+        # NumPy's scalar, since default_collate makes float64 of Python's floats. A sample may say
+        # itself that it does not count (a damaged image, whose place another one has taken).
+        weight = np.float32(key.weight * sample.get("weight", 1.0))
+        return {**sample, "weight": weight, "index": key.index}
 
 
 @contextmanager
@@ -223,6 +228,7 @@ class _Share:
             shuffle=shuffled if self.shuffle is None else self.shuffle,
             position=self.position,
             resume=resume,
+            dataset=loader.dataset if hasattr(loader.dataset, "reached") else None,  # type: ignore[arg-type]
         )
 
     def _evaluate(self, loader: DataLoader[Any]) -> EvalBatches | None:

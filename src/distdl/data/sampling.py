@@ -6,8 +6,9 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -48,13 +49,31 @@ def stable_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class Ordered(Protocol):
+    """A dataset that has a say in the order of training, such as one whose files come from afar."""
+
+    def order(self, seed: int, epoch: int) -> np.ndarray[Any, Any] | None:
+        """Every sample once, int64 [N], a pure function; None: the usual shuffle of all."""
+        ...
+
+    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray[Any, Any]) -> None:
+        """Called for each batch, in the main process, before it is given to a worker.
+
+        Args:
+            seed, epoch: As for `order`.
+            place: How many samples of `order` were given out before, by all ranks.
+            order: All of this epoch's.
+        """
+        ...
+
+
 class TrainBatches(Sampler[list[SampleKey]]):
     """Batches of one rank for training: full ones only, the same number on every rank.
 
-    The order of an epoch depends on (seed, epoch) alone. A global batch is the next
-    `batch_size * world_size` samples of it, and rank r takes the r-th slice: ranks see disjoint
-    samples, and any world size with the same global batch sees the same global batches. The tail
-    that fills no global batch is dropped (another one in every epoch, when shuffled).
+    The order of an epoch depends on (seed, epoch) alone, or is the dataset's own. A global batch is
+    the next `batch_size * world_size` samples of it, and rank r takes the r-th slice: ranks see
+    disjoint samples, and any world size with the same global batch sees the same global batches.
+    The tail that fills no global batch is dropped (another one in every epoch, when shuffled).
 
     `iter()` starts at `position` as it is at that moment and does no work for what is skipped.
 
@@ -67,6 +86,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
         shuffle: False: the dataset's order, in every epoch.
         position: Where to start; the training loop keeps it up to date.
         resume: False: every `iter()` starts at the beginning of `position.epoch`.
+        dataset: Asked for its order when shuffled, and told how far it goes; None: nobody.
 
     Raises:
         UserError: When there are fewer samples than one global batch.
@@ -83,11 +103,12 @@ class TrainBatches(Sampler[list[SampleKey]]):
         shuffle: bool,
         position: TrainPosition,
         resume: bool = True,
+        dataset: Ordered | None = None,
     ) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
         self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle = seed, shuffle
-        self.position, self.resume = position, resume
+        self.position, self.resume, self.dataset = position, resume, dataset
         self.global_batch = batch_size * world_size
         if num_samples < self.global_batch:
             raise UserError(
@@ -117,14 +138,21 @@ class TrainBatches(Sampler[list[SampleKey]]):
         remaining = len(self) - math.ceil(consumed / self.global_batch)
         for step in range(remaining):
             start = consumed + step * self.global_batch + self.rank * self.batch_size
+            if self.dataset is not None:
+                place = consumed + step * self.global_batch
+                self.dataset.reached(self.seed, epoch, place, order)
             rows = order[start : start + self.batch_size].tolist()
             yield [SampleKey(index, epoch, 1.0) for index in rows]
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:
-            return torch.arange(self.num_samples)
+            return np.arange(self.num_samples)
+        own = self.dataset.order(self.seed, epoch) if self.dataset is not None else None
+        if own is not None:
+            assert len(own) == self.num_samples
+            return own
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
+        return torch.randperm(self.num_samples, generator=generator).numpy()
 
 
 class EvalBatches(Sampler[list[SampleKey]]):

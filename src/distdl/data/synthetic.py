@@ -31,6 +31,8 @@ class SyntheticImages(ImageData):
         std: Of the same.
     """
 
+    decodes = False
+
     def __init__(
         self,
         batch_size: int,

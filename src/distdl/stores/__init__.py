@@ -1,1 +1,16 @@
-"""Places that keep files: a folder, Azure Blob, S3. One small interface for all of them."""
+"""Places that keep files: a folder, Azure Blob, S3. One small interface for all of them.
+
+    store = open_store("azure://container/imagenet")
+    store.read("dataset.json")
+    store.download("train-00000.tar", to=Path("train-00000.tar"))
+
+A store is picklable and holds no connection until it is used: each process makes its own client,
+after the fork. Files have names relative to the URI, with `/` between folders.
+"""
+
+from __future__ import annotations
+
+from distdl.stores.address import is_remote, open_store
+from distdl.stores.store import PATIENCE, Progress, Store, StoreError
+
+__all__ = ["PATIENCE", "Progress", "Store", "StoreError", "is_remote", "open_store"]

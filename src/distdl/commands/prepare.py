@@ -1,0 +1,253 @@
+"""`python -m distdl prepare KIND --source DIR --to OUT`: images as shards, checked, in parallel.
+
+Each image is decoded once; what was interrupted goes on where it was when the same command is given
+again. See docs/data/prepare.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from distdl.errors import Problem, UserError
+from distdl.prepare import plan as plans
+from distdl.prepare.bar import Bar, duration, size
+from distdl.prepare.images import DEFAULT_QUALITY, Treatment
+from distdl.prepare.plan import Part, Plan
+from distdl.prepare.source import KINDS, Source
+from distdl.prepare.work import Preparation
+from distdl.prepare.writers import FORMATS, Result, Writer
+from distdl.suggest import closest
+
+COMMAND = "python -m distdl prepare"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepares one data set, or goes on with it, and says what to type next.
+
+    Raises:
+        UserError: The options, the source or the folder are not what they should be, or images are
+            damaged.
+    """
+    module, rest = kind_of(list(argv))
+    options = parse(module, rest)
+    treatment = Treatment(
+        options.max_side, options.short_side, options.quality, options.restart_markers
+    )
+    check(options, treatment)
+    source: Source = module.open_source(options)
+    settings = {
+        "source": source.describe(),
+        "format": options.format,
+        "images": asdict(treatment),
+        "seed": options.seed,
+        "shard_mb": options.shard_mb,
+    }
+    work = Preparation(options.to, settings)
+    if work.complete and not options.dry_run:
+        work.tidy()
+        print(f"{options.to} is prepared already")
+    else:
+        plan = planned(work, source)
+        describe(plan, options, treatment)
+        if options.dry_run:
+            print("nothing was written (--dry-run)")
+            return 0
+        try:
+            with work.alone():
+                prepare(work, plan, source, options, treatment)
+        except KeyboardInterrupt:
+            print("the same command goes on where it was")
+            raise
+    if options.upload:
+        send(options.to, options.upload)
+    print_next(options, source.kind, work.class_count())
+    return 0
+
+
+def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
+    """The module of a source, and what follows its name."""
+    shown = [f"{COMMAND} {name:9} {text}" for name, (_, text) in KINDS.items()]
+    if argv and argv[0] in ("-h", "--help"):
+        print("\n".join((f"{__doc__}", *shown, "", f"options: {COMMAND} imagenet --help")))
+        raise SystemExit(0)
+    if not argv or argv[0].startswith("-"):
+        what = "what is it? The first word says so"
+        raise UserError(Problem("prepare", what, "\n    ".join(shown)))
+    name = argv[0]
+    if name not in KINDS and "." not in name:
+        near = closest(name, KINDS)
+        remedy = f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown)
+        raise UserError(Problem(name, "is no kind of source", remedy))
+    path = KINDS[name][0] if name in KINDS else name
+    try:
+        return importlib.import_module(path), argv[1:]
+    except ImportError as error:
+        raise UserError(Problem(name, f"cannot import {path}: {error}")) from error
+
+
+class Parser(argparse.ArgumentParser):
+    """Its errors look like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = [word for word in message.split() if word.startswith("--")]
+        known = list(self._option_string_actions)
+        near = closest(wrong[0], known) if message.startswith("unrecognized") and wrong else None
+        remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
+        raise UserError(Problem(" ".join(self.prog.split()[3:]), message, remedy))
+
+
+def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
+    name = module.__name__.rpartition(".")[2]
+    name = name if name in KINDS else module.__name__
+    parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--source", type=Path, required=True, metavar="DIR", help="where the images are")
+    add("--to", required=True, metavar="OUT", help="a new folder, or one to go on with")
+    add("--format", choices=FORMATS, default="shards", help="folder: OUT/train/<class>/*.jpg")
+    add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
+    add("--max-side", type=int, metavar="N", help="scale longer sides down to N pixels; lossy")
+    add("--short-side", type=int, metavar="N", help="scale shorter sides down to N pixels; lossy")
+    quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only what is scaled); lossy"
+    add("--quality", type=int, metavar="Q", help=quality)
+    add("--restart-markers", action="store_true", help="one per row of blocks; lossless")
+    add("--skip-damaged", action="store_true", help="leave out what cannot be decoded")
+    add("--seed", type=int, default=0, help="of the order of the training images (0)")
+    add("--workers", type=int, default=cores(), metavar="N", help=f"processes ({cores()})")
+    add("--upload", metavar="URL", help="send the shards on: azure://container/path, s3://...")
+    add("--dry-run", action="store_true", help="print the plan, write nothing")
+    module.add_options(parser)
+    options = parser.parse_args(argv)
+    options.source = options.source.expanduser()
+    return options
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check(options: argparse.Namespace, treatment: Treatment) -> None:
+    """Raises UserError for what can be known to be wrong from the options alone."""
+    if "://" in options.to:
+        what = f"{options.to} is no folder"
+        raise UserError(Problem("--to", what, f"--to DIR --upload {options.to}"))
+    options.to = Path(options.to).expanduser()
+    for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
+        if getattr(options, name) < least:
+            what = f"{getattr(options, name)} is less than {least}"
+            raise UserError(Problem(f"--{name.replace('_', '-')}", what))
+    treatment.check()
+    if options.upload:
+        from distdl.stores import open_store
+
+        if options.format != "shards":
+            what = "a million small files are slow to read from a store"
+            raise UserError(Problem("--upload", what, "--format shards"))
+        open_store(options.upload)  # refuses what it does not understand now, and not in hours
+
+
+def planned(work: Preparation, source: Source) -> Plan:
+    if work.begun:
+        return Plan.load(work.plan_file)
+    with Bar("reading headers") as bar:
+        return plans.make(source, work.settings, bar)
+
+
+def describe(plan: Plan, options: argparse.Namespace, treatment: Treatment) -> None:
+    """What will be written, before it is."""
+    kind = plan.settings["source"]["kind"]
+    print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
+    for split in ("train", "val"):
+        parts = [part for part in plan.parts if part.split == split]
+        images = sum(len(part.samples) for part in parts)
+        text = f"  {split:5}  {counted(images, 'image'):>16}"
+        text += f"  {size(sum(part.bytes for part in parts)):>8}"
+        if options.format == "shards":
+            text += f"  {counted(len(parts), 'shard')}"
+        print(text)
+    print(f"images: {treatment}")
+    workers = counted(options.workers, "process", "processes")
+    print(f"to {options.to} ({options.format}), by {workers}")
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def prepare(
+    work: Preparation,
+    plan: Plan,
+    source: Source,
+    options: argparse.Namespace,
+    treatment: Treatment,
+) -> None:
+    missing = work.missing(plan)
+    total = sum(part.bytes for part in plan.parts)
+    done = total - sum(part.bytes for part in missing)
+    check_space(options.to, missing, treatment)
+    if work.begun:
+        noun = "shards" if options.format == "shards" else "parts"
+        print(f"goes on: {len(plan.parts) - len(missing):,} of {len(plan.parts):,} {noun} are done")
+    else:
+        plan.save(work.plan_file)
+    writer = Writer(source, plan.classes, treatment, options.to, options.format)
+    with Bar("preparing", start=done) as bar:
+        images = 0
+
+        def advance(count: int, length: int) -> None:
+            nonlocal images, done
+            images, done = images + count, done + length
+            rate = images / max(bar.seconds, 1e-9)
+            bar(done, total, f"{size(done)} of {size(total)}  {rate:,.0f} img/s")
+
+        work.write(missing, writer, min(options.workers, max(1, len(missing))), advance)
+        seconds = bar.seconds
+    result = work.finish(plan, options.skip_damaged)
+    print_result(result, options.to, images, seconds)
+
+
+def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> None:
+    """Raises UserError when the disk cannot hold it; unknown where images get smaller."""
+    free = shutil.disk_usage(out).free
+    needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
+    if needed > free and not treatment.lossy:
+        what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
+        raise UserError(Problem("--to", what, "free some space, or name another disk: --to DIR"))
+
+
+def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
+    for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
+        names = [name for found, name in result.mended if found == kind]
+        print(f"mended: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
+    for name, reason in result.damaged[:20]:
+        print(f"left out: {name} ({reason})")
+    if len(result.damaged) > 20:
+        print(f"left out: {len(result.damaged) - 20:,} more; all are named in the manifest")
+    rate = f", {images / seconds:,.0f} img/s" if images else ""
+    print(f"{out}: {result.samples:,} images, {size(result.bytes)}, in {duration(seconds)}{rate}")
+
+
+def send(out: Path, url: str) -> None:
+    from distdl.prepare.upload import upload
+
+    shown = url.partition("?")[0]  # what follows may be a secret
+    with Bar(f"uploading to {shown}") as bar:
+        upload(out, url, lambda done, total: bar(done, total, f"{size(done)} of {size(total)}"))
+    print(f"uploaded to {shown}")
+
+
+def print_next(options: argparse.Namespace, kind: str, classes: int) -> None:
+    where: Any = options.upload.partition("?")[0] if options.upload else options.to
+    train = "+experiment=resnet50_imagenet" if kind == "imagenet" else "data=imagenet"
+    number = "" if classes == 1000 else f" data.num_classes={classes}"
+    print(f"check: python -m distdl data check {where}")
+    print(f"next:  python -m distdl {train} data.root={where}{number}")

@@ -1,0 +1,171 @@
+"""What a training image goes through after the crop (`data.augment`), as uint8."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
+from distdl.errors import Problem, UserError
+from distdl.suggest import did_you_mean
+
+# What a mapping under each key may hold, with its defaults; an empty one: a plain value.
+KEYS: dict[str, dict[str, Any]] = {
+    "horizontal_flip": {},
+    "rand_augment": {"ops": 2, "magnitude": 9},
+    "trivial_augment": {},
+    "color_jitter": {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0},
+    "random_erasing": {"p": 0.25, "fill": "mean"},
+}
+FILLS = ("mean", "noise")
+# The share of the image that is erased, and its height to width: torchvision's and timm's defaults.
+ERASED, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+
+
+class Augment:
+    """`data.augment`: a mapping, every key of which may be left out or null (off).
+
+    - horizontal_flip: its probability (default 0.5, also with no mapping at all).
+    - rand_augment: {ops: 2, magnitude: 9}, torchvision's (Cubuk et al. 2019, arXiv 1909.13719).
+    - trivial_augment: true, torchvision's TrivialAugmentWide (Mueller and Hutter 2021,
+      arXiv 2103.10158).
+    - color_jitter: {brightness, contrast, saturation, hue}, as torchvision's ColorJitter.
+    - random_erasing: {p: 0.25, fill: mean or noise} (Zhong et al. 2017, arXiv 1708.04896). "mean"
+      is torchvision's: 0 after normalisation, here to within half a step of 255. "noise" is timm's
+      `--remode pixel`: normal in each pixel, cut off at black and white.
+
+    Applied in that order: torchvision's references and timm's. Ops work on PIL images, which take
+    a third of the time that the same ops take on tensors.
+
+    Args:
+        config: The mapping.
+        mean, std: What the device will normalise by, for values from 0 to 1.
+
+    Raises:
+        UserError: When `check` finds a problem.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+    ) -> None:
+        problems = list(self.check(config))
+        if problems:
+            raise UserError(*(Problem(f"data.{p.path}", p.what, p.remedy) for p in problems))
+        config = config or {}
+        self.flip = float(config.get("horizontal_flip", 0.5) or 0)
+        self.ops = _ops(config)
+        erasing = config.get("random_erasing")
+        self.erasing = {**KEYS["random_erasing"], **erasing} if erasing else None
+        self._mean = torch.tensor(mean).view(3, 1, 1) * 255
+        self._std = torch.tensor(std).view(3, 1, 1) * 255
+
+    @staticmethod
+    def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
+        """What is wrong with `data.augment`; paths are relative to the data node."""
+        for key, value in (config or {}).items():
+            path = f"augment.{key}"
+            if key not in KEYS:
+                hint = did_you_mean(key, KEYS) or f"there are: {', '.join(KEYS)}"
+                yield Problem(path, "unknown", hint)
+            elif value is None:
+                continue
+            elif key == "horizontal_flip":
+                if not _number(value, 1):
+                    yield Problem(path, f"is {value!r}, no probability", f"data.{path}=0.5")
+            elif key == "trivial_augment":
+                if not isinstance(value, bool):
+                    yield Problem(path, f"is {value!r}", f"data.{path}=true")
+            elif not isinstance(value, Mapping):
+                example = ", ".join(f"{k}: {v}" for k, v in KEYS[key].items())
+                yield Problem(path, f"is {value!r}, no mapping", f"data.{path}={{{example}}}")
+            else:
+                yield from _wrong_values(path, KEYS[key], value)
+        if config and config.get("rand_augment") and config.get("trivial_augment"):
+            what = "rand_augment and trivial_augment are two ways of the same"
+            yield Problem("augment", what, "data.augment.trivial_augment=null")
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """uint8 [3, S, S] to the same, all but the flip, which TrainView does with the crop."""
+        if self.ops:
+            image = _through_pil(image, self.ops)
+        if self.erasing and random.random() < self.erasing["p"]:
+            image = self._erased(image)
+        return image
+
+    def _erased(self, image: torch.Tensor) -> torch.Tensor:
+        height, width = image.shape[-2:]
+        for _ in range(10):  # as torchvision's RandomErasing.get_params
+            area = height * width * random.uniform(*ERASED)
+            ratio = math.exp(random.uniform(*map(math.log, ERASED_RATIO)))
+            h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < h < height and 0 < w < width:
+                break
+        else:
+            return image
+        top, left = random.randint(0, height - h), random.randint(0, width - w)
+        fill = self._mean
+        if self.erasing and self.erasing["fill"] == "noise":
+            fill = torch.randn(3, h, w) * self._std + self._mean
+        image = image.clone()
+        image[:, top : top + h, left : left + w] = fill.round().clamp(0, 255).to(torch.uint8)
+        return image
+
+
+def _ops(config: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
+    """torchvision's, on PIL images."""
+    wanted = ("rand_augment", "trivial_augment", "color_jitter")
+    if not any(config.get(key) for key in wanted):
+        return []
+    # Imported here, since it takes a second that runs without it need not wait.
+    from torchvision.transforms import v2
+
+    ops: list[Callable[[Any], Any]] = []
+    if config.get("rand_augment"):
+        given = {**KEYS["rand_augment"], **config["rand_augment"]}
+        ops.append(v2.RandAugment(given["ops"], given["magnitude"]))
+    if config.get("trivial_augment"):
+        ops.append(v2.TrivialAugmentWide())
+    if config.get("color_jitter"):
+        ops.append(v2.ColorJitter(**config["color_jitter"]))
+    return ops
+
+
+def _through_pil(image: torch.Tensor, ops: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
+    from PIL import Image
+
+    picture: Any = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    for op in ops:
+        picture = op(picture)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def _wrong_values(
+    path: str, defaults: Mapping[str, Any], given: Mapping[str, Any]
+) -> Iterable[Problem]:
+    # Magnitudes are torchvision's 31 bins; more hue than 0.5 goes round twice.
+    most = {"magnitude": 30, "hue": 0.5, "p": 1, "ops": 14}
+    for key, value in given.items():
+        here, default = f"{path}.{key}", defaults.get(key)
+        if key not in defaults:
+            hint = did_you_mean(key, defaults) or f"there are: {', '.join(defaults)}"
+            yield Problem(here, "unknown", hint)
+        elif key == "fill":
+            if value not in FILLS:
+                yield Problem(here, f"is {value!r}", f"data.{here}=mean or data.{here}=noise")
+        elif isinstance(default, int) and type(value) is not int:
+            yield Problem(here, f"is {value!r}, no whole number", f"data.{here}={default}")
+        elif not _number(value, most.get(key, math.inf)):
+            limit = f" up to {most[key]}" if key in most else ""
+            yield Problem(here, f"is {value!r}, no number from 0{limit}", f"data.{here}={default}")
+
+
+def _number(value: Any, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most

@@ -1,0 +1,73 @@
+"""Progressive resizing: small images first, large ones at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distdl.errors import Problem
+from distdl.suggest import did_you_mean
+
+MULTIPLE = 32  # what most networks shrink an image by; other sizes waste work at the edges
+KEYS = ("from", "to", "from_epoch", "until_epoch")
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """`data.resize`: the size of training images as a function of the epoch alone.
+
+    `start` until `from_epoch`, `stop` from `until_epoch` on, a straight line between the two,
+    rounded to multiples of 32: ffcv-imagenet's get_resolution
+    (https://github.com/libffcv/ffcv-imagenet/blob/main/train_imagenet.py; its ResNet-50 of 88
+    epochs goes from 160 to 192 between the epochs 65 and 76). It depends on nothing else, so a
+    resumed run goes on with the size that it left off with, and a loader's workers need no message.
+    """
+
+    start: int
+    stop: int
+    from_epoch: int
+    until_epoch: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> Resizing | None:
+        """From {from, to, from_epoch (default 0), until_epoch}; None where there is none."""
+        if not config:
+            return None
+        first = config.get("from_epoch", 0)
+        return cls(config["from"], config["to"], first, config["until_epoch"])
+
+    @staticmethod
+    def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
+        """What is wrong with `data.resize`; paths are relative to the data node."""
+        if not config:
+            return
+        for key in config:
+            if key not in KEYS:
+                hint = did_you_mean(key, KEYS) or f"there are: {', '.join(KEYS)}"
+                yield Problem(f"resize.{key}", "unknown", hint)
+        example = "data.resize={from: 160, to: 192, until_epoch: 76}"
+        missing = [key for key in ("from", "to", "until_epoch") if key not in config]
+        if missing:
+            yield Problem("resize", f"lacks {', '.join(missing)}", example)
+            return
+        wrong = [k for k in config if k in KEYS and (type(config[k]) is not int or config[k] < 0)]
+        for key in wrong:
+            yield Problem(f"resize.{key}", f"is {config[key]!r}, no whole number", example)
+        if wrong:
+            return
+        for key in ("from", "to"):
+            if config[key] < MULTIPLE or config[key] % MULTIPLE:
+                what = f"is {config[key]}, no multiple of {MULTIPLE}"
+                nearest = max(MULTIPLE, round(config[key] / MULTIPLE) * MULTIPLE)
+                yield Problem(f"resize.{key}", what, f"data.resize.{key}={nearest}")
+        first, last = config.get("from_epoch", 0), config["until_epoch"]
+        if last <= first:
+            what = f"is {last}, not after from_epoch={first}"
+            yield Problem("resize.until_epoch", what, f"data.resize.until_epoch={first + 1}")
+
+    def size(self, epoch: int) -> int:
+        """Height and width in pixels, in an epoch counted from 0."""
+        done = (epoch - self.from_epoch) / (self.until_epoch - self.from_epoch)
+        size = self.start + min(max(done, 0.0), 1.0) * (self.stop - self.start)
+        return round(size / MULTIPLE) * MULTIPLE

@@ -1,0 +1,95 @@
+"""Images in shards: which come next, and who fetches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from distdl.data.decoding import Damaged
+from distdl.data.encoded import EncodedImages
+from distdl.data.views import View
+from distdl.shards.ahead import Ahead
+from distdl.shards.needs import Needs
+from distdl.shards.order import by_first_use
+from distdl.shards.reading import Shards
+
+
+class ShardImages(EncodedImages):
+    """The samples of one split; `distdl.data.encoded` says what a sample is.
+
+    Args:
+        view: `distdl.data.views`.
+        shards: Where the bytes are.
+        plan: Of training, where its order or its cache are of concern.
+    """
+
+    def __init__(self, view: View, shards: Shards, plan: TrainPlan | None = None) -> None:
+        super().__init__(view)
+        self.shards, self._plan = shards, plan
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def read(self, index: int) -> bytes:
+        try:
+            return self.shards.read(index)
+        except ValueError as error:
+            raise Damaged(str(error)) from error
+
+    def label(self, index: int) -> int:
+        return int(self.shards.rows["label"][index])
+
+    def name(self, index: int) -> str:
+        return self.shards.member(index)
+
+    def repair(self, index: int) -> bool:
+        return self.shards.mend(index)
+
+    def order(self, seed: int, epoch: int) -> np.ndarray | None:
+        """As `distdl.data.sampling.TrainBatches` asks for it."""
+        return self._plan.order(seed, epoch) if self._plan else None
+
+    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
+        if self._plan:
+            self._plan.reached(seed, epoch, place, order)
+
+
+class TrainPlan:
+    """Which order training takes through shards that come from a store, and what comes down when.
+
+    Args:
+        needs: How far this rank is.
+        shards: Of training.
+        val: Of validation: they come after those of an epoch.
+        ahead: Brings shards down; None: another rank of this node does so.
+    """
+
+    def __init__(self, needs: Needs, shards: Shards, val: Shards, ahead: Ahead | None) -> None:
+        self._needs, self._shards, self._val, self._ahead = needs, shards, val, ahead
+        self._epoch: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}  # for workers, which never ask
+
+    def order(self, seed: int, epoch: int) -> np.ndarray | None:
+        """Samples int64 [N]; None: a plain shuffle of all."""
+        windows = self._needs.windows
+        return windows.order(seed, epoch) if windows.applies(epoch) else None
+
+    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
+        self._needs.reached(seed, epoch, place)
+        if self._ahead is None or self._epoch == (seed, epoch):
+            return
+        self._epoch = (seed, epoch)
+        if self._needs.windows.epochs is None:  # a cache that cannot hold all
+            self._ahead.aim(self._needs.soonest_first)
+            return
+        train = self._shards.split.shards
+        numbers = by_first_use(self._shards.rows["shard"], order[place:]).tolist()
+        files = [*(train[number] for number in numbers), *train, *self._val.split.shards]
+        self._ahead.aim(lambda: files)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()

@@ -1,0 +1,232 @@
+"""Photographs wherever they lie: class folders, a prepared folder of shards, shards in a store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from distdl.data.augment import Augment
+from distdl.data.encoded import EncodedImages
+from distdl.data.folder import FolderImages, check_folder
+from distdl.data.images import ImageData
+from distdl.data.shards import ShardImages, TrainPlan
+from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
+from distdl.data.views import EvalView, TrainView, View, check_views
+from distdl.errors import Problem, UserError
+from distdl.shards.ahead import Ahead
+from distdl.shards.cache import REMEDY, Cache, default_root
+from distdl.shards.format import MANIFEST, Manifest
+from distdl.shards.needs import Needs
+from distdl.shards.order import Windows
+from distdl.shards.reading import DataSet, Shards, open_data_set
+from distdl.stores import is_remote, open_store
+
+log = logging.getLogger(__name__)
+
+GB = 10**9
+QUICK = 5.0  # seconds that a check waits for a server
+
+
+class StoredImages(ImageData):
+    """Images for classification: ImageNet, or any others of that form.
+
+    Training: a random crop, a flip, and what `augment` says; validation: the short side to 256/224
+    of `image_size`, then the centre, as torchvision's references. uint8 until the device.
+
+    `root` is one of
+
+    - a folder that holds `train/<class>/*.jpg` and `val/<class>/*.jpg` (labels number the class
+      folders in sorted order),
+    - a folder that `python -m distdl prepare` has made, read in place,
+    - the URI of such a folder, `azure://container/path` or another one of `distdl.stores`: each
+      shard comes down once per node into `cache_dir`.
+
+    Args:
+        root: Where the images are.
+        batch_size: Images per device.
+        num_classes: Must equal the number of classes there.
+        image_size: Height and width in pixels after cropping.
+        scale: Share of the area that a random crop takes, from and to.
+        ratio: Width to height of a random crop, from and to.
+        num_workers: Processes that decode; None: this rank's share of the cores.
+        mean: Of red, green and blue, for values from 0 to 1.
+        std: Of the same.
+        decoder: As `distdl.data.decoding` names them; "auto": the fastest that is installed.
+        augment: As `distdl.data.augment.Augment` takes it; None: a flip.
+        resize: {from, to, until_epoch}: progressive resizing (`distdl.data.resizing`).
+        on_damaged: "skip" or "error", for an image that cannot be decoded.
+        cache_dir: Where shards of a URI are kept; None: `distdl.shards.cache.default_root`. With a
+            folder of shards as `root`, such as a slow mount, they are copied there, too.
+        cache_gb: 10**9 bytes for all of `cache_dir`; None: what its disk has. Less than the data
+            set: shards come and go, and every epoch is shuffled in windows.
+        shuffle_window: Shards of a window, for epochs that go by windows. Fewer where three
+            windows would not fit `cache_gb`.
+
+    Raises:
+        UserError: In setup, when there is nothing to read, the classes are others, or the cache
+            has no room.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        batch_size: int,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        num_workers: int | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        decoder: str = "auto",
+        augment: Mapping[str, Any] | None = None,
+        resize: Mapping[str, Any] | None = None,
+        on_damaged: str = "skip",
+        cache_dir: str | None = None,
+        cache_gb: float | None = None,
+        shuffle_window: int = 32,
+    ) -> None:
+        super().__init__(batch_size, num_workers, mean, std, on_damaged)
+        self.root = _expanded(root)
+        self.num_classes, self.image_size = num_classes, image_size
+        self.cache_dir, self.cache_gb = cache_dir, cache_gb
+        self.shuffle_window = shuffle_window
+        own = Augment(augment, mean, std)
+        self._train_view: View = TrainView(image_size, scale, ratio, decoder, own, resize)
+        self._val_view: View = EvalView(image_size, decoder=decoder)
+        self._splits: dict[str, EncodedImages] = {}
+        self._plan: TrainPlan | None = None
+
+    @staticmethod
+    def check(
+        config: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterable[Problem | str]:
+        """What is wrong with a data node; paths are relative to it, a str was not checked.
+
+        Files and servers are asked only where the run is local: elsewhere they may be others.
+
+        Args:
+            config: The node.
+            context: {"local": whether the run is here}; None: it is.
+        """
+        local = context is None or bool(context["local"])
+        yield from check_views(config, local)
+        for key, least in (("cache_gb", 0.0), ("shuffle_window", 1)):
+            value = config.get(key)
+            if isinstance(value, (int, float)) and value < least:
+                yield Problem(key, f"is {value}", f"at least {least:g}")
+        if not local:
+            yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
+            return
+        root = _expanded(str(config["root"]))
+        if not is_remote(root) and not Path(root, MANIFEST).exists():
+            yield from check_folder(Path(root), config.get("num_classes"))
+            return
+        try:
+            data = open_data_set(root, patience=QUICK)
+            yield from _misfits(data, config.get("num_classes"))
+        except UserError as error:
+            for problem in error.problems:
+                yield Problem("root", problem.what, problem.remedy)
+
+    def setup(self, stage: str | None = None) -> None:
+        if self._splits:
+            return
+        if is_remote(self.root) or Path(self.root, MANIFEST).exists():
+            self._open_shards()
+            return
+        _refuse(check_folder(Path(self.root), self.num_classes))
+        for split, view in (("train", self._train_view), ("val", self._val_view)):
+            self._splits[split] = FolderImages(Path(self.root, split), view)
+
+    def _open_shards(self) -> None:
+        data = open_data_set(self.root)
+        _refuse(_misfits(data, self.num_classes))
+        in_place = not is_remote(self.root) and self.cache_dir is None
+        limit = None if self.cache_gb is None else int(self.cache_gb * GB)
+        whole = in_place or limit is None or data.bytes <= limit
+        cache = None if in_place else self._cache(data, limit)
+        window: int = self.shuffle_window
+        epochs: int | None = 0 if in_place else 1
+        if limit is not None and not whole:
+            window, epochs = min(window, _most_shards(data.manifest, limit)), None
+        train, val = data.split("train"), data.split("val")
+        samples = tuple(shard.samples for shard in train.shards)
+        needs = Needs(Windows(samples, window, epochs), train, val)
+        evictable = None if whole else needs.farthest_first
+        shards = {
+            name: Shards(data, name, cache, evictable, needs.is_first_epoch)
+            for name in ("train", "val")
+        }
+        ahead = None
+        if cache is not None and (self.trainer is None or self.trainer.local_rank == 0):
+            own = Cache(open_data_set(self.root).store, cache.root, data.key, limit)
+            ahead = Ahead(own, None if whole else needs.needed_later)
+        self._plan = TrainPlan(needs, shards["train"], shards["val"], ahead)
+        self._splits["train"] = ShardImages(self._train_view, shards["train"], self._plan)
+        self._splits["val"] = ShardImages(self._val_view, shards["val"])
+
+    def _cache(self, data: DataSet, limit: int | None) -> Cache:
+        root = Path(self.cache_dir).expanduser() if self.cache_dir else default_root()
+        cache = Cache(data.store, root, data.key, limit)
+        wanted = data.bytes if limit is None else min(limit, data.bytes)
+        room = cache.room()
+        if room < wanted:
+            what = f"{root} has room for {room / GB:.3g} GB and needs {wanted / GB:.3g} GB"
+            raise UserError(Problem("data.cache_dir", what, REMEDY))
+        if self.trainer is None or self.trainer.global_rank == 0:
+            here = sum(
+                cache.has(s) for split in data.manifest.splits.values() for s in split.shards
+            )
+            count = sum(len(split.shards) for split in data.manifest.splits.values())
+            text = "data: %s, %s GB in %d shards, of which %d are in %s"
+            log.info(text, data.store.uri, f"{data.bytes / GB:.3g}", count, here, cache.folder)
+        return cache
+
+    def teardown(self, stage: str | None = None) -> None:
+        if self._plan is not None:
+            self._plan.close()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader(self._splits["train"], shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.loader(self._splits["val"], shuffle=False)
+
+
+def _expanded(root: str) -> str:
+    """A URI, or a path without `~` and `file://`."""
+    return root if is_remote(root) else open_store(root).uri
+
+
+def _refuse(problems: Iterable[Problem]) -> None:
+    found = [Problem(f"data.{p.path}", p.what, p.remedy) for p in problems]
+    if found:
+        raise UserError(*found)
+
+
+def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
+    """What of a prepared data set is not as the data node wants it."""
+    manifest = data.manifest
+    for split in {"train", "val"} - manifest.splits.keys():
+        yield Problem("root", f"{data.store.uri} has no {split!r}", f"it has {[*manifest.splits]}")
+    if num_classes is not None and num_classes != len(manifest.classes):
+        count = len(manifest.classes)
+        what = f"is {num_classes}, but {data.store.uri} has {count} classes"
+        yield Problem("num_classes", what, f"data.num_classes={count}")
+
+
+def _most_shards(manifest: Manifest, limit: int) -> int:
+    """Of a window, so that three fit: one that is read, the one before, the one that comes."""
+    largest = max(shard.bytes for split in manifest.splits.values() for shard in split.shards)
+    indices = sum(split.index.bytes for split in manifest.splits.values())
+    most = (limit - indices) // (3 * largest)
+    if most < 1:
+        least = (3 * largest + indices) / GB
+        what = "holds not even three shards"
+        raise UserError(Problem("data.cache_gb", what, f"at least {least:.3g}"))
+    return most

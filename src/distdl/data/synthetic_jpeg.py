@@ -1,0 +1,136 @@
+"""Generated JPEGs through the whole input path: what decoding costs, without any files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from distdl.data.augment import Augment
+from distdl.data.encoded import EncodedImages
+from distdl.data.images import ImageData
+from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
+from distdl.data.views import EvalView, TrainView, View, check_views
+from distdl.errors import Problem
+
+QUALITY = 90  # of the generated JPEGs; their noise makes the size
+
+
+class SyntheticJpegs(ImageData):
+    """As many JPEGs as ImageNet has, of its usual size, decoded and augmented like real ones.
+
+    Sample i is image `i % pool_size`, a pattern of its class under noise, and its label is
+    `i % pool_size % num_classes`. What it costs more than `data=synthetic` is the input path
+    without its disk.
+
+    Args:
+        batch_size: Images per device.
+        num_classes: Labels are below it.
+        image_size: Height and width in pixels after cropping.
+        train_samples: Images in a training epoch (default: ImageNet's).
+        val_samples: Images in a validation (default: ImageNet's).
+        width: Of the JPEGs in pixels (default: ImageNet's median).
+        height: Of the JPEGs in pixels.
+        kilobytes: Of one JPEG, to within a tenth where noise can make it so; 1 is 1,000 bytes.
+        pool_size: Different images; all are held in memory.
+        num_workers: Processes that decode; None: this rank's share of the cores.
+        seed: Of the pool.
+        scale: Share of the area that a random crop takes, from and to.
+        ratio: Width to height of a random crop, from and to.
+        mean: Of red, green and blue, for values from 0 to 1.
+        std: Of the same.
+        decoder: As for real images (`data=imagenet`), as are the next two.
+        augment: What follows the crop.
+        resize: Progressive resizing.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        train_samples: int = 1_281_167,
+        val_samples: int = 50_000,
+        width: int = 500,
+        height: int = 375,
+        kilobytes: float = 110,
+        pool_size: int = 64,
+        num_workers: int | None = None,
+        seed: int = 0,
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        decoder: str = "auto",
+        augment: Mapping[str, Any] | None = None,
+        resize: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, mean, std)
+        self.num_classes = num_classes
+        own = Augment(augment, mean, std)
+        self._train = train_samples, TrainView(image_size, scale, ratio, decoder, own, resize)
+        self._val = val_samples, EvalView(image_size, decoder=decoder)
+        self._pool_arguments = (pool_size, num_classes, width, height, 1000 * kilobytes, seed)
+        self._pool: list[bytes] = []
+
+    @staticmethod
+    def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+        """What is wrong with the data node; paths are relative to it."""
+        return check_views(config, local=context["local"])
+
+    def setup(self, stage: str | None = None) -> None:
+        self._pool = self._pool or jpegs(*self._pool_arguments)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader(_Generated(self._pool, self.num_classes, *self._train), shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.loader(_Generated(self._pool, self.num_classes, *self._val), shuffle=False)
+
+
+class _Generated(EncodedImages):
+    def __init__(self, pool: list[bytes], num_classes: int, samples: int, view: View) -> None:
+        super().__init__(view)
+        self.pool, self.num_classes, self.samples = pool, num_classes, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, index: int) -> bytes:
+        return self.pool[index % len(self.pool)]
+
+    def label(self, index: int) -> int:
+        return index % len(self.pool) % self.num_classes
+
+    def name(self, index: int) -> str:
+        return f"generated image {index % len(self.pool)}"
+
+
+def jpegs(
+    count: int, num_classes: int, width: int, height: int, size: float, seed: int
+) -> list[bytes]:
+    """`count` JPEGs of about `size` bytes each: a coarse pattern of the class, and noise."""
+    rng = np.random.default_rng(seed)
+    patterns = rng.integers(0, 256, (min(count, num_classes), 4, 4, 3), dtype=np.uint8)
+    noise = rng.standard_normal((height, width, 1), dtype=np.float32)
+
+    def encoded(index: int, amount: float) -> bytes:
+        from PIL import Image
+
+        coarse = Image.fromarray(patterns[index % len(patterns)])
+        smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
+        # Another cut of the same noise for each image: to draw it anew would take longer.
+        shifted = np.roll(noise, (37 * index, 59 * index), axis=(0, 1))
+        pixels = (smooth + amount * shifted).clip(0, 255).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
+        return file.getvalue()
+
+    least, most = 0.0, 128.0
+    for _ in range(10):  # more noise, more bytes: halve the interval
+        middle = (least + most) / 2
+        least, most = (middle, most) if len(encoded(0, middle)) < size else (least, middle)
+    return [encoded(index, least) for index in range(count)]

@@ -1,0 +1,107 @@
+"""A folder of images as a source: `train/<class>/*.jpg` and `val/<class>/*.jpg`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.prepare.source import EXTENSIONS, Progress, Sample, files_below
+
+SPLITS = ("train", "val")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def open_source(options: argparse.Namespace) -> Folder:
+    return Folder(options.source)
+
+
+class Folder:
+    """Images in class folders. Labels number those in sorted order, as torchvision's ImageFolder.
+
+    Args:
+        folder: Holds `train/` and `val/`, with the same class folders in both.
+
+    Raises:
+        UserError: It does not, or a class has no images.
+    """
+
+    kind = "folder"
+    in_blocks = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        missing = [split for split in SPLITS if not (folder / split).is_dir()]
+        if missing:
+            what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
+            if not folder.is_dir():
+                what = f"no such folder: {folder}"
+            remedy = "it must hold train/<class>/ and val/<class>/"
+            raise UserError(Problem("--source", what, remedy))
+        self.classes, val = _classes(folder / "train"), _classes(folder / "val")
+        if self.classes != val:
+            differing = sorted(set(self.classes) ^ set(val))
+            what = (
+                f"train/ has {len(self.classes)} classes and val/ {len(val)}; only one of the two "
+                f"has {', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
+            )
+            remedy = "both need the same class folders, or labels would differ in meaning"
+            raise UserError(Problem("--source", what, remedy))
+
+    @cached_property
+    def _images(self) -> list[Sample]:
+        found = []
+        for split in SPLITS:
+            for label, name in enumerate(self.classes):
+                top = self.folder / split / name
+                images = [(path, path.stat().st_size) for path in files_below(top)]
+                if not images:
+                    what = f"{top} holds no image"
+                    raise UserError(Problem("--source", what, ", ".join(EXTENSIONS)))
+                for path, size in images:
+                    where = path.relative_to(self.folder).as_posix()
+                    inner = path.relative_to(top).as_posix()
+                    # Many data sets number the images of each class from 1.
+                    key = inner if inner.startswith(name) else f"{name}_{inner}"
+                    found.append(Sample(split, key, label, size, (where,)))
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        listing = hashlib.sha256()
+        for sample in self._images:
+            listing.update(f"{sample.where[0]} {sample.bytes}\n".encode(errors="surrogateescape"))
+        count, size = len(self._images), sum(sample.bytes for sample in self._images)
+        return {
+            "kind": self.kind,
+            "images": count,
+            "bytes": size,
+            "listing_sha256": listing.hexdigest(),
+        }
+
+    def scan(self, progress: Progress) -> Iterator[Sample]:
+        for number, sample in enumerate(self._images):
+            yield sample
+            progress(number, len(self._images))
+
+    def read(self, sample: Sample) -> bytes:
+        return (self.folder / str(sample.where[0])).read_bytes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the list of all images, which each process would get a copy of."""
+        return {"folder": self.folder, "classes": self.classes}
+
+
+def _classes(folder: Path) -> list[str]:
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir() and not entry.name.startswith(".")
+    )

@@ -1,0 +1,172 @@
+"""What sources that hold records share: which file is of which split, and what a label means."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.prepare.source import Sample
+
+# Words of a path, as Inception ("validation-00000-of-00128"), TFDS ("imagenet2012-train.tfrecord-
+# 00000-of-01024") and Hugging Face ("data/train-00000-of-00294.parquet") name their files.
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "eval", "dev"),
+    # Test sets come without labels, or are what a paper is judged by: nobody trains on them here.
+    "": ("test", "testing"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--split", choices=("train", "val"), help="of all files, whatever named")
+    parser.add_argument(
+        "--label-offset",
+        type=int,
+        metavar="N",
+        help="subtracted from every label (default: the smallest one, if that is 0 or 1)",
+    )
+
+
+def find_files(source: Path, names: str, split: str | None) -> tuple[Path, dict[str, str]]:
+    """A folder, and its record files with the split of each: "train" or "val".
+
+    Args:
+        source: The folder, or one file in it. Files may lie in folders below it.
+        names: A regular expression that a file's name must match somewhere.
+        split: Of all files; None: by their names, or those of their folders.
+
+    Raises:
+        UserError: There is none, or its name says no split.
+    """
+    if not source.exists():
+        raise UserError(Problem("--source", f"no such folder: {source}"))
+    folder = source if source.is_dir() else source.parent
+    files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
+    if not files:
+        what = f"{source} holds no file whose name matches {names}"
+        raise UserError(Problem("--source", what))
+    if split is not None:
+        return folder, dict.fromkeys(files, split)
+    found: dict[str, str] = {}
+    for name in files:
+        # The file's own name decides before the folders that it lies in.
+        said = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
+        if not said:
+            what = f"{folder / name} says by its name neither train nor validation"
+            raise UserError(Problem("--source", what, "--split train, if all files are of it"))
+        if said[0]:
+            found[name] = said[0]
+    if not found:
+        what = f"{source} holds files of a test set only"
+        raise UserError(Problem("--source", what, "--split val, if that is what you want"))
+    return folder, found
+
+
+def split_of(name: str) -> str | None:
+    """ "train", "val", "" for a test set, None where a name says nothing."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return next((split for split, said in SPLITS.items() if words & set(said)), None)
+
+
+def _below(folder: Path, names: str) -> Iterator[str]:
+    for inner, folders, files in os.walk(folder, followlinks=True):
+        # Hidden, and what Spark and Petastorm keep for themselves: _common_metadata, _SUCCESS.
+        folders[:] = [f for f in folders if not f.startswith((".", "_"))]
+        for name in files:
+            if not name.startswith((".", "_")) and re.search(names, name):
+                yield os.path.relpath(Path(inner, name), folder)
+
+
+def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
+    """A source's kind, and its files with split and size in bytes."""
+    sizes = {name: [split, (folder / name).stat().st_size] for name, split in files.items()}
+    return {"kind": kind, "files": sizes}
+
+
+class Labelled:
+    """What a scan has found so far. What a label means is known at its end only."""
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+        self._names: dict[int, str] = {}
+        self._offset = 0
+
+    def add(
+        self, split: str, name: str, label: int, said: str, size: int, where: tuple[str | int, ...]
+    ) -> None:
+        """One sample, whose `label` is as it stands in the file and is called `said` ("": it has
+        no name).
+
+        Raises:
+            UserError: The label has had another name before.
+        """
+        if said and self._names.setdefault(label, said) != said:
+            what = f"{where[0]}: label {label} is {said}, and {self._names[label]} elsewhere"
+            raise UserError(Problem("--source", what))
+        name = name or f"{split}_{len(self._samples):08d}"
+        self._samples.append(Sample(split, name, label, size, where))
+
+    def settle(self, offset: int | None, names: Sequence[str] | None = None) -> list[str]:
+        """The classes' names: those given, or those that were added.
+
+        Raises:
+            UserError: See `settle_labels`.
+        """
+        if not self._samples:
+            raise UserError(Problem("--source", "its files hold no sample"))
+        known = dict(enumerate(names)) if names else self._names
+        labels = {sample.label for sample in self._samples}
+        if names:
+            labels |= {0, len(names) - 1}
+        self._offset, classes = settle_labels(labels, known, offset)
+        return classes
+
+    def samples(self) -> Iterator[Sample]:
+        """In the order in which they were added, with labels from 0; once.
+
+        None is kept that was given out: whoever takes them has a million of them as well.
+        """
+        self._samples.reverse()
+        while self._samples:
+            sample = self._samples.pop()
+            yield replace(sample, label=sample.label - self._offset)
+
+
+def settle_labels(
+    labels: Collection[int], names: Mapping[int, str], offset: int | None
+) -> tuple[int, list[str]]:
+    """What to subtract from every label so that they start at 0, and the names of the classes.
+
+    Inception's TFRecords count from 1, since 0 was "background"
+    (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
+
+    Args:
+        labels: All that occur.
+        names: Of those labels that have one.
+        offset: As the user says; None: the smallest label, if that is 0 or 1.
+
+    Raises:
+        UserError: The smallest label is another one, or two classes have one name.
+    """
+    low, high = min(labels), max(labels)
+    if low < 0:
+        raise UserError(Problem("--source", f"a sample has the label {low}: that is no class"))
+    if offset is None and low > 1:
+        what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
+        raise UserError(Problem("--label-offset", what, "--label-offset 0, or 1"))
+    offset = low if offset is None else offset
+    if low < offset:
+        what = f"is {offset}, but a sample has the label {low}"
+        raise UserError(Problem("--label-offset", what, f"--label-offset {low}"))
+    classes = [names.get(label, str(label - offset)) for label in range(offset, high + 1)]
+    twice = sorted({name for name in classes if classes.count(name) > 1})
+    if twice:
+        what = f"two labels have the name {twice[0]}"
+        raise UserError(Problem("--source", what, "labels and names contradict each other"))
+    return offset, classes

@@ -1,0 +1,128 @@
+"""What `prepare` can read: a source lists its samples cheaply, and hands out their bytes later.
+
+A source is a module of this package (or of yours) with two functions::
+
+    def add_options(parser: argparse.ArgumentParser) -> None   # options of its own, if any
+    def open_source(options: argparse.Namespace) -> Source     # checks them; options.source is DIR
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+# By the word after `prepare`: the module, and one line for --help.
+KINDS = {
+    "imagenet": ("distdl.prepare.imagenet", "ILSVRC2012, as its two tar files"),
+    "folder": ("distdl.prepare.folder", "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg"),
+    "tfrecord": ("distdl.prepare.tfrecord", "TFRecords of tf.train.Example, as Inception's"),
+    "parquet": ("distdl.prepare.parquet", "Parquet with encoded images, also Petastorm's"),
+}
+
+# torchvision's list; compared in lower case, so `.JPEG` counts.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+# progress(done, total): how much of something (mostly bytes) is behind us.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One image of a source, unread.
+
+    Args:
+        split: "train" or "val".
+        name: The image's file name, "n01440764_10026.JPEG", or a path: its key in the shards is
+            made from it. Need not be unique.
+        label: Its class's place in the source's `classes`.
+        bytes: Of the encoded image; an estimate will do.
+        where: What `read` needs to find it: strings and numbers only, since a plan is kept as JSON.
+    """
+
+    split: str
+    name: str
+    label: int
+    bytes: int
+    where: tuple[str | int, ...]
+
+
+class Source(Protocol):
+    """Images with labels, in whatever form. It is pickled to the processes that read it."""
+
+    kind: str
+    # Names by label; complete when `scan` has come to its end.
+    classes: list[str]
+    # Whether samples that lie together must be read together, since one cannot be read alone (a
+    # row group of Parquet): `where` without its last item says which those are.
+    in_blocks: bool
+
+    def scan(self, progress: Progress) -> Iterator[Sample]:
+        """Every sample, in the same order each time. Reads headers, no images.
+
+        Raises:
+            UserError: What is there is not what it should be; says which file, and what to do.
+        """
+        ...
+
+    def read(self, sample: Sample) -> bytes:
+        """The encoded image. Called in other processes: files are opened there, when needed.
+
+        Where interrupted work goes on, `scan` was not called before.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: What was read is damaged.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What tells this source from another one, as JSON: names and sizes, no absolute paths.
+
+        It is kept in the manifest, and compared before interrupted work goes on; so it must be
+        cheap, and is called before `scan`.
+        """
+        ...
+
+
+def files_below(folder: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[Path]:
+    """Sorted, also in folders inside, without the hidden ones."""
+    for inner, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if is_image(name, endings):
+                yield Path(inner, name)
+
+
+def is_image(name: str, endings: tuple[str, ...] = EXTENSIONS) -> bool:
+    """By its name. Not what macOS hides beside an image: `._dog.jpg`."""
+    return name.lower().endswith(endings) and not name.rpartition("/")[2].startswith(".")
+
+
+class Files:
+    """Parts of files below a folder. The last few files stay open, in each process its own.
+
+    Args:
+        folder: What the names are relative to.
+        limit: How many are open at most.
+    """
+
+    def __init__(self, folder: Path, limit: int = 64) -> None:
+        self.folder, self.limit = folder, limit
+        self._open: dict[str, int] = {}
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Raises OSError when the file is shorter than that."""
+        if name not in self._open:
+            if len(self._open) >= self.limit:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[name] = os.open(self.folder / name, os.O_RDONLY)
+        data = os.pread(self._open[name], length, offset)
+        if len(data) != length:
+            raise OSError(f"{name} ends at byte {offset + len(data)} of {offset + length}")
+        return data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "limit": self.limit, "_open": {}}

@@ -1,0 +1,146 @@
+"""A prepared data set into a store: what is there already is not sent again, the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from distdl.errors import Problem, Unfinished, UserError
+from distdl.prepare.source import Progress
+from distdl.shards.format import MANIFEST, File, Manifest
+from distdl.stores import Store, StoreError, open_store
+
+# Files under way at once. Each also goes up in parts; more fill no link that these do not.
+PARALLEL = 4
+
+
+def upload(out: Path, url: str, progress: Progress) -> None:
+    """Sends a prepared data set to a store, or the rest of it after an interruption.
+
+    Each file is read once before it goes and compared with its sha256 in the manifest, so that no
+    damage of this disk is published; the server checks what arrives (`distdl.stores.Store`), and
+    then the size is asked for. The indexes go first: they tell which data set an unfinished upload
+    is of. Without the manifest, which goes last, there is no data set at `url`.
+
+    Args:
+        out: A folder with a manifest.
+        url: As `distdl.stores.open_store` takes it.
+        progress: Told the bytes that are there, and all there are.
+
+    Raises:
+        UserError: `out` is no prepared data set or damaged, `url` holds another one or something
+            else, or the store cannot be reached. Nothing at `url` is ever replaced.
+    """
+    manifest = read_manifest(out)
+    splits = manifest.splits.values()
+    indexes = [split.index for split in splits]
+    shards = [shard for split in splits for shard in split.shards]
+    try:
+        store = open_store(url)
+        missing = _missing(store, out, [*indexes, *shards])
+        sending = _Sending(store, out, [*indexes, *shards], missing, progress)
+        for file in (file for file in indexes if file in missing):
+            sending.send(file)
+        sending.send_all([file for file in shards if file in missing])
+        sending.check_sizes()
+        if store.size(MANIFEST) is None:
+            store.upload(out / MANIFEST, MANIFEST)
+    except StoreError as error:
+        remedy = "the same command goes on where it was" if error.transient else ""
+        raise Unfinished(Problem("--upload", str(error), remedy)) from error
+
+
+def read_manifest(out: Path) -> Manifest:
+    """Raises UserError when there is none."""
+    path = out / MANIFEST
+    if not path.is_file():
+        what = f"{out} is no prepared data set: it has no {MANIFEST}"
+        raise UserError(Problem("--upload", what, "prepare it first"))
+    return Manifest.from_json(path.read_bytes(), str(path))
+
+
+def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
+    """What is not in the store yet.
+
+    Raises:
+        UserError: Something else is there.
+    """
+    known = {file.name: file for file in files}
+    there = list(store.names())
+    others = sorted(set(there) - known.keys() - {MANIFEST})
+    if others:
+        what = f"{store.uri} holds something else: {', '.join(others[:3])}"
+        raise UserError(Problem("--upload", what, "choose an empty place"))
+    if MANIFEST in there and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
+        what = f"{store.uri} holds another prepared data set"
+        raise UserError(Problem("--upload", what, "choose an empty place"))
+    for name in there:
+        # The indexes hold the sha256 of each sample: where they are equal, so are the shards.
+        file = known.get(name)
+        if file is None:
+            continue
+        same = store.size(name) == file.bytes
+        if same and name.endswith(".npy"):
+            same = hashlib.sha256(store.read(name)).hexdigest() == file.sha256
+        if not same:
+            what = f"{store.uri} holds another {name}, perhaps of an upload that was not finished"
+            raise UserError(Problem("--upload", what, "choose an empty place, or empty this one"))
+    return {file for name, file in known.items() if name not in there}
+
+
+class Stopped(Exception):
+    """Another file has failed, or somebody has pressed Ctrl-C."""
+
+
+class _Sending:
+    """An upload under way; `progress` is told from one thread at a time."""
+
+    def __init__(
+        self, store: Store, out: Path, files: list[File], missing: set[File], progress: Progress
+    ) -> None:
+        self.store, self.out, self.files, self.progress = store, out, files, progress
+        self.total = sum(file.bytes for file in files)
+        self.done = self.total - sum(file.bytes for file in missing)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        progress(self.done, self.total)
+
+    def send(self, file: File) -> None:
+        path = self.out / file.name
+        try:
+            with path.open("rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+        except FileNotFoundError:
+            found = ""
+        if found != file.sha256:
+            what = f"{path} is {'damaged' if found else 'missing'}"
+            raise Unfinished(Problem("--upload", what, "prepare the data set again, elsewhere"))
+        if not self._stop.is_set():
+            self.store.upload(path, file.name, self._passed)
+
+    def send_all(self, files: list[File]) -> None:
+        """In parallel; the first error ends it, and is raised."""
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            try:
+                sent = [pool.submit(self.send, file) for file in files]
+                for future in wait(sent, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            except BaseException:  # also Ctrl-C: what is under way ends, the rest does not begin
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def check_sizes(self) -> None:
+        for file in self.files:
+            size = self.store.size(file.name)
+            if size != file.bytes:
+                what = f"{file.name} has {size} bytes at {self.store.uri}, and {file.bytes} here"
+                raise Unfinished(Problem("--upload", what, "remove it there and upload again"))
+
+    def _passed(self, count: int) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        with self._lock:
+            self.done += count
+            self.progress(self.done, self.total)

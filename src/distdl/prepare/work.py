@@ -1,0 +1,281 @@
+"""Preparing a data set: plan, write every part on its own, then the manifest.
+
+    OUT/.preparing/plan.jsonl          the plan; a later start goes on with it
+    OUT/.preparing/train-00007.json    that part is done (and its rows of the index, .npy)
+    OUT/train-00007.tar
+    OUT/dataset.json                   all of it is done; OUT/.preparing is gone
+
+A folder of images (`format="folder"`) has OUT/prepared.json in place of the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from distdl import __version__
+from distdl.errors import Problem, Unfinished, UserError
+from distdl.prepare import plan as plans
+from distdl.prepare.plan import Part, Plan
+from distdl.prepare.writers import WORK, Result, Writer, result_file, rows_of
+from distdl.shards.format import MANIFEST, Manifest
+from distdl.shards.writing import remove_leftovers, whole, write_index
+
+FOLDER_MANIFEST = "prepared.json"
+# How many oddities of one kind the manifest names.
+NAMED = 100
+
+# advance(images, bytes), both since the last call
+Advance = Callable[[int, int], None]
+
+
+class Preparation:
+    """A data set's folder, from empty to complete.
+
+    Args:
+        out: The folder; made when something is written.
+        settings: Of the source and the options, as JSON; "format" is one of them.
+
+    Raises:
+        UserError: The folder holds something else, or was prepared otherwise.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.out, self.settings = out, settings
+        self.plan_file = out / WORK / "plan.jsonl"
+        self.manifest = out / (MANIFEST if settings["format"] == "shards" else FOLDER_MANIFEST)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest.exists()
+
+    @property
+    def begun(self) -> bool:
+        return self.plan_file.exists()
+
+    def _check(self) -> None:
+        out = self.out
+        if out.exists() and not out.is_dir():
+            raise UserError(Problem("--to", f"{out} is no folder", "name another: --to DIR"))
+        for name in (MANIFEST, FOLDER_MANIFEST):
+            if (out / name).exists():
+                made = json.loads((out / name).read_bytes()).get("made", {})
+                self._compare(made.get("settings", {}), "is prepared already, otherwise")
+                return
+        if self.begun:
+            self._compare(plans.settings_of(self.plan_file), "was begun otherwise")
+        elif out.exists():
+            # A start that was killed while it planned has left no more than this.
+            others = [path.name for path in out.iterdir() if path.name != WORK]
+            if others:
+                what = f"{out} is not empty: {', '.join(sorted(others)[:3])}"
+                raise UserError(Problem("--to", what, "name a new folder: --to DIR"))
+
+    def _compare(self, before: dict[str, Any], how: str) -> None:
+        different = list(differences(before, json.loads(json.dumps(self.settings))))
+        if different:
+            what = f"{self.out} {how}: {'; '.join(different)}"
+            remedy = "repeat that command, name another folder (--to DIR), or remove this one"
+            raise UserError(Problem("--to", what, remedy))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """So that no two commands write the same data set at the same time.
+
+        Raises:
+            UserError: Another one is at it, or has made something else of the folder meanwhile;
+                the folder cannot be written, or its disk is full.
+        """
+        lock = FileLock(self.out / WORK / "lock")
+        try:
+            (self.out / WORK).mkdir(parents=True, exist_ok=True)
+            with lock.acquire(timeout=0):
+                self._check()
+                yield
+        except Timeout:
+            what = f"another command is preparing {self.out} at this moment"
+            raise UserError(Problem("--to", what, "wait for it")) from None
+        except OSError as error:
+            remedy = "mend that, and the same command goes on where it was"
+            raise Unfinished(
+                Problem("--to", f"cannot write {self.out}: {error}", remedy)
+            ) from error
+
+    def missing(self, plan: Plan) -> list[Part]:
+        """What has not been written yet."""
+        return [part for part in plan.parts if not self._is_done(part)]
+
+    def _is_done(self, part: Part) -> bool:
+        path = result_file(self.out, part)
+        shard = Result.load(path).shard if path.exists() else None
+        if shard is None:
+            return path.exists()
+        tar = self.out / shard.name
+        return tar.exists() and tar.stat().st_size == shard.bytes
+
+    def write(self, parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
+        """Writes parts, in `workers` processes.
+
+        Raises:
+            OSError: The disk is full.
+            UserError: A process was killed.
+        """
+        remove_leftovers(self.out)
+        try:
+            if workers == 1:  # in this very process, so that a debugger sees it
+                for part in parts:
+                    writer.write(part, lambda count: advance(1, count))
+            else:
+                _in_parallel(parts, writer, workers, advance)
+        except BrokenProcessPool as error:
+            what = "a worker process was killed, perhaps for want of memory"
+            remedy = "the same command goes on where it was; fewer: --workers N"
+            raise Unfinished(Problem("--workers", what, remedy)) from error
+
+    def finish(self, plan: Plan, skip_damaged: bool) -> Result:
+        """Writes index and manifest, once all parts are there.
+
+        Returns:
+            total: What there is now.
+
+        Raises:
+            UserError: Images are damaged, and may not be left out.
+        """
+        results = {part.name: Result.load(result_file(self.out, part)) for part in plan.parts}
+        total = Result(
+            samples=sum(result.samples for result in results.values()),
+            bytes=sum(result.bytes for result in results.values()),
+            mended=[one for result in results.values() for one in result.mended],
+            damaged=[one for result in results.values() for one in result.damaged],
+        )
+        if total.damaged and not skip_damaged:
+            raise Unfinished(_too_damaged(total.damaged))
+        made = {
+            "by": f"distdl {__version__}",
+            "settings": self.settings,
+            "mended": _by_kind(total.mended),
+            "damaged": [list(one) for one in total.damaged],
+        }
+        if self.settings["format"] == "shards":
+            splits = {}
+            for split in ("train", "val"):
+                parts = [part for part in plan.parts if part.split == split]
+                shards = [s for part in parts if (s := results[part.name].shard)]
+                splits[split] = write_index(self.out, split, shards, rows_of(self.out, parts))
+            text = Manifest(tuple(plan.classes), splits, made).to_json()
+        else:
+            found = {"images": total.samples, "classes": plan.classes, "made": made}
+            text = json.dumps(found, indent=1)
+        with whole(self.manifest) as file:
+            file.write(text.encode())
+        self.tidy()
+        return total
+
+    def class_count(self) -> int:
+        """Of a complete data set."""
+        return len(json.loads(self.manifest.read_bytes())["classes"])
+
+    def tidy(self) -> None:
+        """What a complete data set no longer needs, and a kill after its last step has left."""
+        shutil.rmtree(self.out / WORK, ignore_errors=True)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
+    """What two settings differ in, as "seed was 0, is 1"."""
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{path}{key}.")
+        elif old != new:
+            yield f"{path}{key} was {json.dumps(old)}, is {json.dumps(new)}"
+
+
+def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
+    shown = [f"{name} ({reason})" for name, reason in damaged[:20]]
+    if len(damaged) > len(shown):
+        shown.append(f"and {len(damaged) - len(shown)} more")
+    noun = "image is" if len(damaged) == 1 else "images are"
+    what = f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown)
+    remedy = "everything else is done; to leave them out, the same command with --skip-damaged"
+    return Problem("--source", what, remedy)
+
+
+def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
+    kinds: dict[str, list[str]] = {}
+    for kind, name in mended:
+        kinds.setdefault(kind, []).append(name)
+    return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
+
+
+def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
+    # Not forked: this process has threads (the bar's), and a child would inherit their locks.
+    context = multiprocessing.get_context("spawn")
+    counts = context.Array("q", 2)
+    seen = [0, 0]
+
+    def tell() -> None:
+        now = counts[:]
+        advance(now[0] - seen[0], now[1] - seen[1])
+        seen[:] = now
+
+    waiting = iter(parts)
+    with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
+        running: set[Future[None]] = set()
+        try:
+            while True:
+                # A few ahead of the workers, and not all: each is sent with all its samples.
+                while len(running) < 2 * workers and (part := next(waiting, None)):
+                    running.add(pool.submit(_write_here, part))
+                if not running:
+                    break
+                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                tell()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+    tell()
+
+
+_HERE: dict[str, Any] = {}
+
+
+def _enter_worker(writer: Writer, counts: Any) -> None:
+    _HERE.update(writer=writer, counts=counts)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        # A pool whose owner was killed would wait for work for ever.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _write_here(part: Part) -> None:
+    counts = _HERE["counts"]
+
+    def advance(length: int) -> None:
+        with counts.get_lock():
+            counts[0] += 1
+            counts[1] += length
+
+    _HERE["writer"].write(part, advance)

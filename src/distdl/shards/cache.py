@@ -1,0 +1,261 @@
+"""This node's copies of shards: each comes down once, is checked, and stays while there is room.
+
+    CACHE/<data set>/train-00000.tar     whole and checked: nothing else ever has such a name
+    CACHE/<data set>/.<name>.<id>.part   on its way
+    CACHE/<data set>/locks/              one lock per shard: whoever needs it first fetches it
+    CACHE/lock                           held while room is made
+
+Locks are the kernel's (flock), so they end with the process that holds them. All ranks of a node,
+other runs on it, and nodes that share a disk with locks (NFSv4, Lustre with -o flock) can use one
+cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from distdl.errors import Problem, UserError
+from distdl.shards.format import File
+from distdl.stores import Progress, Store, StoreError
+from distdl.stores.files import reserved
+
+TRIES = 3
+MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
+
+
+class NoRoom(OSError):
+    """The cache is full of what is needed sooner."""
+
+
+class Cache:
+    """Copies of one data set's files.
+
+    Args:
+        store: Where they come from.
+        root: A folder that all data sets share; made when needed.
+        key: Names the data set: the sha256 of its manifest.
+        limit: Bytes for all of `root`; None: the disk.
+    """
+
+    def __init__(self, store: Store, root: Path, key: str, limit: int | None = None) -> None:
+        self.store, self.root, self.limit = store, root, limit
+        self.folder = root / key[:16]
+        try:
+            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+            # Held by every process that reads: other runs do not remove what is in use.
+            self._used = os.open(self.folder / "locks" / "in_use", os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._used, fcntl.LOCK_SH)
+            os.utime(self._used)
+        except OSError as error:
+            what = f"cannot keep shards in {self.root}: {error.strerror}"
+            raise UserError(Problem("data.cache_dir", what, REMEDY)) from error
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_used": None}
+
+    def path(self, file: File) -> Path:
+        return self.folder / file.name
+
+    def has(self, file: File) -> bool:
+        try:
+            return os.stat(self.path(file)).st_size == file.bytes
+        except FileNotFoundError:
+            return False
+
+    def fetch(
+        self,
+        file: File,
+        evictable: Callable[[], Sequence[str]] | None = None,
+        progress: Progress | None = None,
+    ) -> Path:
+        """The file's whole and checked copy; brings it down unless it is here.
+
+        Waits while another process does so. The copy may be removed later to make room for others:
+        open it at once, an open file stays readable.
+
+        Args:
+            file: Which, and how long it is and what its sha256 is.
+            evictable: Names of copies that may make room, those first whose next use is farthest.
+            progress: As `Store.download` has it.
+
+        Raises:
+            NoRoom: The disk or the cache is full, and the copies that may go are not enough.
+            UserError: It came down damaged several times, or the server does not answer. Names it.
+        """
+        if self.has(file):
+            return self.path(file)
+        with FileLock(self.folder / "locks" / file.name):
+            if self.has(file):
+                return self.path(file)
+            for _ in range(TRIES):
+                # We hold the lock: what lies there was left by a process that was killed.
+                for left in self.folder.glob(f".{file.name}.*.part"):
+                    left.unlink(missing_ok=True)
+                part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
+                try:
+                    said = self._bring(file, part, evictable or list, progress)
+                finally:
+                    part.unlink(missing_ok=True)
+                if not said:
+                    return self.path(file)
+        what = f"{self.store.uri}/{file.name} came {TRIES} times, and {said}"
+        raise UserError(Problem("data.root", what, DAMAGED))
+
+    def _bring(
+        self,
+        file: File,
+        part: Path,
+        evictable: Callable[[], Sequence[str]],
+        progress: Progress | None,
+    ) -> str:
+        """One try; returns what is wrong with what came, "" if nothing."""
+        try:
+            self._reserve(part, file, evictable)
+            self.store.download(file.name, part, progress)
+            said = difference(part, file)
+            if not said:
+                with FileLock(self.root / "lock"):  # who counts sizes sees it once
+                    part.rename(self.path(file))
+                _sync(self.folder)
+            return said
+        except StoreError as error:
+            remedy = "the run can be resumed when it is back" if error.transient else ""
+            raise UserError(Problem("data.root", str(error), remedy)) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
+                raise
+            raise NoRoom(errno.ENOSPC, self._full(file)) from error  # others wrote to the disk
+
+    def drop(self, file: File) -> None:
+        """Removes a copy that turned out to be damaged."""
+        with FileLock(self.folder / "locks" / file.name):
+            self.path(file).unlink(missing_ok=True)
+
+    def room(self) -> int:
+        """Bytes that this data set may take, with what it has and what others may lose."""
+        present = sum(size for _, size in _copies(self.folder))
+        others = sum(size for folder in self._unused() for _, size in _copies(folder))
+        disk = self._free() + present + others
+        if self.limit is None:
+            return disk
+        kept = sum(size for folder in self._folders() for _, size in _copies(folder))
+        return min(disk, self.limit - kept + present + others)
+
+    def _reserve(self, part: Path, file: File, evictable: Callable[[], Sequence[str]]) -> None:
+        """Takes the room of a file on the disk, so that nobody else does."""
+        with FileLock(self.root / "lock"):
+            if self._lacking(file.bytes) > 0:
+                self._make_room(file, evictable)
+            with reserved(part, file.bytes):
+                pass
+
+    def _make_room(self, file: File, evictable: Callable[[], Sequence[str]]) -> None:
+        others = (folder / name for folder in self._unused() for name, _ in _copies(folder))
+        own = (self.folder / name for name in evictable() if name != file.name)
+        for path in itertools.chain(others, own):
+            path.unlink(missing_ok=True)
+            if self._lacking(file.bytes) <= 0:
+                return
+        raise NoRoom(errno.ENOSPC, self._full(file))
+
+    def _lacking(self, wanted: int) -> int:
+        """Bytes that must go before `wanted` more can come."""
+        lacking = wanted - self._free()
+        if self.limit is not None:
+            used = sum(size for folder in self._folders() for _, size in _copies(folder))
+            lacking = max(lacking, used + wanted - self.limit)
+        return lacking
+
+    def _free(self) -> int:
+        disk = shutil.disk_usage(self.root)
+        return disk.free - min(MARGIN, disk.total // 20)
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.root.iterdir() if (path / "locks").is_dir()]
+
+    def _unused(self) -> list[Path]:
+        """Other data sets that nobody reads, the longest unused first."""
+        others = [f for f in self._folders() if f != self.folder and not _in_use(f)]
+        return sorted(others, key=lambda folder: (folder / "locks" / "in_use").stat().st_mtime)
+
+    def _full(self, file: File) -> str:
+        free = shutil.disk_usage(self.root).free
+        limit = "" if self.limit is None else f" (data.cache_gb: {self.limit / 1e9:g} GB)"
+        return (
+            f"no room for its {file.bytes / 1e6:.1f} MB in {self.root}{limit}: "
+            f"the disk has {free / 1e6:,.0f} MB left"
+        )
+
+
+REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
+DAMAGED = "upload it again (python -m distdl prepare ... --upload), then go on with this run"
+
+
+def default_root() -> Path:
+    """DISTDL_CACHE; else the local disk of an Azure VM, where one is mounted; else ~/.cache."""
+    told = os.environ.get("DISTDL_CACHE")
+    if told:
+        return Path(told).expanduser()
+    for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # by waagent, by cloud-init
+        if os.path.ismount(disk) and os.access(disk, os.W_OK):
+            return Path(disk, "distdl")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "distdl"
+
+
+def _on_azure() -> bool:
+    """By the chassis' tag, as cloud-init tells it (cloudinit/sources/DataSourceAzure.py)."""
+    try:
+        tag = Path("/sys/class/dmi/id/chassis_asset_tag").read_text().strip()
+    except OSError:
+        return False
+    return tag == "7783-7084-3265-9085-8269-3286-77"
+
+
+def difference(path: Path, file: File) -> str:
+    """In what a copy differs from what the manifest says, "" if in nothing."""
+    size = path.stat().st_size
+    if size != file.bytes:
+        return f"it has {size} bytes and not {file.bytes}"
+    with path.open("rb") as copy:
+        found = hashlib.file_digest(copy, "sha256").hexdigest()
+    return "" if found == file.sha256 else f"its sha256 is {found[:12]}... and not {file.sha256}"
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        with (folder / "locks" / "in_use").open("r+b") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
+    return False
+
+
+def _copies(folder: Path) -> list[tuple[str, int]]:
+    """Files on their way, too: their room is taken."""
+    found = []
+    for entry in os.scandir(folder):
+        try:
+            if entry.is_file():
+                found.append((entry.name, entry.stat().st_size))
+        except FileNotFoundError:  # another process was faster
+            continue
+    return found
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

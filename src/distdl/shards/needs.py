@@ -1,0 +1,59 @@
+"""When the shards of a data set that is larger than the cache are next needed."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+from collections.abc import Sequence
+
+import numpy as np
+
+from distdl.shards.format import File, Split
+from distdl.shards.order import Windows
+
+
+class Needs:
+    """How far a rank has come, seen by all its processes, and what follows from it.
+
+    Made before a loader's workers are: they share its memory.
+
+    Args:
+        windows: The order in which training reads its shards.
+        train: The split that it reads.
+        val: Read after each epoch, in the order of its shards.
+    """
+
+    def __init__(self, windows: Windows, train: Split, val: Split | None = None) -> None:
+        self.windows = windows
+        self._files: list[File] = [*train.shards, *(val.shards if val else ())]
+        self._place = {file.name: place for place, file in enumerate(self._files)}
+        samples = [shard.samples for shard in val.shards] if val else []
+        self._val = train.samples + np.cumsum([0, *samples], dtype=np.int64)[: len(samples)]
+        # Seed, epoch, samples given out in it, and the first epoch of this process.
+        self._now = multiprocessing.RawArray(ctypes.c_int64, [0, 0, 0, -1])
+
+    def reached(self, seed: int, epoch: int, place: int) -> None:
+        first = epoch if self._now[3] < 0 else self._now[3]
+        self._now[:] = [seed, epoch, place, first]
+
+    def is_first_epoch(self) -> bool:
+        """Whether each sample that is read now is read for the first time by this process."""
+        return self._now[3] < 0 or self._now[1] == self._now[3]
+
+    def soonest_first(self) -> Sequence[File]:
+        """All shards, those first that are needed first."""
+        return [self._files[i] for i in np.argsort(self._uses(), kind="stable")]
+
+    def farthest_first(self, file: File) -> Sequence[str]:
+        """All shards but `file`, which is needed now; those first that are needed last."""
+        return [other.name for other in reversed(self.soonest_first()) if other.name != file.name]
+
+    def needed_later(self, file: File) -> Sequence[str]:
+        """The same, but only those that are needed later than `file` will be."""
+        uses = self._uses()
+        own = uses[self._place[file.name]]
+        return [self._files[i].name for i in np.argsort(-uses) if uses[i] > own]
+
+    def _uses(self) -> np.ndarray:
+        seed, epoch, place, _ = self._now
+        return np.concatenate([self.windows.next_uses(seed, epoch, place), self._val])

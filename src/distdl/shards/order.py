@@ -1,0 +1,100 @@
+"""In which order an epoch goes through shards that come from far away.
+
+Pure functions of (seed, epoch, sizes, window): every rank, every resumed run and every world size
+computes the same. NumPy's RandomState is used because its numbers are promised never to change
+(https://numpy.org/neps/nep-0019-rng-policy.html).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FIRST_WINDOW = 2  # shards: a training starts when so many are here
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Shuffles the shards, and then the samples inside windows of some shards.
+
+    A sample can be anywhere in its window, so an epoch needs only one window of shards at a time.
+    In epoch 0, which starts with no shard here, windows grow from FIRST_WINDOW by doubling.
+
+    Args:
+        samples: Of each shard, in the order of the index.
+        window: Shards.
+        epochs: How many epochs go by windows; later ones are shuffled as a whole. None: all do.
+    """
+
+    samples: tuple[int, ...]
+    window: int
+    epochs: int | None = None
+
+    def applies(self, epoch: int) -> bool:
+        return self.epochs is None or epoch < self.epochs
+
+    def of(self, seed: int, epoch: int) -> list[Array]:
+        """The shards of each window, in their order."""
+        shards = _random(seed, epoch, 0).permutation(len(self.samples))
+        size = FIRST_WINDOW if epoch == 0 else self.window
+        windows, start = [], 0
+        while start < len(shards):
+            size = min(size, self.window)
+            windows.append(shards[start : start + size])
+            start, size = start + size, 2 * size
+        return windows
+
+    def order(self, seed: int, epoch: int) -> Array:
+        """Samples int64 [N], each once."""
+        starts = np.cumsum((0, *self.samples))
+        random = _random(seed, epoch, 1)
+        parts = []
+        for window in self.of(seed, epoch):
+            rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in window])
+            parts.append(random.permutation(rows))
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+    def next_uses(self, seed: int, epoch: int, place: int) -> Array:
+        """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
+
+        A window that lies before the one of `place` is over; the one just before still counts as in
+        use, since a loader's workers lag behind.
+
+        Args:
+            seed, epoch: As for `order`.
+            place: Samples of this epoch that were given out.
+        """
+        uses = sum(self.samples) + self._starts(seed, epoch + 1)
+        starts = self._starts(seed, epoch)
+        current = starts[starts <= place].max(initial=0)
+        previous = starts[starts < current].max(initial=0)
+        return np.where(starts >= previous, starts, uses)
+
+    def _starts(self, seed: int, epoch: int) -> Array:
+        """Where the window of each shard starts: samples from the start of the epoch."""
+        samples, starts = np.array(self.samples), np.empty(len(self.samples), np.int64)
+        start = 0
+        for window in self.of(seed, epoch):
+            starts[window] = start
+            start += samples[window].sum()
+        return starts
+
+
+def _random(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
+    parts = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch, purpose]
+    return np.random.RandomState(np.array(parts, np.uint32))
+
+
+def by_first_use(shard_of: Array, order: Array) -> Array:
+    """Shards in the order in which `order` (samples) first needs them.
+
+    Args:
+        shard_of: Shard of each sample.
+        order: Samples.
+    """
+    shards, first = np.unique(shard_of[order], return_index=True)
+    return shards[np.argsort(first)]

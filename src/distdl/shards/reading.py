@@ -1,0 +1,228 @@
+"""Samples out of shards: one `pread` each, from a folder or from this node's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdl.errors import Problem, UserError
+from distdl.shards.cache import Cache, NoRoom
+from distdl.shards.format import MANIFEST, File, Manifest, Split, load_index
+from distdl.stores import PATIENCE, Store, StoreError, is_remote, open_store
+
+MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A prepared data set, wherever it lies.
+
+    Args:
+        manifest: What it holds.
+        key: The sha256 of the manifest.
+        store: Where it lies.
+    """
+
+    manifest: Manifest
+    key: str
+    store: Store
+
+    @property
+    def bytes(self) -> int:
+        """Of its shards and indices."""
+        return sum(split.bytes + split.index.bytes for split in self.manifest.splits.values())
+
+    def index(self, split: str, cache: Cache | None) -> np.ndarray[Any, Any]:
+        """The rows of a split.
+
+        Raises:
+            UserError: There is no such split, or its index is damaged.
+        """
+        file = self.split(split).index
+        try:
+            where = cache.fetch(file) if cache else Path(self.store.uri) / file.name
+            data = where.read_bytes()
+        except OSError as error:
+            raise UserError(Problem("data.root", f"{self.store.uri}: {error}")) from error
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            if cache is not None:  # was whole when it came
+                cache.drop(file)
+                data = cache.fetch(file).read_bytes()
+            else:
+                what = f"{where} is not the index that {MANIFEST} speaks of"
+                raise UserError(Problem("data.root", what, "copy or prepare the data set again"))
+        return load_index(data, str(where))
+
+    def split(self, name: str) -> Split:
+        if name not in self.manifest.splits:
+            has = ", ".join(self.manifest.splits)
+            raise UserError(Problem("data.root", f"{self.store.uri} has no {name!r}, only: {has}"))
+        return self.manifest.splits[name]
+
+
+def open_data_set(root: str, *, patience: float = PATIENCE) -> DataSet:
+    """Reads the manifest at a folder or URI.
+
+    Raises:
+        UserError: There is none, or the store cannot be reached.
+    """
+    store = open_store(root, patience=patience)
+    try:
+        text = store.read(MANIFEST)
+    except StoreError as error:
+        remedy = "python -m distdl prepare ... --upload URL writes it last, when all else is there"
+        remedy = "" if error.transient or not is_remote(root) else remedy
+        raise UserError(Problem("data.root", str(error), remedy)) from error
+    manifest = Manifest.from_json(text, f"{store.uri}/{MANIFEST}")
+    for split in manifest.splits.values():
+        for file in (split.index, *split.shards):
+            if Path(file.name).name != file.name or file.name.startswith("."):
+                raise UserError(Problem("data.root", f"{file.name!r} is no name of a shard"))
+    return DataSet(manifest, hashlib.sha256(text).hexdigest(), store)
+
+
+class Shards:
+    """One split's samples, as bytes.
+
+    A copy that was here before this object was made may have been damaged meanwhile, so `read`
+    compares the sha256 of what it reads from it while `checking()` is true (None: always). What
+    came down later was checked as a whole.
+
+    Args:
+        data: The data set.
+        split: "train" or "val".
+        cache: This node's copies; None: `data` lies in a folder that is read in place.
+        evictable: As `Cache.fetch` has it.
+        checking: Whether samples are still compared.
+    """
+
+    def __init__(
+        self,
+        data: DataSet,
+        split: str,
+        cache: Cache | None = None,
+        evictable: Callable[[File], Sequence[str]] | None = None,
+        checking: Callable[[], bool] | None = None,
+    ) -> None:
+        self.split, self.cache = data.split(split), cache
+        self.where = Path(data.store.uri) if cache is None else cache.folder
+        self.evictable, self.checking = evictable, checking
+        self.rows = data.index(split, cache)
+        self._since = time.time()
+        self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()
+        if not _fits(self.rows, self.split):
+            what = f"the index of {split!r} does not fit the shards of {MANIFEST}"
+            raise UserError(Problem("data.root", f"{data.store.uri}: {what}"))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def file(self, index: int) -> File:
+        return self.split.shards[self.rows["shard"][index]]
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a sample. A cached shard that turns out to be damaged comes down again.
+
+        Raises:
+            ValueError: What a folder's shard holds is not what the index says.
+            UserError: The shard cannot be had.
+        """
+        row = self.rows[index]
+        handle, doubted = self._handle(int(row["shard"]))
+        data = os.pread(handle, int(row["bytes"]), int(row["offset"]))
+        if len(data) == row["bytes"] and not (
+            doubted and (self.checking is None or self.checking())
+        ):
+            return data
+        if self.is_whole(index, data):
+            return data
+        if not self.mend(index):
+            raise ValueError("its bytes are not those that were prepared: the shard is damaged")
+        return self.read(index)
+
+    def is_whole(self, index: int, data: bytes) -> bool:
+        return hashlib.sha256(data).digest() == self.rows["sha256"][index].tobytes()
+
+    def mend(self, index: int) -> bool:
+        """Fetches the shard of a sample again, if its copy here is damaged; whether it was."""
+        row = self.rows[index]
+        number = int(row["shard"])
+        data = os.pread(self._handle(number)[0], int(row["bytes"]), int(row["offset"]))
+        if self.cache is None or self.is_whole(index, data):
+            return False
+        path, (handle, _) = self.cache.path(self.file(index)), self._open.pop(number)
+        # Only the copy that we read: another process may have fetched a whole one already.
+        same = path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+        os.close(handle)
+        if same:
+            self.cache.drop(self.file(index))
+        return True
+
+    def member(self, index: int) -> str:
+        """Shard and name of a sample in it, as `tar` shows them."""
+        row = self.rows[index]
+        shard = self.file(index).name
+        header = os.pread(self._handle(int(row["shard"]))[0], 512, int(row["offset"]) - 512)
+        name = header[:100].rstrip(b"\0").decode("utf-8", "replace")
+        return f"{self.where / shard}:{name}"
+
+    def _handle(self, number: int) -> tuple[int, bool]:
+        """An open shard, and whether it was here before us."""
+        found = self._open.get(number)
+        if found is not None:
+            self._open.move_to_end(number)
+            return found
+        self._close_some()
+        file = self.split.shards[number]
+        while True:
+            try:
+                handle = os.open(self._path(file), os.O_RDONLY)
+                break
+            except FileNotFoundError:
+                if self.cache is None:
+                    what = f"{self.where / file.name} is missing"
+                    remedy = "copy or prepare the data set again"
+                    raise UserError(Problem("data.root", what, remedy)) from None
+                # It went again, before it was opened: another process needed the room.
+        self._open[number] = handle, os.fstat(handle).st_mtime < self._since
+        return self._open[number]
+
+    def _path(self, file: File) -> Path:
+        if self.cache is None:
+            return self.where / file.name
+        own = self.evictable
+        try:
+            return self.cache.fetch(file, None if own is None else lambda: own(file))
+        except NoRoom as error:
+            remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
+            raise UserError(Problem("data.cache_dir", str(error), remedy)) from error
+
+    def _close_some(self) -> None:
+        """The least used, and those that were removed: only our handle keeps their disk space."""
+        if self.cache is not None and self.evictable is not None:
+            for number, (handle, _) in list(self._open.items()):
+                if os.fstat(handle).st_nlink == 0:
+                    os.close(self._open.pop(number)[0])
+        while len(self._open) >= MOST_OPEN:
+            os.close(self._open.popitem(last=False)[1][0])
+
+
+def _fits(rows: np.ndarray[Any, Any], split: Split) -> bool:
+    """Whether an index speaks of all shards, in their order, and of no byte beyond their ends."""
+    shard = rows["shard"].astype(np.int64)
+    counted = np.bincount(shard, minlength=len(split.shards)).tolist()
+    if counted != [each.samples for each in split.shards] or np.any(np.diff(shard) < 0):
+        return False
+    sizes = np.array([each.bytes for each in split.shards], np.uint64)
+    return bool(np.all(rows["offset"] + rows["bytes"] <= sizes[shard]))

@@ -1,0 +1,95 @@
+"""Which store a URI means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from distdl.errors import Problem, UserError
+from distdl.stores.store import PATIENCE, Store
+
+FORMS = (
+    "a folder, azure://container/path, abfss://container@account.dfs.core.windows.net/path, "
+    "https://account.blob.core.windows.net/container/path, or s3://bucket/path"
+)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters or more: C:/ is a drive
+_LOOPBACK = re.compile(r"localhost|\d+\.\d+\.\d+\.\d+")
+
+
+def is_remote(uri: str) -> bool:
+    """Whether `uri` names a store behind a network, and no folder."""
+    scheme = _SCHEME.match(uri)
+    return scheme is not None and scheme[1].lower() != "file"
+
+
+def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
+    """The store at a URI. Nothing is asked of a server yet.
+
+    - `/path`, `file:///path`: a folder, also a mounted one.
+    - `azure://container/path`: of the account that AZURE_STORAGE_CONNECTION_STRING or
+      AZURE_STORAGE_ACCOUNT tells.
+    - `abfs[s]://container@account.dfs.core.windows.net/path`, as Spark and Azure ML write it.
+    - `https://account.blob.core.windows.net/container/path[?SAS]`.
+    - `s3://bucket/path`: credentials and endpoint as boto3 finds them.
+
+    The key of an account: its SAS in the URI, the connection string, AZURE_STORAGE_KEY,
+    AZURE_STORAGE_SAS_TOKEN, else whoever is signed in (azure-identity's DefaultAzureCredential:
+    managed identity on Azure, `az login` elsewhere).
+
+    Args:
+        uri: One of these.
+        patience: Seconds to keep trying while a server does not answer.
+
+    Raises:
+        UserError: The URI has none of those forms, no account is told, or the package that speaks
+            to such a store is missing (it says which extra to install).
+    """
+    found = _SCHEME.match(uri)
+    scheme = found[1].lower() if found else "file"
+    if scheme == "file":
+        from distdl.stores.files import FileStore
+
+        path = unquote(urlsplit(uri).path) if found else uri
+        return FileStore(Path(path).expanduser())
+    if scheme == "s3":
+        from distdl.stores.s3 import S3Store
+
+        bucket, _, folder = uri[len("s3://") :].partition("/")
+        if not bucket:
+            raise UserError(Problem(uri, "names no bucket", "s3://bucket/path"))
+        return S3Store(bucket, folder, patience=patience)
+    return _azure(uri, scheme, patience)
+
+
+def _azure(uri: str, scheme: str, patience: float) -> Store:
+    from distdl.stores.azure import BlobStore
+
+    parts = urlsplit(uri)
+    shown = uri.partition("?")[0]  # a signature is a secret
+    host = parts.hostname or ""
+    account = endpoint = ""
+    if scheme in ("http", "https"):
+        container, _, folder = parts.path.strip("/").partition("/")
+        account, _, rest = host.partition(".blob.")
+        endpoint = f"{scheme}://{parts.netloc}"
+        if _LOOPBACK.fullmatch(host):  # the emulator: the account is the first folder
+            account = container
+            endpoint = f"{endpoint}/{account}"
+            container, _, folder = folder.partition("/")
+        elif not rest:
+            what = "is no address of Azure Blob, the only kind of https that is understood"
+            raise UserError(Problem(shown, what, FORMS))
+    elif scheme in ("azure", "az", "abfs", "abfss"):
+        folder = parts.path
+        container = parts.username or host
+        if parts.username:
+            account, _, domain = host.partition(".")
+            endpoint = f"https://{account}.{re.sub('^dfs[.]', 'blob.', domain)}"
+    else:
+        raise UserError(Problem(shown, "has a form that is not understood", FORMS))
+    if not container:
+        raise UserError(Problem(shown, "names no container", FORMS))
+    return BlobStore(
+        shown, container, unquote(folder), account, endpoint, parts.query, patience=patience
+    )

@@ -1,0 +1,153 @@
+"""Azure Blob as a store, by Microsoft's own package."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.stores.remote import PART, RemoteStore, in_parallel
+from distdl.stores.store import PATIENCE, Progress, StoreError
+
+_CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
+_KEY, _SAS = "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+class BlobStore(RemoteStore):
+    """A folder of a container.
+
+    Args:
+        uri: As given, without its signature.
+        container: Its name.
+        folder: In the container.
+        account: Its name; "": as the environment tells.
+        endpoint: `https://account.blob.core.windows.net`; "": as the environment tells.
+        sas: A signature, or "".
+        patience: Seconds to keep trying while the server does not answer.
+
+    Raises:
+        UserError: azure-storage-blob is missing, or no account is told.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        container: str,
+        folder: str,
+        account: str = "",
+        endpoint: str = "",
+        sas: str = "",
+        *,
+        patience: float = PATIENCE,
+    ) -> None:
+        super().__init__(uri, folder, patience=patience)
+        try:
+            import azure.storage.blob  # noqa: F401
+        except ImportError:
+            what = "needs the package azure-storage-blob, which is not installed"
+            raise UserError(Problem(uri, what, "pip install 'distdl[azure]'")) from None
+        if not account and not os.environ.get(_CONNECTION) and not os.environ.get(_ACCOUNT):
+            what = f"names no account, and neither {_CONNECTION} nor {_ACCOUNT} is set"
+            remedy = f"export {_ACCOUNT}=name, or abfss://{container}@ACCOUNT.dfs.core.windows.net/"
+            raise UserError(Problem(uri, what, remedy))
+        self._container, self._account, self._endpoint = container, account, endpoint
+        self._sas = sas
+
+    def _connect(self) -> Any:
+        from azure.storage.blob import ContainerClient
+
+        # Retries are ours: the package's own wait 15 s before the first.
+        options: dict[str, Any] = {"retry_total": 0, "connection_timeout": 10, "read_timeout": 20}
+        options["max_single_get_size"] = PART  # a part is one request
+        text = os.environ.get(_CONNECTION, "")
+        if text and not self._endpoint:
+            return ContainerClient.from_connection_string(text, self._container, **options)
+        account = self._account or os.environ[_ACCOUNT]
+        endpoint = self._endpoint or f"https://{account}.blob.core.windows.net"
+        credential = self._credential(account)
+        return ContainerClient(endpoint, self._container, credential=credential, **options)
+
+    def _credential(self, account: str) -> Any:
+        if self._sas:
+            return self._sas
+        text = os.environ.get(_CONNECTION, "")
+        told = dict(part.partition("=")[::2] for part in text.split(";"))
+        key = sas = None
+        if told.get("AccountName") == account:
+            key, sas = told.get("AccountKey"), told.get("SharedAccessSignature")
+        elif os.environ.get(_ACCOUNT, account) == account:
+            key, sas = os.environ.get(_KEY), os.environ.get(_SAS)
+        if key:  # named, since the emulator's address does not tell the account
+            return {"account_name": account, "account_key": key}
+        if sas:
+            return sas.lstrip("?")
+        try:
+            from azure.identity import DefaultAzureCredential
+        except ImportError:
+            what = f"no {_KEY} and no {_SAS} is set, and azure-identity is not installed"
+            raise UserError(Problem(self.uri, what, "pip install 'distdl[azure]'")) from None
+        return DefaultAzureCredential()
+
+    def _size(self, key: str) -> int | None:
+        from azure.core.exceptions import HttpResponseError
+
+        try:
+            return int(self.client.get_blob_client(key).get_blob_properties().size)
+        except HttpResponseError as error:
+            # HEAD has no body to tell an absent container from an absent blob: neither has it.
+            if error.status_code == 404:
+                return None
+            raise
+
+    def _range(self, key: str, start: int, count: int) -> bytes:
+        return self.client.download_blob(key, offset=start, length=count).readall()
+
+    def _put(self, path: Path, name: str, progress: Progress | None) -> None:
+        from azure.core import MatchConditions
+        from azure.storage.blob import BlobBlock
+
+        blob, size = self.client.get_blob_client(self._key(name)), path.stat().st_size
+        # Parts of an upload are seen by nobody until they are committed, then all at once.
+        part = max(PART, -(-size // 50_000))  # Azure's limit of blocks
+        upload = uuid.uuid4().hex[:8]
+        names = {start: f"{upload}-{start:016d}" for start in range(0, size, part)}
+        with path.open("rb") as file:
+
+            def send(start: int) -> None:
+                data = os.pread(file.fileno(), part, start)
+                stage = lambda: blob.stage_block(  # noqa: E731
+                    names[start], data, length=len(data), validate_content=True
+                )
+                self.retried(name, stage, progress)
+                if progress is not None:
+                    progress(len(data))
+
+            in_parallel(send, list(names))
+        blocks = [BlobBlock(name) for name in names.values()]
+
+        def commit() -> None:
+            blob.commit_block_list(blocks, match_condition=MatchConditions.IfMissing)
+
+        try:
+            self.retried(name, commit, progress)
+        except StoreError:
+            if self.size(name) != size:  # else the answer to a commit that worked was lost
+                raise
+
+    def _list(self, start: str) -> Iterator[str]:
+        for blob in self.client.list_blobs(name_starts_with=start, include=["metadata"]):
+            if not (blob.metadata or {}).get("hdi_isfolder"):  # how mounts mark a folder
+                yield blob.name
+
+    def _is_transient(self, error: Exception) -> bool | None:
+        from azure.core import exceptions
+
+        if isinstance(error, exceptions.ClientAuthenticationError):
+            return False
+        if isinstance(error, exceptions.HttpResponseError) and error.status_code is not None:
+            return error.status_code in _BUSY
+        return True if isinstance(error, exceptions.AzureError) else None

@@ -1,0 +1,108 @@
+"""A folder as a store: a disk, or whatever is mounted as one (NFS, blobfuse)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdl.stores.store import Progress, StoreError
+
+_PIECE = 8 << 20  # bytes copied at a time
+
+
+@dataclass(frozen=True)
+class FileStore:
+    """The files of one folder.
+
+    Args:
+        folder: May be absent until something is stored.
+    """
+
+    folder: Path
+
+    @property
+    def uri(self) -> str:
+        return str(self.folder)
+
+    def size(self, name: str) -> int | None:
+        path = self.folder / name
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise StoreError(f"{self.folder / name}: {error.strerror}") from error
+
+    def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
+        try:
+            source = (self.folder / name).open("rb")
+        except OSError as error:
+            raise StoreError(f"{self.folder / name}: {error.strerror}") from error
+        start = 0
+        with source, reserved(to, os.fstat(source.fileno()).st_size) as target:
+            while piece := source.read(_PIECE):
+                write_at(target, piece, start)
+                start += len(piece)
+                if progress is not None:
+                    progress(len(piece))
+            os.fsync(target)
+
+    def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
+        target = self.folder / name
+        if target.exists():
+            raise StoreError(f"{target} exists already")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            FileStore(path.parent).download(path.name, temporary, progress)
+            temporary.rename(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        found = (p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if is_own(p))
+        return iter(sorted(name for name in found if name.startswith(prefix)))
+
+
+def is_own(path: Path) -> bool:
+    """A file, and no temporary one of an upload that was killed."""
+    return path.is_file() and not path.name.startswith(".")
+
+
+@contextmanager
+def reserved(path: Path, size: int) -> Iterator[int]:
+    """A file descriptor to write to, of a file for whose bytes the disk has kept room.
+
+    So a full disk is found before the work, and two downloads do not count on the same room.
+
+    Raises:
+        OSError: ENOSPC, the disk is full.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(file, size)
+        if size and hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(file, 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a disk that cannot
+                    raise
+        yield file
+    finally:
+        os.close(file)
+
+
+def write_at(file: int, data: bytes, start: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, start)
+        view, start = view[written:], start + written

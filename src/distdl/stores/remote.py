@@ -1,0 +1,197 @@
+"""What stores behind a network share: one client per process, retries, downloads in parallel."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distdl.redact import hide_shapes
+from distdl.stores.files import reserved, write_at
+from distdl.stores.store import PATIENCE, Progress, StoreError
+
+PART = 8 << 20  # bytes that one request brings or takes
+THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s
+
+T = TypeVar("T")
+
+
+class RemoteStore(ABC):
+    """Downloads and retries on top of a few requests.
+
+    Args:
+        uri: To be printed; holds no secret.
+        folder: What names are relative to.
+        patience: Seconds to keep trying while a server does not answer.
+    """
+
+    def __init__(self, uri: str, folder: str, *, patience: float = PATIENCE) -> None:
+        self._uri, self.patience = uri.rstrip("/"), patience
+        self._folder = folder.strip("/")
+        self._client: Any = None
+        self._pid = 0
+        self._making = threading.Lock()
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._uri})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None, "_pid": 0, "_making": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _making=threading.Lock())
+
+    @property
+    def client(self) -> Any:
+        """This process's own: connections that a fork shares mix up their answers."""
+        if self._pid != os.getpid():
+            if self._pid:  # another thread may have held it at the fork
+                self._making = threading.Lock()
+            with self._making:
+                if self._pid != os.getpid():
+                    self._client, self._pid = self._connect(), os.getpid()
+        return self._client
+
+    # What a place must be able to do; `key` is the whole name in its container.
+
+    @abstractmethod
+    def _connect(self) -> Any: ...
+
+    @abstractmethod
+    def _size(self, key: str) -> int | None: ...
+
+    @abstractmethod
+    def _range(self, key: str, start: int, count: int) -> bytes: ...
+
+    @abstractmethod
+    def _put(self, path: Path, name: str, progress: Progress | None) -> None: ...
+
+    @abstractmethod
+    def _list(self, start: str) -> Iterator[str]: ...
+
+    @abstractmethod
+    def _is_transient(self, error: Exception) -> bool | None:
+        """Whether the same request may succeed later; None: an error of something else."""
+
+    # What it then can.
+
+    def size(self, name: str) -> int | None:
+        return self.retried(name, lambda: self._size(self._key(name)))
+
+    def read(self, name: str) -> bytes:
+        size = self._present(name)
+        return self.retried(name, lambda: self._whole_range(name, 0, size)) if size else b""
+
+    def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
+        size = self._present(name, progress)
+        with reserved(to, size) as file:
+
+            def bring(start: int) -> None:
+                count = min(PART, size - start)
+                get = lambda: self._whole_range(name, start, count)  # noqa: E731
+                data = self.retried(name, get, progress)
+                write_at(file, data, start)
+                if progress is not None:
+                    progress(count)
+
+            in_parallel(bring, range(0, size, PART))
+            os.fsync(file)
+
+    def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
+        if self.size(name) is not None:
+            raise StoreError(f"{self._uri}/{name} exists already")
+        self._put(path, name, progress)
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        start = len(self._folder) + 1 if self._folder else 0
+        listed = self.retried(prefix, lambda: list(self._list(self._key(prefix))))
+        return iter(sorted(key[start:] for key in listed))
+
+    def retried(self, name: str, action: Callable[[], T], progress: Progress | None = None) -> T:
+        """`action()`, again and again while its failure may pass and `patience` lasts.
+
+        Args:
+            name: Of the file, for the message.
+            action: One request.
+            progress: Called with 0 before each try: it may raise, to give up.
+
+        Raises:
+            StoreError: It failed for good.
+        """
+        deadline, pause = time.monotonic() + self.patience, 0.25
+        while True:
+            if progress is not None:
+                progress(0)
+            try:
+                return action()
+            except Exception as error:
+                transient = error.transient if isinstance(error, Short) else None
+                if transient is None:
+                    transient = self._is_transient(error)
+                if transient is None:
+                    raise
+                if not transient or time.monotonic() + pause > deadline:
+                    # The SDKs' own messages may hold the whole URL, with its signature.
+                    said = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
+                    message = f"{self._uri}/{name}: {said}"
+                    raise StoreError(message, transient=transient) from None
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, 8)
+
+    def _whole_range(self, name: str, start: int, count: int) -> bytes:
+        data = self._range(self._key(name), start, count)
+        if len(data) != count:
+            raise Short(f"{len(data)} of {count} bytes came", transient=True)
+        return data
+
+    def _present(self, name: str, progress: Progress | None = None) -> int:
+        size = self.retried(name, lambda: self._size(self._key(name)), progress)
+        if size is None:
+            raise StoreError(f"{self._uri} has no {name}")
+        return size
+
+    def _key(self, name: str) -> str:
+        return f"{self._folder}/{name}" if self._folder else name
+
+
+class Short(StoreError):
+    """Fewer bytes came than were asked for."""
+
+
+def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:
+    """Calls `action` with each item, on THREADS threads; the first error ends it.
+
+    Not concurrent.futures: its threads keep a process alive that wants to end.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for item in items:
+        waiting.put(item)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                action(waiting.get_nowait())
+            except queue.Empty:
+                return
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in items[1:THREADS]]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,84 @@
+"""Amazon S3, and what speaks its protocol, as a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.stores.remote import RemoteStore
+from distdl.stores.store import PATIENCE, Progress
+
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+class S3Store(RemoteStore):
+    """A prefix of a bucket. Credentials, region and endpoint (AWS_ENDPOINT_URL) as boto3's.
+
+    Args:
+        bucket: Its name.
+        folder: The prefix, without slashes at its ends.
+        patience: Seconds to keep trying while the server does not answer.
+
+    Raises:
+        UserError: boto3 is missing.
+    """
+
+    def __init__(self, bucket: str, folder: str, *, patience: float = PATIENCE) -> None:
+        super().__init__(f"s3://{bucket}/{folder}", folder, patience=patience)
+        self._bucket = bucket
+        try:
+            import boto3  # noqa: F401
+        except ImportError:
+            what = "needs the package boto3, which is not installed"
+            raise UserError(Problem(self.uri, what, "pip install 'distdl[s3]'")) from None
+
+    def _connect(self) -> Any:
+        import boto3
+        from botocore.config import Config
+
+        options = {"connect_timeout": 10, "read_timeout": 20, "max_pool_connections": 32}
+        config = Config(retries={"total_max_attempts": 1}, **options)
+        return boto3.session.Session().client("s3", config=config)
+
+    def _size(self, key: str) -> int | None:
+        from botocore.exceptions import ClientError
+
+        try:
+            return int(self.client.head_object(Bucket=self._bucket, Key=key)["ContentLength"])
+        except ClientError as error:
+            if _status(error) == 404:
+                return None
+            raise
+
+    def _range(self, key: str, start: int, count: int) -> bytes:
+        bytes_ = f"bytes={start}-{start + count - 1}"
+        return self.client.get_object(Bucket=self._bucket, Key=key, Range=bytes_)["Body"].read()
+
+    def _put(self, path: Path, name: str, progress: Progress | None) -> None:
+        # In parts, each with a checksum; seen by nobody until it is whole.
+        send = lambda: self.client.upload_file(  # noqa: E731
+            str(path), self._bucket, self._key(name), Callback=progress
+        )
+        self.retried(name, send, progress)
+
+    def _list(self, start: str) -> Iterator[str]:
+        pages = self.client.get_paginator("list_objects_v2")
+        for page in pages.paginate(Bucket=self._bucket, Prefix=start):
+            yield from (found["Key"] for found in page.get("Contents", ()))
+
+    def _is_transient(self, error: Exception) -> bool | None:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+        if isinstance(error, ClientError):
+            return _status(error) in _BUSY
+        if isinstance(error, NoCredentialsError):
+            return False
+        # boto3 wraps what an upload met, and urllib3 says that a stream broke.
+        return True if isinstance(error, (BotoCoreError, Boto3Error)) else None
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -1,0 +1,166 @@
+"""What `prepare` does to one image: nothing, unless it must or is asked to."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from distdl.errors import UserError
+from distdl.prepare.images import Damaged, Treatment
+from tests.conftest import ROOT
+from tests.miniature import encoded, photograph
+
+AS_IT_IS = Treatment()
+PHOTOGRAPHS = sorted((ROOT.parent / "shared" / "images" / "imagenet_sample").rglob("*.jpg"))
+needs_jpegtran = pytest.mark.skipif(not shutil.which("jpegtran"), reason="no jpegtran")
+
+
+def opened(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image
+
+
+def difference(a: Image.Image, b: Image.Image) -> float:
+    """Mean, of 255."""
+    both = [np.asarray(image.convert("RGB"), dtype=float) for image in (a, b)]
+    return float(np.abs(both[0] - both[1]).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "extension"),
+    [
+        ("a.JPEG", encoded(photograph(1)), ".jpg"),
+        ("a.JPEG", encoded(photograph(1).convert("L")), ".jpg"),
+        ("a.JPEG", encoded(photograph(1), progressive=True), ".jpg"),
+        ("a.png", encoded(photograph(1), "PNG"), ".png"),
+        ("a.webp", encoded(photograph(1), "WEBP"), ".webp"),
+        ("no name", encoded(photograph(1).convert("P"), "PNG"), ".png"),
+        ("wrong.png", encoded(photograph(1)), ".jpg"),
+    ],
+)
+def test_most_images_keep_every_byte(name: str, data: bytes, extension: str) -> None:
+    assert AS_IT_IS.apply(data, name) == (data, extension, "")
+
+
+def test_a_png_named_jpeg_becomes_one() -> None:
+    image = photograph(1)
+    data, extension, oddity = AS_IT_IS.apply(encoded(image, "PNG"), "n02105855_2933.JPEG")
+    assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", "PNG named JPEG")
+    assert difference(opened(data), image) < 1
+
+
+def test_cmyk_becomes_rgb_as_pil_sees_it() -> None:
+    before = encoded(photograph(1).convert("CMYK"), quality=100)
+    data, _, oddity = AS_IT_IS.apply(before, "a.JPEG")
+    assert (opened(data).mode, oddity) == ("RGB", "CMYK as RGB")
+    assert difference(opened(data), opened(before)) < 1
+
+
+def test_what_only_pil_reads_is_kept_without_loss() -> None:
+    data, extension, oddity = AS_IT_IS.apply(encoded(photograph(1), "BMP"), "a.bmp")
+    assert (extension, oddity) == (".png", "BMP as PNG")
+    assert difference(opened(data), photograph(1)) == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", encoded(photograph(1))[:-200]])
+def test_damaged_images_are_told(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        AS_IT_IS.apply(data, "a.JPEG")
+
+
+@pytest.mark.parametrize(
+    ("treatment", "before", "after"),
+    [
+        (Treatment(max_side=50), (100, 80), (50, 40)),
+        (Treatment(max_side=50), (80, 100), (40, 50)),
+        (Treatment(short_side=40), (100, 80), (50, 40)),
+        (Treatment(max_side=50, short_side=30), (100, 50), (50, 25)),
+        (Treatment(max_side=50), (400, 2), (50, 1)),
+    ],
+)
+def test_scaled_down(treatment: Treatment, before: tuple[int, int], after: tuple[int, int]) -> None:
+    image = photograph(1, *before)
+    data, _, oddity = treatment.apply(encoded(image, quality=95), "a.jpg")
+    assert opened(data).size == after
+    assert not oddity  # it was asked for
+    assert difference(opened(data), image.resize(after, Image.Resampling.LANCZOS)) < 3
+
+
+def test_never_scaled_up() -> None:
+    data = encoded(photograph(1, 100, 80))
+    assert Treatment(max_side=100, short_side=80).apply(data, "a.jpg")[0] == data
+
+
+def test_quality_alone_changes_what_is_worth_it() -> None:
+    detailed = Image.effect_noise((200, 150), 40)
+    fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
+    treatment = Treatment(quality=80)
+    assert len(treatment.apply(fine, "a.jpg")[0]) < 0.9 * len(fine)
+    assert treatment.apply(coarse, "a.jpg")[0] == coarse
+    again = treatment.apply(fine, "a.jpg")[0]
+    assert treatment.apply(again, "a.jpg")[0] == again
+
+
+def test_exif_orientation_stays_and_pixels_stay() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    before = encoded(photograph(1, 100, 80), exif=exif)
+    after = opened(Treatment(max_side=50).apply(before, "a.jpg")[0])
+    assert after.size == (50, 40)
+    assert after.getexif().get(0x0112) == 6
+
+
+def restarts(data: bytes) -> int:
+    """Blocks between two restart markers, as the header says."""
+    place = data.find(b"\xff\xdd")
+    return int.from_bytes(data[place + 4 : place + 6]) if place > 0 else 0
+
+
+@needs_jpegtran
+@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_restart_markers_change_no_pixel(how: dict[str, int]) -> None:
+    before = encoded(photograph(1, 100, 80), **how)
+    data, _, oddity = Treatment(restart_markers=True).apply(before, "a.jpg")
+    assert not oddity
+    assert restarts(before) == 0
+    assert restarts(data) == -(-100 // (8 if "subsampling" in how else 16))
+    assert difference(opened(data), opened(before)) == 0
+
+
+@needs_jpegtran
+@pytest.mark.skipif(not PHOTOGRAPHS, reason="no photographs beside the checkout")
+def test_restart_markers_on_photographs() -> None:
+    for path in PHOTOGRAPHS[::20]:
+        before = path.read_bytes()
+        data, _, oddity = Treatment(restart_markers=True).apply(before, path.name)
+        assert (restarts(data) > 0, oddity) == (True, "")
+        assert difference(opened(data), opened(before)) == 0
+
+
+@needs_jpegtran
+def test_a_jpeg_that_jpegtran_would_change_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = encoded(photograph(2))
+    monkeypatch.setattr(
+        "distdl.prepare.images.subprocess.run", lambda *a, **k: type("Done", (), {"stdout": other})
+    )
+    data = encoded(photograph(1))
+    assert Treatment(restart_markers=True).apply(data, "a.jpg") == (
+        *(data, ".jpg"),
+        "left without restart markers",
+    )
+
+
+def test_re_encoded_images_have_restart_markers_too() -> None:
+    treatment = Treatment(max_side=64, restart_markers=True)
+    assert restarts(treatment.apply(encoded(photograph(1, 100, 80)), "a.jpg")[0]) == 4
+
+
+def test_jpegtran_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="apt-get install libjpeg-turbo-progs"):
+        Treatment(restart_markers=True).check()

@@ -1,0 +1,192 @@
+"""`prepare` killed, refused, out of space: nothing is lost, nothing half done taken for whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from filelock import FileLock
+
+from distdl.errors import Unfinished, UserError
+from distdl.prepare import plan as plans
+from distdl.shards.writing import whole
+from tests.conftest import ROOT, environment
+from tests.miniature import SUBSET, everything, imagenet, prepare, stored
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return imagenet(tmp_path_factory.mktemp("imagenet"))
+
+
+@pytest.fixture(scope="module")
+def prepared(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "out"
+    assert prepare("imagenet", tars, out, *SUBSET) == 0
+    return out
+
+
+# The killed one is a process group of its own: what it leaves behind can be counted.
+def start(source: Path, to: Path) -> subprocess.Popen[str]:
+    command = ("prepare", "imagenet", "--source", str(source), "--to", str(to), "--subset")
+    return subprocess.Popen(
+        [sys.executable, "-m", "distdl", *command, "--shard-mb", "0.005", "--workers", "2"],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(what: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def is_alive(group: int) -> bool:
+    """Whether any process of a group still runs; a container's init may be slow to bury them."""
+    for process in psutil.process_iter(["pid", "status"]):
+        with suppress(ProcessLookupError):
+            mine = os.getpgid(process.info["pid"]) == group
+            if mine and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def test_killed_twice_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    source, out, work = (
+        imagenet(tmp_path / "in", 100),
+        tmp_path / "out",
+        tmp_path / "out/.preparing",
+    )
+    seen = 0
+    for _ in range(2):
+        process = start(source, out)
+        wait_for(lambda: len(list(work.glob("*.json"))) >= seen + 3)  # noqa: B023
+        process.kill()
+        assert process.wait() == -9
+        # Its workers end by themselves, and do not wait for work for ever.
+        wait_for(lambda: not is_alive(process.pid))  # noqa: B023
+        seen = len(list(work.glob("*.json")))
+        assert not (out / "dataset.json").exists()
+    done = {path.stem: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    times = {name: (out / f"{name}.tar").stat().st_mtime_ns for name in done}
+
+    process = start(source, out)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert f"goes on: {len(done)} of " in text
+    assert {name: (out / f"{name}.tar").stat().st_mtime_ns for name in done} == times
+    in_one_go = tmp_path / "in_one_go"
+    prepare("imagenet", source, in_one_go, "--subset", "--shard-mb", "0.005", "--workers", "1")
+    assert everything(out) == everything(in_one_go)
+
+
+def half_done(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stops after the second shard, as Ctrl-C would."""
+    from distdl.prepare.writers import Writer
+
+    whole, parts = Writer.write, []
+
+    def write(self: Writer, part: plans.Part, advance: Any) -> None:
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        parts.append(part)
+        whole(self, part, advance)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write", write)
+        with pytest.raises(KeyboardInterrupt):
+            prepare("imagenet", tars, out, *SUBSET)
+
+
+def test_half_done_other_options_are_refused(
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    half_done(tars, out, monkeypatch)
+    before = everything(out)
+    with pytest.raises(UserError, match=r"images.max_side was null, is 9; seed was 0, is 7"):
+        prepare("imagenet", tars, out, *SUBSET, "--seed", "7", "--max-side", "9")
+    other = imagenet(tmp_path / "other", 13)
+    with pytest.raises(UserError, match=r"source.files.ILSVRC2012_img_train.tar was \d+, is \d+"):
+        prepare("imagenet", other, out, *SUBSET)
+    assert everything(out) == before
+    # A tar that is gone or short is written again, whatever was noted.
+    (out / "train-00000.tar").write_bytes(b"short")
+    prepare("imagenet", tars, out, *SUBSET)
+    assert len(stored(out, "train")) == 36
+
+
+def test_two_at_once_are_refused(
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_done(tars, tmp_path / "out", monkeypatch)
+    with (
+        FileLock(tmp_path / "out/.preparing/lock"),
+        pytest.raises(UserError, match="another command is preparing"),
+    ):
+        prepare("imagenet", tars, tmp_path / "out", *SUBSET)
+
+
+def test_what_is_complete_is_not_touched(
+    tars: Path, prepared: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = everything(prepared)
+    prepare("imagenet", tars, prepared, *SUBSET, "--upload", str(tmp_path / "there"))
+    assert "is prepared already" in capsys.readouterr().out
+    assert everything(prepared) == before == everything(tmp_path / "there")
+    with pytest.raises(UserError, match="seed was 0, is 1"):
+        prepare("imagenet", tars, prepared, *SUBSET, "--seed", "1")
+
+
+def test_somebody_elses_folder_is_refused(tars: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"not empty: thesis.tex"):
+        prepare("imagenet", tars, tmp_path, *SUBSET)
+    assert everything(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_is_said_and_mended(tars: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "small", str(disk)])
+    if made.returncode:
+        pytest.skip("cannot mount here")
+    try:
+        # Lossy, so that its size is not known before.
+        options = (*SUBSET, "--max-side", "60")
+        with pytest.raises(Unfinished, match=r"No space left(.|\n)*goes on where it was"):
+            prepare("imagenet", tars, disk / "out", *options)
+        assert not (disk / "out" / "dataset.json").exists()
+        assert not list((disk / "out").rglob("*.part"))
+        with pytest.raises(UserError, match="are needed"):
+            prepare("imagenet", tars, disk / "other", *SUBSET)
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        prepare("imagenet", tars, disk / "out", *options)
+        assert len(stored(disk / "out", "train")) == 36
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_nothing_half_written_has_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), whole(path) as file:
+        file.write(b"half of the new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        _ = 1 / 0
+    assert everything(tmp_path) == {"file": b"old"}

@@ -1,0 +1,93 @@
+"""Which sample goes where, and what `prepare` answers to wrong words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distdl.commands.prepare import main
+from distdl.errors import UserError
+from distdl.prepare import plan as plans
+from distdl.prepare.source import Sample
+from tests.miniature import (
+    SUBSET,
+    imagenet,
+    prepare,
+)
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return imagenet(tmp_path_factory.mktemp("imagenet"))
+
+
+def samples(sizes: list[int]) -> list[tuple[str, Sample]]:
+    return [
+        (f"k{i}", Sample("train", f"k{i}", 0, size, (i // 4, i))) for i, size in enumerate(sizes)
+    ]
+
+
+def test_every_sample_is_in_exactly_one_shard() -> None:
+    all_of_them = samples([100, 90_000, 5, 40_000, 40_000, 7, 120_000, 1] * 20)
+    parts = list(plans.cut("train", all_of_them, 100_000))
+    assert [s for part in parts for s in part.samples] == all_of_them
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert all(abs(part.bytes - 100_000) < 130_000 for part in parts)
+    assert list(plans.cut("val", [], 1)) == []
+
+
+def test_blocks_stay_whole() -> None:
+    mixed = plans.shuffled(samples([1] * 40), seed=0, blocks=True)
+    order = [sample.where[1] for _, sample in mixed]
+    assert sorted(order) == list(range(40)) != order
+    assert all(order[i : i + 4] == list(range(order[i], order[i] + 4)) for i in range(0, 40, 4))
+
+
+def test_keys_are_safe_and_differ() -> None:
+    keys = plans.Keys()
+    names = ["a/b.c.JPEG", "a_b_c.png", "a/b.c", "über.jpg", "", "", "x" * 300, "y" + "x" * 300]
+    made = [keys.make(name) for name in names]
+    assert made[:5] == ["a_b_c", "a_b_c_2", "a_b_c_3", "_ber", "image"]
+    assert len(set(made)) == len(names)
+    assert all(len(key) < 90 and "." not in key for key in made)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "python -m distdl prepare imagenet"),
+        (["imagnet"], "did you mean: python -m distdl prepare imagenet"),
+        (["imagenet"], "required: --source, --to"),
+        (["imagenet", "--shard-md", "3"], "required"),
+        (["imagenet", "--source", "/nowhere", "--to", "x"], "no such folder"),
+        (["folder", "--source", ".", "--to", "x"], "must hold train/<class>/"),
+        (["folder", "--source", ".", "--to", "x", "--shard-md", "3"], "did you mean: --shard-mb"),
+        (["folder", "--source", ".", "--to", "x", "--workers", "0"], "--workers: 0 is less than 1"),
+        (["folder", "--source", ".", "--to", "azure://a/b"], "--upload azure://a/b"),
+        (["folder", "--source", ".", "--to", "x", "--upload", "ftp://b"], "ftp://b"),
+    ],
+)
+def test_wrong_options_are_explained(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        main(words)
+    assert said in str(error.value)
+
+
+def test_a_dry_run_writes_nothing(
+    tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare("imagenet", tars, tmp_path / "out", *SUBSET, "--dry-run") == 0
+    assert "36 images" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_torch_is_loaded() -> None:
+    code = (
+        "import sys, distdl.commands.prepare, distdl.prepare.imagenet, distdl.prepare.folder\n"
+        "print(sorted({'torch', 'lightning', 'hydra', 'omegaconf'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,189 @@
+"""Images from shards: the order, reading, and StoredImages with a cache and without."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+from distdl.data import StoredImages, TrainPosition
+from distdl.data.loading import distribute
+from distdl.errors import UserError
+from distdl.shards.format import MANIFEST
+from distdl.shards.order import Windows, by_first_use
+from distdl.shards.reading import Shards, open_data_set
+from tests import prepared
+from tests.prepared import PER_SHARD, files, flip, jpeg, open_cache, prepare, wait_until
+
+made, small_disk = prepared.made, prepared.small_disk  # fixtures
+
+SIZES = tuple([PER_SHARD] * 19 + [3])
+
+
+def test_windows_hold_each_sample_once_and_stay_near():
+    windows = Windows(SIZES, 4)
+    order = windows.order(1, 0)
+    assert sorted(order.tolist()) == list(range(sum(SIZES)))
+    assert [len(window) for window in windows.of(1, 0)] == [2, 4, 4, 4, 4, 2]
+    assert np.array_equal(order, Windows(SIZES, 4).order(1, 0))
+    assert not np.array_equal(order, windows.order(1, 1))
+    assert not np.array_equal(order, windows.order(2, 0))
+    shard_of = np.repeat(np.arange(20), SIZES)
+    assert by_first_use(shard_of, order)[:2].tolist() != [0, 1]
+    assert set(by_first_use(shard_of, order)[:2]) == set(windows.of(1, 0)[0])
+    # Inside a window the shards are mixed.
+    start = sum(SIZES[s] for s in windows.of(1, 0)[0])
+    assert len(set(shard_of[order[start : start + 12]])) > 2
+
+
+def test_the_order_never_changes():
+    """A run that is resumed by a later version must go on in its order."""
+    assert Windows((3, 2, 4), 2).order(5, 0).tolist() == [3, 4, 1, 0, 2, 6, 7, 8, 5]
+
+
+def test_next_uses():
+    windows = Windows(tuple([10] * 12), 3)
+    now, after = windows.of(0, 3), windows.of(0, 4)
+    uses = windows.next_uses(0, 3, place=65)  # in the third window
+    starts = {int(s): 30 * i for i, w in enumerate(now) for s in w}
+    later = {int(s): 120 + 30 * i for i, w in enumerate(after) for s in w}
+    for shard in range(12):  # the one before the current still counts
+        assert uses[shard] == (starts[shard] if starts[shard] >= 30 else later[shard])
+
+
+def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made):
+    data = open_data_set(str(tmp_path / "far"))
+    cache = open_cache(tmp_path)
+    shards = Shards(data, "train", cache)
+    assert [shards.read(i) for i in range(40)] == [jpeg(i) for i in range(40)]
+    place = int(shards.rows["offset"][11]) + 300
+    os.utime(cache.path(shards.file(11)), (1, 1))  # from an earlier run
+    flip(cache.path(shards.file(11)), place, keep_times=True)
+    later = Shards(data, "train", open_cache(tmp_path))
+    assert later.read(11) == jpeg(11) and later.read(12) == jpeg(12)
+    assert cache.store.downloads.count(shards.file(11).name) == 2
+    # While it is read: `repair` is asked where the image cannot be decoded.
+    flip(cache.path(shards.file(30)), int(shards.rows["offset"][30]) + 2)
+    assert later.read(30) != jpeg(30) and later.mend(30) and later.read(30) == jpeg(30)
+    assert not later.mend(30)
+    os.truncate(cache.path(shards.file(20)), 100)
+    assert later.read(20) == jpeg(20)
+
+
+def test_a_flipped_byte_in_a_folder_is_a_damaged_image(tmp_path, made):
+    data = open_data_set(str(tmp_path / "far"))
+    shards = Shards(data, "val")
+    flip(tmp_path / "far" / "val-00000.tar", int(shards.rows["offset"][3]) + 300)
+    module = images(tmp_path, num_workers=0)
+    module.setup()
+    batches = list(module.val_dataloader())
+    assert sum(float(b["weight"].sum()) for b in batches) == 6
+    (text,) = [text for batch in batches for text in batch["damaged"] if text]
+    assert "val-00000.tar:image_3.jpg" in text
+
+
+def test_a_data_set_that_does_not_fit_together_is_refused(tmp_path, made):
+    flip(tmp_path / "far" / "train.index.npy", 500)
+    with pytest.raises(UserError, match=r"train.index.npy is not the index"):
+        Shards(open_data_set(str(tmp_path / "far")), "train")
+    other = made.to_json().replace('"samples": 8', '"samples": 9', 1)
+    (tmp_path / "far" / MANIFEST).write_text(other)
+    flip(tmp_path / "far" / "train.index.npy", 500)  # back
+    with pytest.raises(UserError, match="does not fit the shards"):
+        Shards(open_data_set(str(tmp_path / "far")), "train")
+    (tmp_path / "far" / MANIFEST).write_text("{}")
+    with pytest.raises(UserError, match="is no manifest"):
+        open_data_set(str(tmp_path / "far"))
+    evil = made.to_json().replace("train-00000.tar", "x/../../evil")
+    (tmp_path / "far" / MANIFEST).write_text(evil)
+    with pytest.raises(UserError, match="is no name of a shard"):
+        open_data_set(str(tmp_path / "far"))
+
+
+def images(tmp_path: Path, **arguments) -> StoredImages:
+    arguments = {"num_workers": 0, **arguments}
+    data = StoredImages(str(tmp_path / "far"), 4, num_classes=10, image_size=16, **arguments)
+    distribute(data, rank=0, world_size=1, seed=3, position=TrainPosition())
+    return data
+
+
+def epoch(data: StoredImages, number: int, consumed: int = 0, rank: int = 0, world_size: int = 1):
+    """The indices of one epoch, whose labels are right."""
+    fresh = data.train_dataloader()
+    fresh.batch_sampler.position = TrainPosition(number, consumed)
+    found = []
+    for batch in fresh:
+        assert (batch["label"] == batch["index"] % 10).all() and batch["weight"].all()
+        found += batch["index"].tolist()
+    return found
+
+
+def test_the_first_epoch_goes_by_windows_and_the_second_reads_only_the_disk(tmp_path, made):
+    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), shuffle_window=2)
+    data.setup()
+    first = epoch(data, 0)
+    assert sorted(first) == list(range(40))
+    assert len({i // PER_SHARD for i in first[: 2 * PER_SHARD]}) == 2
+    cache = data._splits["val"].shards.cache  # type: ignore[attr-defined]
+    wait_until(lambda: all(cache.has(s) for split in made.splits.values() for s in split.shards))
+    (tmp_path / "far").rename(tmp_path / "gone")
+    second = epoch(data, 1)
+    assert sorted(second) == list(range(40))
+    assert len({i // PER_SHARD for i in second[: 2 * PER_SHARD]}) > 2
+    assert sum(float(b["weight"].sum()) for b in data.val_dataloader()) == 7
+    assert epoch(data, 0, consumed=12) == first[12:]
+    data.teardown()
+
+
+def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
+    manifest = prepare(tmp_path / "far", train=160, per_shard=PER_SHARD)
+    size = max(shard.bytes for shard in manifest.splits["train"].shards)
+    indices = sum(split.index.bytes for split in manifest.splits.values())
+    limit = 10 * size + indices
+    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), cache_gb=limit / 1e9)
+    data.setup()
+    cache = data._splits["train"].shards.cache  # type: ignore[attr-defined]
+    orders = []
+    for number in range(3):
+        fresh = data.train_dataloader()
+        fresh.batch_sampler.position = TrainPosition(number, 0)
+        orders.append([])
+        for batch in fresh:
+            assert (batch["label"] == batch["index"] % 10).all()
+            orders[-1] += batch["index"].tolist()
+            with FileLock(cache.root / "lock"):
+                assert sum((cache.folder / name).stat().st_size for name in files(cache)) <= limit
+        assert sorted(orders[-1]) == list(range(160))
+        assert len({i // PER_SHARD for i in orders[-1][:16]}) <= 3
+    assert orders[0] != orders[1] != orders[2]
+    assert sum(float(b["weight"].sum()) for b in data.val_dataloader()) == 7
+    data.teardown()
+    with pytest.raises(UserError, match="holds not even three shards"):
+        images(tmp_path, cache_dir=str(tmp_path / "c"), cache_gb=2 * size / 1e9).setup()
+
+
+def test_check_and_setup_say_the_same(tmp_path, made):
+    node = {"root": str(tmp_path / "far"), "num_classes": 11}
+    (problem,) = StoredImages.check(node)
+    assert (problem.path, problem.remedy) == ("num_classes", "data.num_classes=10")
+    with pytest.raises(UserError, match=r"data.num_classes: is 11"):
+        StoredImages(node["root"], 4, 11, num_workers=0).setup()
+    assert list(StoredImages.check({**node, "num_classes": 10}, {"local": True})) == []
+    elsewhere = list(StoredImages.check({**node, "root": "azure://box/a"}, {"local": False}))
+    assert elsewhere == ["the job looks at azure://box/a"]
+    (tmp_path / "far" / MANIFEST).unlink()
+    found = [p.path for p in StoredImages.check({"root": f"file://{tmp_path}/far"})]
+    assert found == ["root", "root"]  # a folder without train/ and val/
+    (bad,) = StoredImages.check({"root": "ftp://x/y"})
+    assert bad.path == "root" and "form" in bad.what
+
+
+def test_a_data_set_larger_than_the_disk_is_refused_before_training(tmp_path, small_disk):
+    prepare(tmp_path / "far", padding=20_000)
+    data = images(tmp_path, cache_dir=str(small_disk))
+    with pytest.raises(UserError, match=r"has room for .* and needs") as error:
+        data.setup()
+    assert "data.cache_gb" in error.value.problems[0].remedy

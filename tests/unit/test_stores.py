@@ -1,0 +1,202 @@
+"""Stores: addresses, a folder, S3 (moto's server); Azure is in tests/cluster/test_blob_data.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from distdl.errors import UserError
+from distdl.stores import Store, StoreError, is_remote, open_store
+from distdl.stores import remote as remote_module
+from distdl.stores.files import FileStore
+
+CREDENTIALS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch):
+    for name in (*CREDENTIALS, "AZURE_STORAGE_SAS_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("uri", "remote"),
+    [
+        *(("images", False), ("/a/b", False), ("C:/images", False), ("file:///a/b", False)),
+        *(("azure://c/p", True), ("abfss://c@a.dfs.core.windows.net/p", True), ("s3://b", True)),
+    ],
+)
+def test_what_lies_behind_a_network(uri, remote):
+    assert is_remote(uri) is remote
+
+
+def test_a_folder_by_path_and_by_uri(tmp_path):
+    assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == FileStore(tmp_path)
+    assert open_store("file:///a%20b").uri == "/a b"
+    assert open_store("~/x").uri == os.path.expanduser("~/x")
+
+
+@pytest.mark.parametrize(
+    ("uri", "account", "endpoint", "container", "folder"),
+    [
+        ("azure://box/a/b", "", "", "box", "a/b"),
+        (
+            "abfss://box@me.dfs.core.windows.net/a/b/",
+            *("me", "https://me.blob.core.windows.net", "box", "a/b"),
+        ),
+        (
+            "https://me.blob.core.usgovcloudapi.net/box/a?sig=x",
+            *("me", "https://me.blob.core.usgovcloudapi.net", "box", "a"),
+        ),
+        (
+            "http://127.0.0.1:10000/devstoreaccount1/box/a",
+            *("devstoreaccount1", "http://127.0.0.1:10000/devstoreaccount1", "box", "a"),
+        ),
+    ],
+)
+def test_addresses_of_azure(uri, account, endpoint, container, folder, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    store = open_store(uri)
+    found = (store._account, store._endpoint, store._container, store._folder)
+    assert found == (account, endpoint, container, folder)
+
+
+def test_a_signature_is_never_shown():
+    store = open_store("https://me.blob.core.windows.net/box/a?sv=1&sig=verysecret")
+    assert store._sas == "sv=1&sig=verysecret"
+    assert "secret" not in store.uri + repr(store) + str(store)
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("ftp://host/a", "form that is not understood"),
+        ("https://example.org/a?sig=verysecret", "no address of Azure Blob"),
+        ("azure://", "names no container"),
+        ("s3://", "names no bucket"),
+        ("azure://box/a", "names no account, and neither AZURE_STORAGE_CONNECTION_STRING"),
+    ],
+)
+def test_addresses_that_are_refused(uri, said):
+    with pytest.raises(UserError, match=said) as refused:
+        open_store(uri)
+    assert "secret" not in str(refused.value) and refused.value.problems[0].remedy
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """moto's server: a real one over HTTP, and an account that opens nothing else."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("NO_PROXY", host)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket="box")
+        yield server
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request, tmp_path) -> Store:
+    if request.param == "folder":
+        return open_store(str(tmp_path / "kept" / "images"))
+    request.getfixturevalue("s3")
+    return open_store(f"s3://box/{tmp_path.name}/images", patience=2)
+
+
+def test_what_goes_in_comes_out(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_module, "PART", 100_000)
+    data = os.urandom(1_234_567)
+    source, back = tmp_path / "source", tmp_path / "back"
+    source.write_bytes(data)
+    sent: list[int] = []
+    came: list[int] = []
+    store.upload(source, "a/b.tar", sent.append)
+    (tmp_path / "empty").touch()
+    store.upload(tmp_path / "empty", "nothing")
+    back.write_bytes(bytes(2_000_000))  # longer than what comes
+    again = pickle.loads(pickle.dumps(store))
+    again.download("a/b.tar", back, came.append)
+    assert back.read_bytes() == data and sum(sent) == sum(came) == len(data)
+    assert store.size("a/b.tar") == len(data) and store.size("a") is None
+    assert store.read("a/b.tar") == data and store.read("nothing") == b""
+    assert list(store.names()) == ["a/b.tar", "nothing"] and list(store.names("a/")) == ["a/b.tar"]
+
+
+def test_nothing_is_replaced(store, tmp_path):
+    (tmp_path / "one").write_text("one")
+    (tmp_path / "two").write_text("two")
+    store.upload(tmp_path / "one", "file")
+    with pytest.raises(StoreError, match="file exists already"):
+        store.upload(tmp_path / "two", "file")
+    assert store.read("file") == b"one"
+
+
+def test_what_is_absent_is_named(store, tmp_path):
+    for action in (store.read, lambda name: store.download(name, tmp_path / "to")):
+        with pytest.raises(StoreError, match=r"absent.tar") as error:
+            action("absent.tar")
+        assert not error.value.transient
+    assert list(store.names()) == []
+
+
+def test_a_killed_upload_to_a_folder_leaves_no_file_of_that_name(tmp_path):
+    source, kept = tmp_path / "source", FileStore(tmp_path / "kept")
+    source.write_bytes(bytes(100))
+
+    def dies(count: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept.upload(source, "file", dies)
+    assert list(kept.names()) == [] and not any(Path(kept.uri).iterdir())
+
+
+def test_a_server_that_is_gone_is_waited_for_and_then_named(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(StoreError, match="s3://box/a/file") as error:
+        open_store("s3://box/a", patience=1).read("file")
+    assert error.value.transient
+
+
+def test_who_waits_can_give_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "x")
+    store = open_store("azure://box", patience=60)
+    monkeypatch.setattr(store, "_size", lambda key: 10)
+    monkeypatch.setattr(store, "_range", lambda *_: b"short")  # a truncated answer, each time
+    calls: list[int] = []
+
+    def give_up(count: int) -> None:
+        calls.append(count)
+        if len(calls) > 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        store.download("file", tmp_path / "to", give_up)
+    assert calls == [0, 0, 0]  # no byte of it was taken for the file's
+
+
+def test_what_a_server_or_a_package_says_shows_no_signature(monkeypatch):
+    from azure.core.exceptions import ServiceRequestError
+
+    store = open_store("https://me.blob.core.windows.net/box?sig=verysecret", patience=0)
+
+    def fails() -> None:
+        raise ServiceRequestError("no answer from /box/file?sv=1&sig=verysecret&se=2")
+
+    with pytest.raises(StoreError, match="no answer") as error:
+        store.retried("file", fails)
+    assert "secret" not in str(error.value)
