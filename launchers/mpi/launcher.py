@@ -49,6 +49,8 @@ class MpiLauncher:
         extra_args: More arguments for mpirun.
     """
 
+    in_turn = True
+
     def __init__(
         self,
         hosts: list[str] | None = None,

@@ -145,6 +145,7 @@ class Launcher(Protocol):
     It may say more about itself, all of it optional:
 
     - `foreground = True`: the job lives and ends in this very process (local).
+    - `in_turn = True`: nothing queues jobs there (mpi), so the members of `-m` run one by one.
     - static `check(node, context)`: yields Problems of its settings before anything is started,
       with paths relative to the node (`vm_size`).
     - static `devices(node)`: `(devices per node, accelerator)` of a size it knows, for

@@ -168,6 +168,11 @@ def is_foreground(config: DictConfig) -> bool:
     return bool(getattr(launcher_class(config), "foreground", False))
 
 
+def goes_in_turn(config: DictConfig) -> bool:
+    """Whether the members of a sweep must wait for each other here, as nothing queues them."""
+    return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
+
+
 def snapshot_of(planned: Plan) -> Snapshot | None:
     """The code that goes with the job; None if it stays here.
 

@@ -27,7 +27,8 @@ Member = tuple[str, Plan]  # its share of what is swept, such as "seed=1 optimiz
 
 
 def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """Checks every member. Here they run one after the other; on a cluster all are submitted.
+    """Checks every member. Here, and under mpirun, they run one after the other; to a queue all are
+    submitted.
 
     Raises:
         UserError: Any member is wrong; none is started.
@@ -54,7 +55,7 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     if planned[0][1].config.dry_run:
         print_requests(planned)
         return 0
-    if launch.is_foreground(planned[0][1].config):
+    if launch.goes_in_turn(planned[0][1].config):
         return _run_all(planned)
     return _submit_all(planned)
 
@@ -90,8 +91,9 @@ def _run_all(planned: Sequence[Member]) -> int:
             print(f"{title}: succeeded before, skipped", flush=True)
         elif stop is None:
             print(f"\n{title}", flush=True)
+            each.config.follow = True
             state = _run_one(each)
-            if state in (JobState.PREEMPTED, JobState.CANCELLED):
+            if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
                 stop = state
         results.append((chosen, each, state))
     _print_table(results)

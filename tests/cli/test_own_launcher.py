@@ -138,6 +138,23 @@ def here(project, package, monkeypatch) -> Path:
 CPU = ("debug=cpu", "trainer.devices=2", "dry_run=true")
 
 
+def test_where_nothing_queues_a_sweep_goes_in_turn(project, env) -> None:
+    (project / "alone.py").write_text(
+        "from my_launchers.background import BackgroundLauncher\n\n\n"
+        "class Alone(BackgroundLauncher):\n    in_turn = True\n"
+    )
+    given = ("launcher=background", "launcher._target_=alone.Alone", ALLOW, "trainer.devices=1")
+    short = ("trainer.max_epochs=1", "data.train_samples=8", "seed=1,2", "name=turns")
+    done = distdl("-m", *TINY, *given, *short, "follow=false", cwd=project, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = sorted(
+        (status(run) for run in (project / "outputs/default/turns").iterdir()),
+        key=lambda found: found["started"],
+    )
+    assert first["state"] == second["state"] == "SUCCEEDED"
+    assert second["started"] >= first["ended"]
+
+
 def test_it_must_be_allowed(command, without_stage_2, here) -> None:
     said = command("launcher=background", *CPU)
     assert said.code == 2

@@ -75,6 +75,8 @@ def test_every_option_and_template_is_in_the_wheel(installed) -> None:
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     names = {n for n in names if not n.endswith((".py", "py.typed"))}
     listed = ["git", "-C", str(ROOT), "ls-files", "-c", "-o", "--exclude-standard"]
-    files = subprocess.run([*listed, "conf", "launchers"], check=True, capture_output=True)
-    expected = {f"distdl/{n}" for n in files.stdout.decode().split() if not n.endswith(".py")}
+    where = ("conf", "launchers", "src/distdl")
+    files = subprocess.run([*listed, *where], check=True, capture_output=True)
+    found = files.stdout.decode().replace("src/distdl/", "").split()
+    expected = {f"distdl/{n}" for n in found if not n.endswith((".py", "py.typed"))}
     assert names == expected
