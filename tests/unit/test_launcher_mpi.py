@@ -315,6 +315,9 @@ def test_a_job_from_its_start_to_a_later_shell(start, tmp_path: Path) -> None:
     job = start(f"echo hello; while [ ! -e {go} ]; do sleep 0.05; done; env | cut -d= -f1")
     assert isinstance(job, Job) and job.state() is JobState.RUNNING
     assert job.handle == f"mpi://{socket.gethostname()}{tmp_path}/attempts/001"
+    assert MpiJob.attach(job.handle).folder == job.folder
+    with pytest.raises(UserError, match=f"is of {socket.gethostname()}"):
+        MpiJob.attach(f"mpi://elsewhere{job.folder}")
     later = MpiLauncher().attach(job.handle)
     until(lambda: list(later.logs()) == ["hello"])
     go.touch()
