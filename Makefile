@@ -39,8 +39,8 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix: setup  ## every strategy into every other, resnet50 too; the table in docs/strategies
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py
+matrix: setup  ## every strategy: into every other, resnet50, the benchmark; the table in docs/strategies
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py tests/multiprocess/test_benchmark.py
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

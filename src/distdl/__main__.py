@@ -19,7 +19,7 @@ COMMANDS = {
     "prepare": ("distdl.commands.prepare", "an image data set as shards, from tars or folders"),
     "data": ("distdl.commands.data", "check a data set: what it holds, how fast it can be read"),
     "plan": ("distdl.commands.plan", "which strategy fits, and why: memory and traffic, no GPU"),
-    "scale": ("distdl.commands.scale", "the same benchmark on 1, 2, 4 ... devices: what they bring"),
+    "scale": ("distdl.commands.scale", "the same benchmark on 1, 2, 4 ... devices: what they add"),
     "convert": ("distdl.commands.convert", "a checkpoint of any strategy, or weights, as one file"),
     "provision": ("distdl.commands.provision", "make or complete an Azure ML workspace"),
     "report": ("distdl.commands.report", "write a run's curves and config as one HTML page"),

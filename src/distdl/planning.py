@@ -22,6 +22,7 @@ from distdl.run_directory import RunDirectory, shown
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
 TRAIN = "distdl.tasks.train"
+BENCHMARK = "distdl.tasks.benchmark"
 # Groups without which nothing runs, whatever the task.
 REQUIRED = ("model", "strategy", "launcher")
 
@@ -176,7 +177,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
     if uncounted:
         raise uncounted
     own_optimizer = facts.get("model_configures_optimizers")
-    trains = config.task.get("_target_") == TRAIN
+    trains = config.task.get("_target_") in (TRAIN, BENCHMARK)
     if trains and own_optimizer is False and not config.get("optimizer"):
         raise UserError(
             Problem(

@@ -92,7 +92,7 @@ def _run_all(planned: Sequence[Member]) -> int:
         elif stop is None:
             print(f"\n{title}", flush=True)
             each.config.follow = True
-            state = _run_one(each)
+            state = run_one(each)
             if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
                 stop = state
         results.append((chosen, each, state))
@@ -125,7 +125,7 @@ def _state_of(each: Plan) -> JobState | None:
     return jobs.state(last) if last else None
 
 
-def _run_one(each: Plan) -> JobState:
+def run_one(each: Plan) -> JobState:
     """In a fresh process: nothing leaks from one member to the next."""
     process = multiprocessing.get_context("spawn").Process(target=_child, args=(each, sys.argv))
     process.start()

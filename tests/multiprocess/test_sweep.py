@@ -78,7 +78,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         each.run.begin_attempt(record).end(state, metrics={"val/acc1": 0.5})
         return state
 
-    monkeypatch.setattr(sweeps, "_run_one", run_one)
+    monkeypatch.setattr(sweeps, "run_one", run_one)
     return names
 
 
@@ -130,7 +130,7 @@ def test_a_sweep_that_is_stopped_starts_no_more(command, without_stage_2, monkey
         seen.append(each.config.seed)
         return JobState.PREEMPTED
 
-    monkeypatch.setattr(sweeps, "_run_one", run_one)
+    monkeypatch.setattr(sweeps, "run_one", run_one)
     said = command("-m", "seed=1,2", "name=s")
     assert (said.code, seen) == (JobState.PREEMPTED.exit_code, [1])
     assert "pending" in said.out

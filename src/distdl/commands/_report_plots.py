@@ -17,6 +17,22 @@ TEXT, GRID = "#123456", "#654321"
 LINES = ["#2f7ed8", "#e8743b", "#19a979", "#945ecf", "#d64577", "#848f1a", "#0f9ba8", "#8a6d3b"]
 
 
+STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
+    "svg.hashsalt": "distdl",
+    "text.parse_math": False,  # a metric may be called a$b$
+    "font.size": 11.0,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titleweight": "bold",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+    **dict.fromkeys(("axes.edgecolor", "axes.titlecolor"), TEXT),
+}
+
+
 @dataclass
 class Chart:
     """One pair of axes.
@@ -41,6 +57,8 @@ class Chart:
 def charts(series: dict[str, Series]) -> list[Chart]:
     """Every metric in one chart: those that are known first, then the user's own, by prefix."""
     left = {k: v for k, v in sorted(series.items()) if k not in ("epoch", "val/samples")}
+    # Single points, which have a section of their own.
+    left = {k: v for k, v in left.items() if not k.startswith("benchmark/")}
     system = {k: left.pop(k) for k in list(left) if k.startswith("system/")}
     found: list[Chart] = []
 
@@ -106,19 +124,9 @@ def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
     from cycler import cycler
 
     style: Any = {
-        "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
+        **STYLE,
         "svg.hashsalt": chart.title,  # else no two pages are alike
-        "text.parse_math": False,  # a metric may be called a$b$
-        "font.size": 11.0,
         "axes.prop_cycle": cycler(color=LINES),
-        "axes.grid": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titleweight": "bold",
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
-        **dict.fromkeys(("axes.edgecolor", "axes.titlecolor"), TEXT),
     }
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")

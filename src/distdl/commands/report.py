@@ -85,6 +85,7 @@ def render(run: data.Run) -> str:
         f"<title>{_text(run.run_id)}</title><style>{STYLE}</style></head><body>",
         _header(run),
         _table("Summary", (), data.summary(run)),
+        _benchmark(run),
         _curves(run),
         _attempts(run),
     ]
@@ -139,6 +140,12 @@ def _curves(run: data.Run) -> str:
             items.append(f'<span><i style="background: {colour}"></i>{name}</span>')
         figures.append(f"<figure>{svg}<figcaption>{' '.join(items)}</figcaption></figure>")
     return '<h2>Curves</h2><div class="charts">' + "\n".join(figures) + "</div>"
+
+
+def _benchmark(run: data.Run) -> str:
+    from distdl.commands import _report_benchmark
+
+    return _report_benchmark.section(run.path, _table)
 
 
 def _attempts(run: data.Run) -> str:

@@ -1,0 +1,1 @@
+"""What `task=benchmark` measures with (docs/benchmark.md): clock, device limits, verdict, table."""

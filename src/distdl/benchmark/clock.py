@@ -1,0 +1,116 @@
+"""Where the time of a step goes, on the device's own clock and without stopping the device.
+
+On a GPU a mark is a CUDA event in the queue: what lies between two marks is the time that the
+device took to get from one to the other, waiting included. It is read when a window has ended, so
+nothing in a step waits for it. On the CPU a mark is a reading of the clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
+COMMUNICATION, OTHER = "communication", "other"
+PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, OTHER)
+
+
+class Clock:
+    """Marks on the time line of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._events = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: Any, second: Any) -> float:
+        """Seconds. On a GPU only after `finish`."""
+        if not self._events:
+            return second - first
+        return first.elapsed_time(second) / 1000
+
+    def finish(self) -> float:
+        """Waits until the device has done all it was given; then the time here, in seconds."""
+        if self._events:
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+
+@dataclass
+class Step:
+    """Seconds of one optimizer step, and of each of its phases: they add up to it."""
+
+    seconds: float
+    phases: dict[str, float]
+
+
+@dataclass
+class Timeline:
+    """Which phase begins when. Phases nest: the inner one's time is not the outer one's.
+
+    `begin` and `end` do nothing before the first `step_done`, which opens the first step.
+    """
+
+    clock: Clock
+    _open: list[str] = field(default_factory=list)
+    _marks: list[tuple[Any, str]] = field(default_factory=list)  # from here on, this phase
+    _steps: list[list[tuple[Any, str]]] = field(default_factory=list)
+
+    def begin(self, phase: str) -> None:
+        self._open.append(phase)
+        self._mark()
+
+    def end(self) -> None:
+        # A window may be opened inside a phase.
+        if self._open:
+            self._open.pop()
+        self._mark()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def open_window(self) -> None:
+        """The first step of a window begins here."""
+        self._steps = []
+        self._marks = [(self.clock.mark(), self._open[-1] if self._open else OTHER)]
+
+    def step_done(self) -> None:
+        now = self._open[-1] if self._open else OTHER
+        mark = self.clock.mark()
+        self._steps.append([*self._marks, (mark, now)])
+        self._marks = [(mark, now)]
+
+    def close_window(self) -> list[Step]:
+        """The steps since `open_window`. After `clock.finish`."""
+        steps = [self._resolved(marks) for marks in self._steps]
+        self._steps, self._marks = [], []
+        return steps
+
+    def _mark(self) -> None:
+        if self._marks:
+            self._marks.append((self.clock.mark(), self._open[-1] if self._open else OTHER))
+
+    def _resolved(self, marks: Sequence[tuple[Any, str]]) -> Step:
+        phases = dict.fromkeys(PHASES, 0.0)
+        for (here, phase), (there, _) in itertools.pairwise(marks):
+            phases[phase] += self.clock.between(here, there)
+        return Step(sum(phases.values()), phases)

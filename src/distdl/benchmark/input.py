@@ -1,0 +1,95 @@
+"""The input of a benchmark: the run's own loader, or one of its batches again and again.
+
+The held batch is on the device, as the data module's hooks have left it: a step then takes what a
+step takes when input costs nothing, with the very shapes and types of the real input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+ENDLESS = 10**9  # batches: an epoch does not end in a benchmark
+
+
+class Input:
+    """The switch between the two, on every rank at the same step."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.loaders: list[EndlessLoader] = []
+        self._on_device: Any = None
+
+    def install(self, trainer: Trainer) -> None:
+        """Puts itself between the trainer's strategy and its loaders."""
+        strategy: Any = trainer.strategy
+        to_device: Callable[..., Any] = strategy.batch_to_device
+        process: Callable[[Any], Any] = strategy.process_dataloader
+
+        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+            if not self.held:
+                return to_device(*args, **kwargs)
+            if self._on_device is None:
+                self._on_device = to_device(*args, **kwargs)
+            return self._on_device
+
+        def process_dataloader(loader: Any) -> EndlessLoader:
+            self.loaders.append(EndlessLoader(process(loader), self))
+            return self.loaders[-1]
+
+        strategy.batch_to_device = batch_to_device
+        strategy.process_dataloader = process_dataloader
+        self._restore = [(strategy, "batch_to_device"), (strategy, "process_dataloader")]
+
+    def remove(self) -> None:
+        for owner, name in self._restore:
+            delattr(owner, name)
+        self._on_device = None
+        self.loaders = []
+
+    def prefetched(self) -> int:
+        """Batches that worker processes have ready before the first step asks for one."""
+        return max((loader.prefetched() for loader in self.loaders), default=0)
+
+    def batches(self) -> int | None:
+        """Of this rank's epoch; None where a loader has no length."""
+        try:
+            return max((len(loader.loader) for loader in self.loaders), default=None)
+        except TypeError:
+            return None
+
+
+class EndlessLoader:
+    """A loader that begins again when it ends, in the middle of Lightning's epoch."""
+
+    def __init__(self, loader: Any, switch: Input) -> None:
+        self.loader, self.switch = loader, switch
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("loader", "switch"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        last, some = None, False
+        while True:
+            found = False
+            for batch in self.loader:
+                found = some = True
+                last = batch
+                yield batch
+                while self.switch.held:
+                    yield last
+            if not found:
+                if not some:
+                    return
+                raise RuntimeError("the training data gave batches once, and none the second time")
+
+    def prefetched(self) -> int:
+        workers = getattr(self.loader, "num_workers", 0) or 0
+        return workers * (getattr(self.loader, "prefetch_factor", None) or 2)

@@ -1,0 +1,140 @@
+"""What the device can do at most, measured here and now: matrix product, copy, link.
+
+Every rank measures at the same time, as it trains at the same time: ranks that share a CPU, a power
+budget or a network share it here as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from distdl import cluster
+from distdl.benchmark.clock import Clock
+
+SECONDS = 0.5  # for each measurement, at least
+REPEATS = 5
+DTYPES = {
+    "16": torch.float16,
+    "bf": torch.bfloat16,
+    "32": torch.float32,
+    "64": torch.float64,
+    "tr": torch.bfloat16,  # transformer-engine
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one device.
+
+    Args:
+        dtype: Of the matrices.
+        matrix_flops: Operations per second of a square matrix product: 2 n^3 for n x n.
+        matrix_size: n.
+        copy_bytes: Bytes per second, read and written ones together.
+    """
+
+    dtype: str
+    matrix_flops: float
+    matrix_size: int
+    copy_bytes: float
+
+
+def measure(device: torch.device, precision: str) -> Limits:
+    """Measures; takes a few seconds.
+
+    Args:
+        device: Which; on the CPU with as many threads as this process has.
+        precision: `trainer.precision`: in that type matrices are multiplied. In float32 on a GPU
+            as torch is set (TF32 or not), which is how the training multiplies them.
+    """
+    dtype = DTYPES.get(str(precision)[:2], torch.float32)
+    clock = Clock(device)
+    big = device.type in ("cuda", "mps")
+    rates = {}
+    for size in (4096, 8192) if big else (512, 1024):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        seconds = best(clock, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+        rates[size] = 2 * size**3 / seconds
+    del a, b, out
+    size = max(rates, key=rates.__getitem__)
+    # Far larger than any cache.
+    source = torch.ones((1 << 28) if big else (1 << 27), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = best(clock, lambda: target.copy_(source))
+    return Limits(str(dtype).split(".")[1], rates[size], size, 2 * len(source) / seconds)
+
+
+def best(clock: Clock, call: Callable[[], object]) -> float:
+    """Seconds of a call in the fastest of `REPEATS` rounds: what disturbs only makes it slower."""
+    call()
+    clock.finish()
+    started = time.perf_counter()
+    call()
+    once = max(clock.finish() - started, 1e-6)
+    times = max(1, round(SECONDS / REPEATS / once))
+    found = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(times):
+            call()
+        found.append((clock.finish() - started) / times)
+    return min(found)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the ranks have between them, as an all-reduce of all of them sees it.
+
+    By the ring's formula, seconds = 2 (n - 1) (latency + bytes / n / bandwidth) (Patarasuk and Yuan
+    2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3,
+    https://doi.org/10.1016/j.jpdc.2008.09.002), whatever algorithm the back end uses.
+
+    Args:
+        ranks, nodes: That took part.
+        bandwidth: Bytes per second that each rank sends.
+        latency: Seconds of a message.
+        bytes: Of the large all-reduce.
+        seconds: That it took.
+    """
+
+    ranks: int
+    nodes: int
+    bandwidth: float
+    latency: float
+    bytes: int
+    seconds: float
+
+
+def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
+    """Times a large and a tiny all-reduce over all ranks; None for one rank."""
+    ranks = cluster.world_size()
+    if ranks == 1:
+        return None
+    size = 64 << 20 if device.type == "cuda" else 16 << 20
+    large = _all_reduce(torch.ones(size // 4, device=device), 10)
+    small = _all_reduce(torch.ones(1, device=device), 50)
+    messages = 2 * (ranks - 1)
+    latency = small / messages
+    bandwidth = messages * size / ranks / max(large - small, 1e-9)
+    return asdict(Link(ranks, nodes, bandwidth, latency, size, large))
+
+
+def _all_reduce(tensor: torch.Tensor, times: int) -> float:
+    clock = Clock(tensor.device)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    found = []
+    for _ in range(times):
+        tensor.fill_(1)
+        dist.barrier()
+        started = clock.finish()
+        dist.all_reduce(tensor)
+        found.append(clock.finish() - started)
+    # All of them have seen the same all-reduce; the slowest says when it was over.
+    return max(cluster.gather(sorted(found)[len(found) // 2]))

@@ -1,0 +1,82 @@
+"""What a step of this model is, counted and not assumed: operations, bytes, samples.
+
+Counted by `distdl.commands._plan_measure`, which runs one training step of the run's own config on
+fake tensors under torch.utils.flop_counter: matrix products, convolutions and attention, forward
+and backward; a multiplication and an addition are two operations. It needs no memory, does not
+disturb what is timed, and counts the same under every strategy and with torch.compile.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig
+
+from distdl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one sample, or of the model.
+
+    Args:
+        flops_per_sample: Forward and backward.
+        least_bytes_per_sample: What must cross the device's memory at least, weights not counted:
+            all that the backward needs is written once and read once. None: not known.
+        gradient_bytes: Of all gradients, which data parallelism sends.
+        weight_bytes: Parameters and buffers.
+        activation_bytes_per_sample: What waits for the backward. None: not known.
+    """
+
+    flops_per_sample: float
+    least_bytes_per_sample: float | None
+    gradient_bytes: int
+    weight_bytes: int
+    activation_bytes_per_sample: float | None
+
+
+def from_a_live_step(
+    module: LightningModule, flops: float | None, batch: int
+) -> tuple[Counted | None, str]:
+    """Of a module with manual optimization, whose step runs inside its trainer alone.
+
+    Args:
+        module: As it was trained.
+        flops: Counted in one of this rank's steps.
+        batch: Samples of it.
+    """
+    if not flops:
+        return None, "no matrix product, convolution or attention in the step"
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    weights = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+    return Counted(flops / batch, None, trained, weights, None), "counted in a step of this rank"
+
+
+def count(config: DictConfig, global_batch: int) -> tuple[Counted | None, str]:
+    """Counts; (None, why) where the step runs neither on fake tensors nor on the CPU alone."""
+    from distdl.commands import _plan_measure
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _plan_measure.measure(config, global_batch)
+    except UserError as error:
+        return None, error.problems[0].what
+    except Exception as error:  # a step of the user's, away from its trainer
+        return None, f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    if not found.flops:
+        return None, "no matrix product, convolution or attention in the step"
+    per_sample = found.activations / found.batch_size
+    counted = Counted(
+        found.flops / found.batch_size,
+        2 * per_sample,
+        found.gradients,
+        found.weights,
+        per_sample,
+    )
+    return counted, "; ".join(found.notes)

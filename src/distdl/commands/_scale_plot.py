@@ -1,0 +1,128 @@
+"""Efficiency over devices: measured, predicted, and what Azure's own architecture published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl.commands import _report_plots as plots
+from distdl.commands._scale_rows import Row
+from distdl.scaling import published
+
+GREY = "#8a94a0"
+GAP = 4.2  # per cent between two labels
+
+
+def draw(path: Path, rows: Sequence[Row], ahead: dict[str, dict[int, float]], title: str) -> None:
+    """Writes a PNG.
+
+    Args:
+        path: Where to.
+        rows: Measured; those without an efficiency are not in it.
+        ahead: Strategy to devices to predicted efficiency (weak scaling), beyond what was measured.
+        title: Above it.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {
+        "font.size": 11.0,
+        "axes.grid": True,
+        "grid.color": "#dfe4ea",
+        "grid.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(11.0, 7.0), layout="constrained")
+        try:
+            ends = references(axes)
+            counts = measured(axes, rows) | predicted(axes, rows, ahead)
+            most = max([32, *counts])
+            ticks = [2**i for i in range(most.bit_length()) if 2**i <= most]
+            ticks = sorted({*ticks, *counts}) if len(ticks) < 8 else ticks
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+            axes.minorticks_off()
+            axes.set_xlim(0.93, most * 1.07)
+            axes.set_ylim(0, 108)
+            label_right(axes, ends)
+            axes.set_xlabel("devices")
+            axes.set_ylabel("efficiency: each device's speed, % of one alone")
+            axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+            # Below: inside, it would lie over lines that fall steeply.
+            figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=10)
+            figure.savefig(path, dpi=110)
+        finally:
+            plt.close(figure)
+
+
+def measured(axes: Any, rows: Sequence[Row]) -> set[int]:
+    """A line for each strategy and mode, with predictions of the same sizes beside it."""
+    counts: set[int] = set()
+    lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
+    for number, (strategy, mode) in enumerate(lines):
+        colour = plots.LINES[number % len(plots.LINES)]
+        own = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)]
+        points = {1: 100.0, **{r.world_size: 100 * r.efficiency for r in own if r.efficiency}}
+        axes.plot(*_xy(points), color=colour, marker="o", label=f"{strategy}, {mode}: measured")
+        counts |= set(points)
+        guess = {r.world_size: 100 * r.predicted.efficiency for r in own if r.predicted}
+        if guess:
+            axes.plot(
+                *_xy({1: 100.0, **guess}),
+                color=colour,
+                linestyle="--",
+                marker="x",
+                label=f"{strategy}, {mode}: predicted",
+            )
+    return counts
+
+
+def predicted(axes: Any, rows: Sequence[Row], ahead: dict[str, dict[int, float]]) -> set[int]:
+    lines = list(dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1))
+    for strategy, found in ahead.items():
+        mine = [i for i, (name, _) in enumerate(lines) if name == strategy]
+        colour = plots.LINES[(mine or [len(lines)])[0] % len(plots.LINES)]
+        points = {n: 100 * efficiency for n, efficiency in found.items()}
+        label = f"{strategy}, weak: predicted beyond"
+        axes.plot(*_xy(points), color=colour, linestyle=":", linewidth=2.0, label=label)
+    return {n for found in ahead.values() for n in found}
+
+
+def references(axes: Any) -> list[tuple[float, float, str]]:
+    """Thin lines of Azure's published numbers; where each ends, and its name."""
+    ends = []
+    for one in published.azure():
+        points = {n: 100 * one.seconds[1] / seconds for n, seconds in one.seconds.items()}
+        dash = (0, (1, 2)) if "NCCL" in one.name else "-"
+        axes.plot(*_xy(points), color=GREY, linewidth=0.9, linestyle=dash, alpha=0.8)
+        last = max(points)
+        ends.append((float(last), points[last], one.name))
+    return ends
+
+
+def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
+    """Names at the right of the axes, none over another, each with a thin line to its end."""
+    at = -100.0
+    for x, y, name in sorted(ends, key=lambda end: end[1]):
+        at = max(y, at + GAP)
+        axes.annotate(
+            f"{name} (Azure, published)",
+            xy=(x, y),
+            xytext=(1.015, at / 108),
+            textcoords="axes fraction",
+            color="#5b6876",
+            fontsize=8.5,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "alpha": 0.6},
+        )
+
+
+def _xy(points: dict[int, float]) -> tuple[list[int], list[float]]:
+    return sorted(points), [points[n] for n in sorted(points)]

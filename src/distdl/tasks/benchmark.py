@@ -1,0 +1,151 @@
+"""Measure training: warm-up, timed windows on real and on held input, a verdict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from distdl import cluster
+from distdl.benchmark import limits, model, result, screen
+from distdl.benchmark.clock import Clock, Timeline
+from distdl.benchmark.input import Input
+from distdl.benchmark.phases import PhaseProfiler, stages_listened_to
+from distdl.build import Built
+from distdl.callbacks import Checkpointer, Progress, StepMetrics
+from distdl.callbacks.timing import HELD, REAL, TRACE, WARM, WINDOW, Segment, Timing, Window
+from distdl.errors import Problem
+from distdl.run_directory import write_json
+
+log = logging.getLogger(__name__)
+
+# The smallest values: p95 of one step is no p95.
+LEAST = {"warmup": 1, "windows": 1, "steps": 2, "trace": 0}
+# Steps between two kinds of input: the queue on the device runs empty and fills again.
+SETTLE = 3
+# Left out: they write, or end a training. What ours cost is measured by benchmarks/overhead.py.
+NOT_TIMED = (Checkpointer, Checkpoint, EarlyStopping, Timer, Progress, StepMetrics)
+
+
+def benchmark(
+    context: Built, warmup: int = 10, windows: int = 5, steps: int = 20, trace: int = 3
+) -> dict[str, float]:
+    """Measures the run's own training step and writes RUN/benchmark.json (docs/benchmark.md).
+
+    It trains from fresh weights and keeps nothing: no checkpoint, no curve, no validation.
+
+    Args:
+        context: The built run.
+        warmup: Optimizer steps before the first window; the batches that loader workers have
+            ready by then come on top.
+        windows: Timed windows with real input, and as many with held input.
+        steps: Optimizer steps of a window.
+        trace: Optimizer steps under torch's profiler, which see the communication; 0: none.
+
+    Returns:
+        The main numbers, as `benchmark/...`.
+    """
+    trainer, precision = context.trainer, str(context.config.trainer.get("precision") or "32-true")
+    staged = hasattr(trainer.strategy, "data_share")
+    # A pipeline's phases tell its communication already.
+    traced = trace if trainer.world_size > 1 and not staged else 0
+    plan = [
+        Segment(WARM, REAL, warmup),
+        # In turn, so that a machine that gets slower or faster does so for both.
+        *[
+            Segment(WINDOW, REAL, steps),
+            Segment(WARM, HELD, SETTLE),
+            Segment(WINDOW, HELD, steps),
+            Segment(WARM, REAL, SETTLE),
+        ]
+        * windows,
+        # The profiler's own first step is slow.
+        *([Segment(TRACE, HELD, traced)] if traced else []),
+    ]
+    timing = timed_fit(context, plan)
+    device = trainer.strategy.root_device
+    mine = {
+        **result.of_rank(timing, device),
+        "limits": vars(limits.measure(device, precision)),
+    }
+    link = limits.measure_link(device, trainer.num_nodes)
+    ranks = cluster.gather(mine)
+    found: dict[str, Any] = {}
+    if trainer.is_global_zero:
+        size = result.size(context, timing)
+        if context.module.automatic_optimization:
+            counted = model.count(context.config, size.global_batch)
+        else:
+            counted = model.from_a_live_step(context.module, timing.live_flops, size.batch)
+        found = result.assemble(context, timing, ranks, link, counted)
+        write_json(context.run.path / result.FILE, found)
+        screen.show(found)
+        for logger in trainer.loggers:
+            logger.log_metrics(result.metrics(found), 0)
+    return result.main_metrics(cluster.tell_all(found))
+
+
+def timed_fit(context: Built, plan: list[Segment]) -> Timing:
+    """Trains as long as the plan says, without whatever writes."""
+    trainer = context.trainer
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    stop = next(c.stop for c in callbacks if isinstance(c, Checkpointer))
+    timeline, source = Timeline(Clock(trainer.strategy.root_device)), Input()
+    profiler = PhaseProfiler(timeline)
+    timing = Timing(plan, timeline, profiler, source, stop, tell=_Teller(context, plan))
+    kept = [c for c in callbacks if not isinstance(c, NOT_TIMED)]
+    trainer.callbacks = [*kept, timing]  # type: ignore[attr-defined]
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger()]
+    trainer.profiler = profiler  # type: ignore[attr-defined]
+    # The plan says how long, and epochs do not end.
+    trainer.limit_train_batches, trainer.limit_val_batches = 1.0, 0
+    loop = trainer.fit_loop
+    loop.max_epochs = max(loop.max_epochs or 1, 1)
+    loop.min_epochs = loop.epoch_loop.min_steps = None
+    loop.epoch_loop.max_steps = -1
+    source.install(trainer)
+    with ExitStack() as stack:
+        stack.callback(source.remove)
+        if hasattr(trainer.strategy, "data_share"):
+            stack.enter_context(stages_listened_to(timeline))
+        trainer.fit(context.module, datamodule=context.datamodule)
+    trainer.loggers = loggers
+    return timing
+
+
+class _Teller:
+    """Says how each window went, on rank 0."""
+
+    def __init__(self, context: Built, plan: list[Segment]) -> None:
+        self.context, self.total = context, sum(s.kind == WINDOW for s in plan) // 2
+        self.count = {REAL: 0, HELD: 0}
+
+    def __call__(self, window: Window) -> None:
+        self.count[window.input] += 1
+        if not self.context.trainer.is_global_zero:
+            return
+        seconds = window.seconds / len(window.steps)
+        log.info(
+            "%s input, window %d of %d: %.4g ms a step",
+            window.input,
+            self.count[window.input],
+            self.total,
+            1000 * seconds,
+        )
+
+
+def check(node: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with the task's node, before anything starts."""
+    for name, least in LEAST.items():
+        value = node.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            what = f"must be a whole number of {least} or more, not {value!r}"
+            yield Problem(name, what, f"task.{name}={least}")
+
+
+benchmark.check = check  # type: ignore[attr-defined]  # validation asks for it
