@@ -176,3 +176,10 @@ def test_damage_and_arrays_are_no_images(tmp_path: Path) -> None:
     source = ParquetImages(tmp_path)
     with pytest.raises(OSError, match="CRC"):
         source.read(scan(source)[0])
+
+
+def test_a_negative_label_is_named_with_file_and_row(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "train.parquet", {"image": [jpeg(n) for n in range(4)], "label": [0, 1, 0, -1]}
+    )
+    assert f"{path}: row 1 of row group 1 has the label -1" in refused(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from distdl.commands._prepare_next import override
+from distdl.compose import compose
 from distdl.errors import UserError
 from distdl.prepare.imagenet import ImageNet, val_labels
 from distdl.shards.format import Manifest
@@ -214,3 +217,66 @@ def test_the_table_of_validation_labels() -> None:
     assert classes == names.read_text().split()
     for path in (ROOT.parent / "shared" / "images").rglob("ILSVRC2012_val_*.JPEG"):
         assert labels[int(path.stem[-8:])] == path.parent.name
+
+
+def test_what_can_be_read_again_is_read_again(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out = tmp_path_factory.mktemp("folder") / "out"
+    image = folder / "train" / "cat" / "2.jpg"
+    whole = image.read_bytes()
+    image.write_bytes(bytes(len(whole)))
+    with pytest.raises(UserError, match="can be read again: the same command"):
+        prepare("folder", folder, out, "--workers", "1")
+    image.write_bytes(whole)
+    prepare("folder", folder, out, "--workers", "1")
+    assert stored(out, "train")["cat_2.jpg"] == (whole, 1)
+
+
+def test_a_link_to_nowhere_is_a_damaged_image(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out = tmp_path_factory.mktemp("folder") / "out"
+    link = folder / "train" / "cat" / "lost.jpg"
+    link.symlink_to("/nowhere/lost.jpg")
+    said = r"1 image is damaged: train: cat_lost.jpg \(No such file or directory\)"
+    with pytest.raises(UserError, match=said):
+        prepare("folder", folder, out, "--workers", "1")
+    # Another image in its place is another source.
+    link.unlink()
+    link.write_bytes(encoded(photograph(77)))
+    with pytest.raises(UserError, match=r"from the beginning: --to DIR, or first rm -r .*out"):
+        prepare("folder", folder, out, "--workers", "1")
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_where_it_is_to_be_sent_is_looked_at_first(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, options: tuple[str, ...]
+) -> None:
+    top = tmp_path_factory.mktemp("folder")
+    (top / "mine").mkdir()
+    (top / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"holds something else: thesis\.tex"):
+        prepare("folder", folder, top / "out", "--upload", str(top / "mine"), *options)
+    with pytest.raises(UserError, match="is a file, and no folder"):
+        target = str(top / "mine" / "thesis.tex")
+        prepare("folder", folder, top / "out", "--upload", target, *options)
+    assert not (top / "out").exists()
+
+
+def test_a_folder_inside_the_source_and_a_file_as_source_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="lies in the source"):
+        prepare("folder", folder, folder / "train" / ".." / "out")
+    for kind in ("folder", "imagenet"):
+        with pytest.raises(UserError, match=r"4.png is a file, and no folder"):
+            prepare(kind, folder / "train" / "emu" / "4.png", folder / "out")
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["out", "/data/my images", "/daten/Bilder ä", "a'b", 'a "b"', "a\\", "7", "x,y", "null"]
+)
+def test_what_is_printed_can_be_pasted(path: str) -> None:
+    (word,) = shlex.split(override("data.root", path))
+    assert compose([word, "data=imagenet"]).data.root == path
+    assert ("'" in override("data.root", path)) == (path != "out")

@@ -164,3 +164,13 @@ def test_jpegtran_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="apt-get install libjpeg-turbo-progs"):
         Treatment(restart_markers=True).check()
+
+
+@pytest.mark.parametrize(("form", "said"), [("TIFF", "TIFF as JPEG"), ("PNG", ""), ("WEBP", "")])
+def test_what_is_scaled_becomes_a_jpeg_and_says_so(form: str, said: str) -> None:
+    treatment = Treatment(short_side=24)
+    data, extension, oddity = treatment.apply(encoded(photograph(1), form), f"a.{form.lower()}")
+    assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", said)
+    assert "what is scaled as JPEG at quality 90 (lossy)" in str(treatment)
+    whole = Treatment(short_side=48).apply(encoded(photograph(1), form), f"a.{form.lower()}")
+    assert whole[1] != ".jpg" and "JPEG" not in whole[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -190,3 +191,32 @@ def test_nothing_half_written_has_its_name(tmp_path: Path) -> None:
         assert path.read_bytes() == b"old"
         _ = 1 / 0
     assert everything(tmp_path) == {"file": b"old"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, tmp_path: Path) -> None:
+    source = imagenet(tmp_path / "in", 100)
+    # While its workers start, and while they work.
+    for sign in ("plan.jsonl", "*.json"):
+        process = start(source, tmp_path / "out")
+        wait_for(lambda: list((tmp_path / "out/.preparing").glob(sign)))  # noqa: B023
+        time.sleep(0.1)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, text
+        assert text.endswith("the same command goes on where it was\ninterrupted\n"), text
+        wait_for(lambda: not is_alive(process.pid))  # noqa: B023
+
+
+def test_ctrl_c_does_not_reach_the_workers_not_even_while_they_start(tmp_path: Path) -> None:
+    process = start(imagenet(tmp_path / "in", 100), tmp_path / "out")
+
+    def workers() -> list[psutil.Process]:
+        children = psutil.Process(process.pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    wait_for(lambda: len(workers()) == 2)
+    for worker in workers():
+        worker.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in text, text

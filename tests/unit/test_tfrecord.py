@@ -245,7 +245,7 @@ def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
 
 def test_files_that_say_no_split_are_refused(tmp_path: Path) -> None:
     assert "no such folder" in refused(tmp_path / "none")
-    assert "holds no file" in refused(tmp_path)
+    assert "holds no file named *.tfrecord, " in refused(tmp_path)
     write(tmp_path / "part-00000", [example(inception(0, 1))])
     assert "--split train" in refused(tmp_path)
     (tmp_path / "part-00000").rename(tmp_path / "test-00000")
@@ -284,3 +284,22 @@ def test_no_bytes_break_the_reader(chance: random.Random, noise: bytes) -> None:
         assert 0 <= start <= end <= len(data)
     except (ValueError, IndexError):
         pass
+
+
+def test_without_validation_images_no_training_is_suggested(
+    command: Callable[..., Said], folder: Path, tmp_path: Path
+) -> None:
+    arguments = ("--source", str(folder), "--to", str(tmp_path / "out"), "--workers", "1")
+    for _ in range(2):  # also of what is prepared already
+        said = command("prepare", "tfrecord", *arguments, "--split", "train")
+        assert said.code == 0 and "next:  no training yet: validation images" in said.out
+        assert "validation-*" in said.out and "next:  python" not in said.out
+    said = command("prepare", "tfrecord", "--source", str(folder), "--to", str(tmp_path / "both"))
+    assert "next:  python -m distdl" in said.out and "no training yet" not in said.out
+
+
+def test_a_negative_label_is_named_with_its_place(tmp_path: Path) -> None:
+    write(tmp_path / "train-00000", [example(inception(0, 1)), example(inception(1, -1))])
+    second = 16 + len(example(inception(0, 1)))
+    said = refused(tmp_path)
+    assert f"train-00000, record at byte {second}, has the label -1" in said and "test" in said

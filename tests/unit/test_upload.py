@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from distdl.errors import UserError
-from distdl.prepare.upload import upload
+from distdl.prepare.upload import look, upload
 from distdl.shards.format import MANIFEST
 from distdl.stores import StoreError
+from distdl.stores.azure import BlobStore
 from distdl.stores.files import FileStore
 from tests.prepared import flip, prepare
 
@@ -111,3 +112,32 @@ def test_what_arrives_short_is_found(
     monkeypatch.setattr(FileStore, "upload", cut)
     assert "train-00001.tar has 1000 bytes at" in refused(out, tmp_path / "there")
     assert not (tmp_path / "there" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("azure://c/p/: The specified container does not exist.", "az storage container create"),
+        ("s3://b/p/: The specified bucket does not exist", "aws s3 mb"),
+        ("azure://c/p/: This request is not authorized", "credentials"),
+    ],
+)
+def test_what_a_store_refuses_comes_with_a_remedy(
+    said: str, remedy: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names(self, prefix="") -> None:
+        raise StoreError(said)
+
+    monkeypatch.setattr(BlobStore, "names", names)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "nobody")
+    for action in (lambda: look("azure://c/p", None), lambda: look("azure://c/p", out)):
+        with pytest.raises(UserError) as error:
+            action()
+        assert said in str(error.value) and remedy in str(error.value)
+
+
+def test_an_upload_may_be_gone_on_with_but_not_prepared_over(out: Path, tmp_path: Path) -> None:
+    upload(out, str(tmp_path / "there"), lambda *now: None)
+    look(str(tmp_path / "there"), out)
+    with pytest.raises(UserError, match="holds a prepared data set already"):
+        look(str(tmp_path / "there"), None)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import shutil
+import signal
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from distdl.commands._prepare_next import SPLITS, how_to_have, print_next
 from distdl.errors import Problem, UserError
 from distdl.prepare import plan as plans
 from distdl.prepare.bar import Bar, duration, size
@@ -30,6 +35,20 @@ from distdl.suggest import closest
 COMMAND = "python -m distdl prepare"
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM (kill, docker stop, the end of a batch job) ends it as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@ended_by_sigterm()
 def main(argv: Sequence[str]) -> int:
     """Prepares one data set, or goes on with it, and says what to type next.
 
@@ -44,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
     )
     check(options, treatment)
     source: Source = module.open_source(options)
+    if options.to.resolve().is_relative_to(options.source.resolve()):
+        what = f"{options.to} lies in the source, {options.source}"
+        raise UserError(Problem("--to", what, "name a folder outside of it: --to DIR"))
     settings = {
         "source": source.describe(),
         "format": options.format,
@@ -52,6 +74,10 @@ def main(argv: Sequence[str]) -> int:
         "shard_mb": options.shard_mb,
     }
     work = Preparation(options.to, settings)
+    if options.upload and (options.dry_run or not work.complete):
+        from distdl.prepare.upload import look
+
+        look(options.upload, options.to if work.complete else None)
     if work.complete and not options.dry_run:
         work.tidy()
         print(f"{options.to} is prepared already")
@@ -61,16 +87,23 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             print("nothing was written (--dry-run)")
             return 0
-        try:
-            with work.alone():
-                prepare(work, plan, source, options, treatment)
-        except KeyboardInterrupt:
-            print("the same command goes on where it was")
-            raise
+        with going_on(), work.alone():
+            prepare(work, plan, source, options, treatment)
     if options.upload:
-        send(options.to, options.upload)
-    print_next(options, source.kind, work.class_count())
+        with going_on():
+            send(options.to, options.upload)
+    print_next(options, source.kind, work)
     return 0
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Says what to do after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("the same command goes on where it was", flush=True)
+        raise
 
 
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
@@ -139,7 +172,7 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
     """Raises UserError for what can be known to be wrong from the options alone."""
     if "://" in options.to:
         what = f"{options.to} is no folder"
-        raise UserError(Problem("--to", what, f"--to DIR --upload {options.to}"))
+        raise UserError(Problem("--to", what, f"--to DIR --upload {shlex.quote(options.to)}"))
     options.to = Path(options.to).expanduser()
     for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
         if getattr(options, name) < least:
@@ -166,7 +199,7 @@ def describe(plan: Plan, options: argparse.Namespace, treatment: Treatment) -> N
     """What will be written, before it is."""
     kind = plan.settings["source"]["kind"]
     print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
-    for split in ("train", "val"):
+    for split in SPLITS:
         parts = [part for part in plan.parts if part.split == split]
         images = sum(len(part.samples) for part in parts)
         text = f"  {split:5}  {counted(images, 'image'):>16}"
@@ -174,6 +207,9 @@ def describe(plan: Plan, options: argparse.Namespace, treatment: Treatment) -> N
         if options.format == "shards":
             text += f"  {counted(len(parts), 'shard')}"
         print(text)
+    empty = [split for split in SPLITS if not any(part.split == split for part in plan.parts)]
+    for split in empty:
+        print(f"no {SPLITS[split]} images: {how_to_have(split, kind)}")
     print(f"images: {treatment}")
     workers = counted(options.workers, "process", "processes")
     print(f"to {options.to} ({options.format}), by {workers}")
@@ -190,7 +226,7 @@ def prepare(
     options: argparse.Namespace,
     treatment: Treatment,
 ) -> None:
-    missing = work.missing(plan)
+    missing = work.missing(plan, options.skip_damaged)
     total = sum(part.bytes for part in plan.parts)
     done = total - sum(part.bytes for part in missing)
     check_space(options.to, missing, treatment)
@@ -243,11 +279,3 @@ def send(out: Path, url: str) -> None:
     with Bar(f"uploading to {shown}") as bar:
         upload(out, url, lambda done, total: bar(done, total, f"{size(done)} of {size(total)}"))
     print(f"uploaded to {shown}")
-
-
-def print_next(options: argparse.Namespace, kind: str, classes: int) -> None:
-    where: Any = options.upload.partition("?")[0] if options.upload else options.to
-    train = "+experiment=resnet50_imagenet" if kind == "imagenet" else "data=imagenet"
-    number = "" if classes == 1000 else f" data.num_classes={classes}"
-    print(f"check: python -m distdl data check {where}")
-    print(f"next:  python -m distdl {train} data.root={where}{number}")

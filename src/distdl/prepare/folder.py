@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.prepare.source import EXTENSIONS, Progress, Sample, files_below
+from distdl.prepare.source import EXTENSIONS, Progress, Sample, files_below, no_folder
 
 SPLITS = ("train", "val")
 
@@ -43,7 +43,7 @@ class Folder:
         if missing:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
             if not folder.is_dir():
-                what = f"no such folder: {folder}"
+                what = no_folder(folder)
             remedy = "it must hold train/<class>/ and val/<class>/"
             raise UserError(Problem("--source", what, remedy))
         self.classes, val = _classes(folder / "train"), _classes(folder / "val")
@@ -62,7 +62,7 @@ class Folder:
         for split in SPLITS:
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name
-                images = [(path, path.stat().st_size) for path in files_below(top)]
+                images = [(path, _size(path)) for path in files_below(top)]
                 if not images:
                     what = f"{top} holds no image"
                     raise UserError(Problem("--source", what, ", ".join(EXTENSIONS)))
@@ -97,6 +97,14 @@ class Folder:
     def __getstate__(self) -> dict[str, Any]:
         """Without the list of all images, which each process would get a copy of."""
         return {"folder": self.folder, "classes": self.classes}
+
+
+def _size(path: Path) -> int:
+    """0 of what cannot be read, a link to nowhere: reading it later says so by name."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _classes(folder: Path) -> list[str]:

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distdl.errors import Problem, UserError
-from distdl.prepare.source import EXTENSIONS, Files, Progress, Sample, files_below, is_image
+from distdl.prepare.source import (
+    EXTENSIONS,
+    Files,
+    Progress,
+    Sample,
+    files_below,
+    is_image,
+    no_folder,
+)
 
 # Name of the tar, and its MD5 as in torchvision/datasets/imagenet.py.
 TARS = {
@@ -176,7 +184,7 @@ def _part(folder: Path, split: str) -> Path:
             return path
     what = f"{folder} holds neither {tar.name} nor {split}/"
     if not folder.is_dir():
-        what = f"no such folder: {folder}"
+        what = no_folder(folder)
     remedy = (
         "the tars are given out, for research, at "
         "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"

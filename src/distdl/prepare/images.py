@@ -6,7 +6,8 @@ An image is decoded whole, by PIL, and its bytes stay as they are, unless
   read or read with wrong colours: re-encoded at quality 100 without subsampling, as by Inception's
   script (tensorflow/models, research/inception/inception/data/build_imagenet_data.py);
 - it is in a format that only PIL reads (BMP, TIFF, ...): kept as PNG, without loss;
-- the user wants smaller images, or restart markers.
+- the user wants smaller images (what is scaled becomes a JPEG, whatever it was), or restart
+  markers.
 
 An EXIF orientation stays in the file and pixels stay as they lie: ImageNet is trained so.
 """
@@ -64,7 +65,13 @@ class Treatment:
         if self.short_side:
             parts.append(f"shorter side at most {self.short_side}")
         if self.lossy:
-            parts.append(f"{'' if self.quality else 'those at '}quality {self._quality} (lossy)")
+            which = (
+                "all JPEGs, and as JPEG what is scaled,"
+                if self.quality
+                else "what is scaled as JPEG"
+            )
+            which = which if self.max_side or self.short_side else "all JPEGs"
+            parts.append(f"{which} at quality {self._quality} (lossy)")
         if self.restart_markers:
             parts.append("restart markers (lossless)")
         return ", ".join(parts) or "as they are"
@@ -119,7 +126,7 @@ class Treatment:
         elif named_jpeg and image.format not in JPEGS:
             oddity = f"{image.format} named JPEG"
         elif image.format not in KEPT:
-            oddity = f"{image.format} as PNG"
+            oddity = f"{image.format} as {'PNG' if size == image.size else 'JPEG'}"
         if size != image.size:
             smaller = plain(image).resize(size, Image.Resampling.LANCZOS)
             return self._jpeg(smaller, image, quality=self._quality), ".jpg", oddity

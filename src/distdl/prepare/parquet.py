@@ -18,6 +18,7 @@ from distdl.errors import Problem, UserError
 from distdl.prepare import records
 from distdl.prepare.source import Progress, Sample
 
+NAMED = "*.parquet or *.pq"
 FILES = r"\.(parquet|pq)$"
 IMAGE = ("image", "img", "jpg", "jpeg", "png", "image/encoded")
 LABEL = ("label", "labels", "class", "cls", "target", "fine_label", "image/class/label")
@@ -68,7 +69,7 @@ class ParquetImages:
         label_offset: int | None = None,
     ) -> None:
         self.classes: list[str] = []
-        self._folder, self._splits = records.find_files(Path(path), FILES, split)
+        self._folder, self._splits = records.find_files(Path(path), FILES, NAMED, split)
         self._label_offset = label_offset
         schema = self._opened(next(iter(self._splits))).schema_arrow
         self._image = _image_column(schema, image_column)
@@ -91,14 +92,17 @@ class ParquetImages:
         total = sum(self._opened(name).metadata.num_rows for name in self._splits)
         found, done = records.Labelled(), 0
         for name, split in self._splits.items():
+            place = self._folder / name
             for group in range(self._opened(name).metadata.num_row_groups):
                 labels, names = self._row_group(name, group)
                 size = self._mean_bytes(name, group)
                 for row, (label, said) in enumerate(zip(labels, names, strict=True)):
                     if label is None:
-                        what = f"{name}: row {row} of row group {group} has no {self._label}"
+                        what = f"{place}: row {row} of row group {group} has no {self._label}"
                         raise UserError(Problem("--source", what))
                     number = numbers[label] if isinstance(label, str) else int(label)
+                    if number < 0:
+                        raise records.no_class(f"{place}: row {row} of row group {group}", number)
                     found.add(split, str(said or ""), number, "", size, (name, group, row))
                 done += len(labels)
                 progress(done, total)

@@ -33,12 +33,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find_files(source: Path, names: str, split: str | None) -> tuple[Path, dict[str, str]]:
+def find_files(
+    source: Path, names: str, said: str, split: str | None
+) -> tuple[Path, dict[str, str]]:
     """A folder, and its record files with the split of each: "train" or "val".
 
     Args:
         source: The folder, or one file in it. Files may lie in folders below it.
         names: A regular expression that a file's name must match somewhere.
+        said: The same in words.
         split: Of all files; None: by their names, or those of their folders.
 
     Raises:
@@ -49,19 +52,18 @@ def find_files(source: Path, names: str, split: str | None) -> tuple[Path, dict[
     folder = source if source.is_dir() else source.parent
     files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
     if not files:
-        what = f"{source} holds no file whose name matches {names}"
-        raise UserError(Problem("--source", what))
+        raise UserError(Problem("--source", f"{source} holds no file named {said}"))
     if split is not None:
         return folder, dict.fromkeys(files, split)
     found: dict[str, str] = {}
     for name in files:
         # The file's own name decides before the folders that it lies in.
-        said = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
-        if not said:
+        splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
+        if not splits:
             what = f"{folder / name} says by its name neither train nor validation"
             raise UserError(Problem("--source", what, "--split train, if all files are of it"))
-        if said[0]:
-            found[name] = said[0]
+        if splits[0]:
+            found[name] = splits[0]
     if not found:
         what = f"{source} holds files of a test set only"
         raise UserError(Problem("--source", what, "--split val, if that is what you want"))
@@ -81,6 +83,12 @@ def _below(folder: Path, names: str) -> Iterator[str]:
         for name in files:
             if not name.startswith((".", "_")) and re.search(names, name):
                 yield os.path.relpath(Path(inner, name), folder)
+
+
+def no_class(place: str, label: int) -> UserError:
+    """A label that cannot be one; `place` says of which sample."""
+    remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
+    return UserError(Problem("--source", f"{place} has the label {label}: no class", remedy))
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -155,8 +163,6 @@ def settle_labels(
         UserError: The smallest label is another one, or two classes have one name.
     """
     low, high = min(labels), max(labels)
-    if low < 0:
-        raise UserError(Problem("--source", f"a sample has the label {low}: that is no class"))
     if offset is None and low > 1:
         what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
         raise UserError(Problem("--label-offset", what, "--label-offset 0, or 1"))

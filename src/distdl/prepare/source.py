@@ -87,6 +87,11 @@ class Source(Protocol):
         ...
 
 
+def no_folder(path: Path) -> str:
+    """What is wrong with a path that should be a folder, and is none."""
+    return f"{path} is a file, and no folder" if path.exists() else f"no such folder: {path}"
+
+
 def files_below(folder: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[Path]:
     """Sorted, also in folders inside, without the hidden ones."""
     for inner, folders, names in os.walk(folder, followlinks=True):

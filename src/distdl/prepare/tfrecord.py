@@ -19,6 +19,7 @@ from distdl.prepare import records
 from distdl.prepare.source import Files, Progress, Sample
 
 # part-00000, train-00001-of-01024, imagenet2012-train.tfrecord-00000-of-01024, val.tfrecords
+NAMED = "*.tfrecord, *.tfrecords, train-00000-of-01024 or part-00000"
 FILES = r"(\.tfrecords?\b|^[\w.-]*-\d{5}(-of-\d{5})?$)"
 # The first that a record has: Inception's and the reference architecture's names, then TFDS's.
 IMAGE = ("image/encoded", "image", "image_raw")
@@ -58,7 +59,7 @@ class TFRecords:
         self, path: str | Path, split: str | None = None, label_offset: int | None = None
     ) -> None:
         masked_crc(b"")  # refused now, not in a worker
-        folder, self._splits = records.find_files(Path(path), FILES, split)
+        folder, self._splits = records.find_files(Path(path), FILES, NAMED, split)
         self.classes: list[str] = []
         self._label_offset, self._files = label_offset, Files(folder)
 
@@ -73,6 +74,9 @@ class TFRecords:
         done, total = 0, sum(sizes.values())
         for name, split in self._splits.items():
             for start, length, image, (label, said, file_name) in _records(self._files, name):
+                if label < 0:
+                    place = f"{self._files.folder / name}, record at byte {start - 12},"
+                    raise records.no_class(place, label)
                 found.add(split, file_name, label, said, image[1], (name, start, length, *image))
                 progress(done + start + length + 4, total)
             done += sizes[name]

@@ -10,10 +10,11 @@ from pathlib import Path
 from distdl.errors import Problem, Unfinished, UserError
 from distdl.prepare.source import Progress
 from distdl.shards.format import MANIFEST, File, Manifest
-from distdl.stores import Store, StoreError, open_store
+from distdl.stores import Store, StoreError, is_remote, open_store
 
 # Files under way at once. Each also goes up in parts; more fill no link that these do not.
 PARALLEL = 4
+PATIENCE = 10.0  # seconds, of the look before: somebody is waiting at the screen
 
 
 def upload(out: Path, url: str, progress: Progress) -> None:
@@ -34,22 +35,76 @@ def upload(out: Path, url: str, progress: Progress) -> None:
             else, or the store cannot be reached. Nothing at `url` is ever replaced.
     """
     manifest = read_manifest(out)
-    splits = manifest.splits.values()
-    indexes = [split.index for split in splits]
-    shards = [shard for split in splits for shard in split.shards]
+    files = _files(manifest)
+    indexes = [split.index for split in manifest.splits.values()]
     try:
         store = open_store(url)
-        missing = _missing(store, out, [*indexes, *shards])
-        sending = _Sending(store, out, [*indexes, *shards], missing, progress)
+        missing = _missing(store, out, files)
+        sending = _Sending(store, out, files, missing, progress)
         for file in (file for file in indexes if file in missing):
             sending.send(file)
-        sending.send_all([file for file in shards if file in missing])
+        sending.send_all([file for file in files if file in missing and file not in indexes])
         sending.check_sizes()
         if store.size(MANIFEST) is None:
             store.upload(out / MANIFEST, MANIFEST)
     except StoreError as error:
-        remedy = "the same command goes on where it was" if error.transient else ""
-        raise Unfinished(Problem("--upload", str(error), remedy)) from error
+        again = "the same command goes on where it was"
+        raise Unfinished(_failed(error, url, again)) from error
+
+
+def look(url: str, out: Path | None) -> None:
+    """Asks whether a data set can go to `url`: before hours of work, and not after them.
+
+    Args:
+        url: As in `upload`.
+        out: As in `upload`; None: it is yet to be prepared, so nothing of it can be there.
+
+    Raises:
+        UserError: The place cannot be reached, does not exist, or holds something else.
+    """
+    try:
+        store = open_store(url, patience=PATIENCE)
+        if not is_remote(url) and Path(store.uri).is_file():
+            raise UserError(Problem("--upload", f"{store.uri} is a file, and no folder"))
+        if out is None:
+            _refuse(store, list(store.names()))
+        else:
+            _missing(store, out, _files(read_manifest(out)))
+    except StoreError as error:
+        raise UserError(_failed(error, url, "check the address and the network")) from error
+
+
+def _files(manifest: Manifest) -> list[File]:
+    """Indexes first."""
+    splits = manifest.splits.values()
+    return [*(split.index for split in splits), *(s for split in splits for s in split.shards)]
+
+
+def _refuse(store: Store, others: list[str]) -> None:
+    """Raises UserError for what is at a place and does not belong there, if anything is."""
+    if others:
+        what = f"{store.uri} holds something else: {', '.join(others[:3])}"
+        if MANIFEST in others:
+            what = f"{store.uri} holds a prepared data set already"
+        raise UserError(Problem("--upload", what, "choose an empty place"))
+
+
+def _failed(error: StoreError, url: str, again: str = "") -> Problem:
+    """What a store said, and what to do about it.
+
+    Args:
+        error: From the store.
+        url: Of the place.
+        again: The remedy where it may pass.
+    """
+    remedy = again if error.transient else ""
+    if "container does not exist" in str(error):
+        remedy = "make the container (az storage container create --name NAME), or name another"
+    elif "bucket does not exist" in str(error):
+        remedy = "make the bucket (aws s3 mb s3://NAME), or name another"
+    elif not error.transient and is_remote(url):
+        remedy = "which credentials are used: docs/data/reading.md"
+    return Problem("--upload", str(error), remedy)
 
 
 def read_manifest(out: Path) -> Manifest:
@@ -69,10 +124,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
     """
     known = {file.name: file for file in files}
     there = list(store.names())
-    others = sorted(set(there) - known.keys() - {MANIFEST})
-    if others:
-        what = f"{store.uri} holds something else: {', '.join(others[:3])}"
-        raise UserError(Problem("--upload", what, "choose an empty place"))
+    _refuse(store, sorted(set(there) - known.keys() - {MANIFEST}))
     if MANIFEST in there and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
         what = f"{store.uri} holds another prepared data set"
         raise UserError(Problem("--upload", what, "choose an empty place"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -87,8 +88,11 @@ class Preparation:
     def _compare(self, before: dict[str, Any], how: str) -> None:
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
+            removal = f"rm -r {shlex.quote(str(self.out))}"
             what = f"{self.out} {how}: {'; '.join(different)}"
             remedy = "repeat that command, name another folder (--to DIR), or remove this one"
+            if all(one.startswith("source.") for one in different):
+                remedy = f"prepare what it is now from the beginning: --to DIR, or first {removal}"
             raise UserError(Problem("--to", what, remedy))
 
     @contextmanager
@@ -114,17 +118,19 @@ class Preparation:
                 Problem("--to", f"cannot write {self.out}: {error}", remedy)
             ) from error
 
-    def missing(self, plan: Plan) -> list[Part]:
-        """What has not been written yet."""
-        return [part for part in plan.parts if not self._is_done(part)]
+    def missing(self, plan: Plan, skip_damaged: bool) -> list[Part]:
+        """What has not been written yet, or lacks images that may be readable by now."""
+        return [part for part in plan.parts if not self._is_done(part, skip_damaged)]
 
-    def _is_done(self, part: Part) -> bool:
+    def _is_done(self, part: Part, skip_damaged: bool) -> bool:
         path = result_file(self.out, part)
-        shard = Result.load(path).shard if path.exists() else None
-        if shard is None:
-            return path.exists()
-        tar = self.out / shard.name
-        return tar.exists() and tar.stat().st_size == shard.bytes
+        result = Result.load(path) if path.exists() else None
+        if result is None or (result.damaged and not skip_damaged):
+            return False
+        if result.shard is None:
+            return True
+        tar = self.out / result.shard.name
+        return tar.exists() and tar.stat().st_size == result.shard.bytes
 
     def write(self, parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
         """Writes parts, in `workers` processes.
@@ -188,6 +194,11 @@ class Preparation:
         """Of a complete data set."""
         return len(json.loads(self.manifest.read_bytes())["classes"])
 
+    def empty_splits(self) -> list[str]:
+        """Those that a complete data set has no images of."""
+        form = "{}-00000.tar" if self.settings["format"] == "shards" else "{}"
+        return [split for split in ("train", "val") if not (self.out / form.format(split)).exists()]
+
     def tidy(self) -> None:
         """What a complete data set no longer needs, and a kill after its last step has left."""
         shutil.rmtree(self.out / WORK, ignore_errors=True)
@@ -209,7 +220,11 @@ def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
         shown.append(f"and {len(damaged) - len(shown)} more")
     noun = "image is" if len(damaged) == 1 else "images are"
     what = f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown)
-    remedy = "everything else is done; to leave them out, the same command with --skip-damaged"
+    remedy = (
+        "everything else is done. To leave them out: the same command with --skip-damaged\n    "
+        "If the same files can be read again: the same command\n    "
+        "If you put other images in their place: the same command with another --to"
+    )
     return Problem("--source", what, remedy)
 
 
@@ -238,7 +253,8 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
             while True:
                 # A few ahead of the workers, and not all: each is sent with all its samples.
                 while len(running) < 2 * workers and (part := next(waiting, None)):
-                    running.add(pool.submit(_write_here, part))
+                    with _uninterrupted():
+                        running.add(pool.submit(_write_here, part))
                 if not running:
                     break
                 done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -246,11 +262,25 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
                     future.result()
                 tell()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
+            # Waited for: what a pool leaves to the interpreter's last moments may end in an error.
+            pool.shutdown(wait=True, cancel_futures=True)
             raise
     tell()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """What would end this process comes afterwards, and to processes started in here not at all.
+
+    Ctrl-C is for whoever started them, who then sends SIGTERM; they let it in once they have begun.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _HERE: dict[str, Any] = {}
@@ -258,7 +288,7 @@ _HERE: dict[str, Any] = {}
 
 def _enter_worker(writer: Writer, counts: Any) -> None:
     _HERE.update(writer=writer, counts=counts)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -122,7 +122,9 @@ class Writer:
             read = self.source.read(sample)
             data, extension, oddity = self.treatment.apply(read, sample.name)
         except (Damaged, ValueError, OSError) as error:
-            result.damaged.append((f"{sample.split}: {sample.name}", str(error)))
+            # Without the path of this machine, which Python's own message repeats.
+            reason = getattr(error, "strerror", None) or str(error)
+            result.damaged.append((f"{sample.split}: {sample.name}", reason))
             return None
         if oddity:
             result.mended.append((oddity, sample.name))
