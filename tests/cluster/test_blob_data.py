@@ -16,6 +16,8 @@ import pytest
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.loading import distribute
+from distdl.errors import UserError
+from distdl.shards import reading
 from distdl.shards.reading import open_data_set
 from distdl.stores import StoreError, open_store
 from distdl.stores import remote as remote_module
@@ -200,7 +202,22 @@ def test_trained_from_and_then_without_the_server(tmp_path, monkeypatch):
         weights = [float(b["weight"].sum()) for val in vals for b in val]
         assert sum(weights) == 7
         if epoch == 0:
+            monkeypatch.setattr(reading, "QUICK", 0.5)
+            kept = list((tmp_path / "cache" / "manifests").iterdir())
+            kept[0].write_text("{}")
+            assert open_data_set(uri, cache_root=tmp_path / "cache").manifest == manifest
+            open_data_set(uri).keep(tmp_path / "cache")
             server.close()
+    # A new run, and what is checked before one: the kept manifest, and a note of it.
+    node = {"root": uri, "num_classes": 11, "cache_dir": str(tmp_path / "cache")}
+    note, problem = StoredImages.check(node)
+    assert note.startswith(f"{uri} cannot be reached; the copy of 20") and "11" in problem.what
+    again = images(uri, tmp_path / "cache", 0)
+    assert again.train_dataloader().batch_sampler is not None
+    assert sum(len(batch["index"]) for batch in again.train_dataloader()) == 20
+    again.teardown()
+    with pytest.raises(UserError, match=rf"{uri}/dataset.json"):
+        open_data_set(uri, patience=0.5, cache_root=tmp_path / "elsewhere")
     for rank in ranks:
         rank.teardown()
     # A loader's workers end with it, and not with the process (where they take a minute).

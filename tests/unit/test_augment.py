@@ -93,6 +93,7 @@ def test_noise_is_normal_after_normalisation():
     ("config", "path", "said"),
     [
         ({"randaugment": {}}, "augment.randaugment", "did you mean rand_augment?"),
+        ("rand_augment", "augment", "'data.augment={rand_augment: {ops: 2, magnitude: 9}}'"),
         ({"rand_augment": 9}, "augment.rand_augment", "{ops: 2, magnitude: 9}"),
         ({"rand_augment": {"op": 2}}, "augment.rand_augment.op", "did you mean ops?"),
         ({"rand_augment": {"ops": 1.5}}, "augment.rand_augment.ops", "no whole number"),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from distdl.shards.ahead import Ahead
 from distdl.shards.cache import Cache, NoRoom, default_root
 from distdl.shards.needs import Needs
 from distdl.shards.order import Windows
+from distdl.stores import StoreError
 from distdl.stores.files import FileStore
 from tests import prepared
 from tests.prepared import files, open_cache, prepare, wait_until
@@ -53,6 +55,41 @@ def test_what_is_gone_is_named(tmp_path, made):
     (tmp_path / "far" / shard.name).unlink()
     with pytest.raises(UserError, match=r"far/train-00000.tar: No such file"):
         open_cache(tmp_path).fetch(shard)
+
+
+def test_who_waited_while_another_tried_in_vain_does_not_start_anew(tmp_path, made):
+    shard, tries, said = made.splits["train"].shards[0], [], []
+
+    class Gone(FileStore):
+        def download(self, name, to, progress=None):
+            tries.append(name)
+            time.sleep(1)
+            raise StoreError(f"{name}: no answer", transient=True)
+
+    def fetch() -> None:
+        try:
+            Cache(Gone(tmp_path / "far"), tmp_path / "cache", "0123456789abcdef").fetch(shard)
+        except UserError as error:
+            said.append(str(error))
+
+    waiting = [threading.Thread(target=fetch) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert len(tries) == 1 and len(said) == 3 and len(set(said)) == 1
+    fetch()  # who comes later tries
+    assert len(tries) == 2
+    assert open_cache(tmp_path).fetch(shard).stat().st_size == shard.bytes
+
+
+def test_a_copy_that_is_cut_is_said_and_comes_again(tmp_path, made, caplog):
+    shard = made.splits["train"].shards[0]
+    path = open_cache(tmp_path).fetch(shard)
+    assert caplog.records == []
+    os.truncate(path, 10)
+    assert open_cache(tmp_path).fetch(shard).stat().st_size == shard.bytes
+    assert [r.getMessage() for r in caplog.records] == [f"{path} is damaged: it comes down again"]
 
 
 def test_a_killed_download_is_nothing(tmp_path, made):

@@ -483,6 +483,22 @@ def test_check_says_what_is_wrong(photographs, tmp_path):
     assert "train/ has 2 classes and val/ 3" in found[1] and "fox" in found[1]
 
 
+def test_check_names_a_file_and_an_interrupted_preparation(photographs, tmp_path):
+    file = tmp_path / "val" / "cat" / "0.png"
+    assert problems(file)[0][1] == f"{file} is a file"
+    (tmp_path / "half" / ".preparing").mkdir(parents=True)
+    assert [p[0] for p in problems(tmp_path / "half")] == ["root"]
+    assert "was interrupted" in problems(tmp_path / "half")[0][1]
+
+
+def test_a_file_that_cannot_be_read_is_damaged(photographs):
+    link = photographs / "train" / "cat" / "3.jpg"
+    link.symlink_to("gone")
+    batches = list(folder_data(photographs).train_dataloader())
+    (said,) = [text for batch in batches for text in batch["damaged"] if text]
+    assert said == f"{link}: cannot be read: No such file or directory"
+
+
 def test_setup_refuses_what_check_finds(photographs):
     with pytest.raises(UserError) as refused:
         StoredImages(str(photographs), 2, num_classes=3, num_workers=0).setup()

@@ -125,6 +125,9 @@ def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder
     assert "prepare tfrecord --source" in refused(str(tmp_path / "records"))
     (tmp_path / "half" / ".preparing").mkdir(parents=True)
     assert "was interrupted" in refused(str(tmp_path / "half"))
+    assert f"{folder}/val/cat/0.jpg: is a file" in refused(str(folder / "val" / "cat" / "0.jpg"))
+    assert "--smaple: is no option" in refused(str(folder), "--smaple", "3")
+    assert "did you mean: --sample" in refused(str(folder), "--smaple=3")
     assert "names no account" in refused("azure://container/data")
     assert "not understood" in refused("ftp://somewhere/data")
     assert "--gpu h100" in refused(str(folder), "--gpu", "h10")
@@ -140,7 +143,8 @@ def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder
     flip(tmp_path / "data" / "train.index.npy", 300)
     assert "train.index.npy is not the index" in refused(str(tmp_path / "data"))
     (tmp_path / "data" / MANIFEST).write_text("{}")
-    assert "is no manifest" in refused(str(tmp_path / "data"))
+    assert "is no manifest" in (text := refused(str(tmp_path / "data")))
+    assert "data.root" not in text
 
 
 def test_mean_and_std_are_those_of_the_pixels(folder: Path) -> None:
@@ -169,8 +173,13 @@ def test_verdicts() -> None:
         and starved.before == "prepare ..."
         and "Smaller, 2 are enough" in starved.text
     )
-    assert "decode 90 % of what it trains; 6 are needed" in starved.text
+    assert "decode 80 % of what it trains; 6 are needed" in starved.text  # 4 whole workers
     hopeless = needs.judge(wanted, [plain, small], 1e9, 1, 1)
+    assert "starved: 1 core per GPU has the training itself to do; 6 are" in hopeless.text
+    nearly = needs.judge(needs.Need(801, ""), [plain], 1e9, 5, 1)
+    assert not nearly.fed and "5 cores per GPU decode 99 % of" in nearly.text
+    far = needs.judge(needs.Need(1e6, ""), [plain], 1e9, 5, 1)
+    assert "decode less than 1 % of" in far.text
     assert hopeless.overrides == ("data.decoder=nvjpeg",)
     # A slow disk asks for more workers, and not for more cores.
     cold = needs.judge(wanted, [plain], 100, 8, 1)

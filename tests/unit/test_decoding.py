@@ -420,6 +420,7 @@ def problems(**config):
 
 def test_good_settings():
     assert problems() == []
+    assert problems(image_size=1, scale=[1, 1], ratio=(0.5, 2.0)) == []
     assert problems(decoder="pil", resize=RESIZE, on_damaged="error", augment=None) == []
 
 
@@ -433,6 +434,17 @@ def test_good_settings():
         ({"resize": {**RESIZE, "from": 170}}, "resize.from", "data.resize.from=160"),
         ({"resize": {**RESIZE, "to": "192"}}, "resize.to", "no whole number"),
         ({"resize": {**RESIZE, "from_epoch": 2}}, "resize.until_epoch", "not after from_epoch=2"),
+        ({"resize": 32}, "resize", "is 32, no mapping 'data.resize={from"),
+        ({"augment": "trivial_augment"}, "augment", "'data.augment={trivial_augment: true}'"),
+        ({"image_size": 0}, "image_size", "is 0"),
+        ({"image_size": 100_000}, "image_size", "to 8,192"),
+        ({"scale": 0.5}, "scale", "is 0.5, not two numbers"),
+        ({"scale": [0.5]}, "scale", "not two numbers"),
+        ({"scale": [0, 1]}, "scale", "above 0, at most 1"),
+        ({"scale": [0.5, 1.5]}, "scale", "at most 1"),
+        ({"scale": [0.9, 0.5]}, "scale", "the smaller one first"),
+        ({"ratio": ["a", "b"]}, "ratio", "not two numbers above 0, the"),
+        ({"ratio": [-1, 1]}, "ratio", "above 0"),
         (
             {"decoder": "nvjpeg", "augment": {"random_erasing": {"p": 0.1}}},
             "augment",

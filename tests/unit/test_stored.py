@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from filelock import FileLock
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.loading import distribute
 from distdl.errors import UserError
-from distdl.shards.format import MANIFEST
+from distdl.shards.format import MANIFEST, Manifest
 from distdl.shards.order import Windows, by_first_use
 from distdl.shards.reading import Shards, open_data_set
 from tests import prepared
@@ -54,7 +55,7 @@ def test_next_uses():
         assert uses[shard] == (starts[shard] if starts[shard] >= 30 else later[shard])
 
 
-def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made):
+def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made, caplog):
     data = open_data_set(str(tmp_path / "far"))
     cache = open_cache(tmp_path)
     shards = Shards(data, "train", cache)
@@ -65,12 +66,24 @@ def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made):
     later = Shards(data, "train", open_cache(tmp_path))
     assert later.read(11) == jpeg(11) and later.read(12) == jpeg(12)
     assert cache.store.downloads.count(shards.file(11).name) == 2
+    healed = [f"{cache.path(shards.file(11))} is damaged: it comes down again"]
+    assert [record.getMessage() for record in caplog.records] == healed
     # While it is read: `repair` is asked where the image cannot be decoded.
     flip(cache.path(shards.file(30)), int(shards.rows["offset"][30]) + 2)
     assert later.read(30) != jpeg(30) and later.mend(30) and later.read(30) == jpeg(30)
     assert not later.mend(30)
     os.truncate(cache.path(shards.file(20)), 100)
     assert later.read(20) == jpeg(20)
+
+
+def test_a_reader_that_waited_in_vain_does_not_wait_again(tmp_path, made):
+    shards = Shards(open_data_set(str(tmp_path / "far")), "train", open_cache(tmp_path))
+    for name in ("train-00000.tar", "train-00001.tar"):
+        (tmp_path / "far" / name).rename(tmp_path / name)
+    for index in (0, PER_SHARD):
+        with pytest.raises(UserError, match=r"train-00000.tar: No such file"):
+            shards.read(index)
+    assert shards.cache.store.downloads == ["train.index.npy", "train-00000.tar"]
 
 
 def test_a_flipped_byte_in_a_folder_is_a_damaged_image(tmp_path, made):
@@ -163,6 +176,23 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
     data.teardown()
     with pytest.raises(UserError, match="holds not even three shards"):
         images(tmp_path, cache_dir=str(tmp_path / "c"), cache_gb=2 * size / 1e9).setup()
+
+
+def test_a_split_without_samples_is_refused(tmp_path):
+    prepare(tmp_path / "far")
+    manifest = Manifest.from_json((tmp_path / "far" / MANIFEST).read_bytes(), "")
+    empty = replace(manifest.splits["val"], samples=0, shards=())
+    changed = replace(manifest, splits={**manifest.splits, "val": empty})
+    (tmp_path / "far" / MANIFEST).write_text(changed.to_json())
+    (problem,) = StoredImages.check({"root": str(tmp_path / "far")})
+    assert problem.path == "root" and "no sample in 'val'" in problem.what
+    with pytest.raises(UserError, match="no sample in 'val'"):
+        images(tmp_path).setup()
+
+
+def test_room_and_windows_are_checked(tmp_path, made):
+    node = {"root": str(tmp_path / "far"), "cache_gb": 0, "shuffle_window": 0}
+    assert [problem.path for problem in StoredImages.check(node)] == ["cache_gb", "shuffle_window"]
 
 
 def test_check_and_setup_say_the_same(tmp_path, made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -169,6 +170,44 @@ def test_a_server_that_is_gone_is_waited_for_and_then_named(s3, monkeypatch):
     with pytest.raises(StoreError, match="s3://box/a/file") as error:
         open_store("s3://box/a", patience=1).read("file")
     assert error.value.transient
+
+
+def test_the_first_try_in_vain_is_said_once(monkeypatch, caplog):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "x")
+    monkeypatch.setattr(remote_module.time, "sleep", lambda seconds: None)
+    store = open_store("azure://box/a")
+    answers = iter("--ok--ok")
+
+    def action() -> str:
+        if (answer := next(answers)) == "-":
+            raise remote_module.Short("cut", transient=True)
+        return answer
+
+    for _ in range(2):
+        assert store.retried("file", action) + store.retried("file", action) == "ok"
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["azure://box/a does not answer, trying again for 120 s: cut"] * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=verysecret"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "verysecret"),
+    ],
+)
+def test_a_connection_string_that_is_none_is_refused(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=f"{variable} is no connection string") as refused:
+        open_store("azure://box/a").read("file")
+    assert "secret" not in str(refused.value) and refused.value.problems[0].remedy
+
+
+def test_azures_own_package_writes_down_no_requests(monkeypatch):
+    sdk = logging.getLogger("azure")
+    monkeypatch.setattr(sdk, "level", logging.NOTSET)
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=a2V5")
+    assert open_store("azure://box").client and sdk.level == logging.WARNING
 
 
 def test_who_waits_can_give_up(tmp_path, monkeypatch):

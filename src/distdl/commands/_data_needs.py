@@ -160,8 +160,13 @@ def judge(wanted: Need, formats: list[Format], reading: float, cores: int, gpus:
             text += f"; {waiting} workers while the disk's cache is cold"
         default = min(DEFAULT_WORKERS, int(share))
         return Verdict(True, text, (f"data.num_workers={waiting}",) if waiting > default else ())
-    part = max(0.0, share - 1) * per_core / BESIDES / wanted.rate
-    text = f"starved: {share:g} cores per GPU decode {100 * part:.0f} % of what it trains"
+    # Whole processes, as in `needed`; rounded down, since what starves is never at 100 %.
+    percent = int(100 * (int(share) - 1) * per_core / BESIDES / wanted.rate)
+    text = f"starved: {share:g} core{'s' * (share != 1)} per GPU"
+    if share < 2:
+        text += f" {'has' if share == 1 else 'have'} the training itself to do"
+    else:
+        text += f" decode {percent or 'less than 1'} % of what it trains"
     text += f"; {needed} are needed"
     for other in formats[1:]:
         enough = cores_for(wanted.rate, other.per_core)

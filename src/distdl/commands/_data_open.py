@@ -19,8 +19,7 @@ from distdl.errors import Problem, UserError
 from distdl.prepare import parquet, tfrecord
 from distdl.prepare.folder import Folder
 from distdl.prepare.source import Files, Sample
-from distdl.prepare.writers import WORK
-from distdl.shards.format import MANIFEST, load_index
+from distdl.shards.format import MANIFEST, WORK, load_index
 from distdl.shards.reading import DataSet, open_data_set
 from distdl.stores import Store, StoreError, is_remote, open_store
 
@@ -172,6 +171,9 @@ def find(uri: str) -> Found:
         return _shards(open_data_set(uri, patience=PATIENCE), remote)
     except StoreError as error:
         raise UserError(Problem(uri.partition("?")[0], str(error))) from error
+    except UserError as error:  # speaks of a run's data.root, and most often names it
+        problems = (Problem("", p.what, p.remedy) for p in error.problems if p.path == "data.root")
+        raise (UserError(*found) if (found := list(problems)) else error) from error
 
 
 def _shards(data: DataSet, remote: bool) -> Found:
@@ -196,6 +198,9 @@ def _shards(data: DataSet, remote: bool) -> Found:
 
 
 def _folder(folder: Path) -> Found:
+    if folder.is_file():
+        what = "is a file: give the folder that holds train/ and val/, or dataset.json"
+        raise UserError(Problem(str(folder), what))
     if not folder.is_dir():
         raise UserError(Problem(str(folder), "no such folder"))
     if (folder / WORK).is_dir():

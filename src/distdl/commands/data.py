@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from distdl.commands.prepare import Parser
 from distdl.errors import Problem, UserError
+from distdl.suggest import closest
 
 EPILOG = """\
 URI is what data.root takes: a folder with train/ and val/, a prepared folder, azure://container/path,
@@ -29,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: There is no data set, or an option is wrong.
     """
-    parser = argparse.ArgumentParser("python -m distdl data", description=__doc__)
+    parser = Parser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "what a data set holds, how fast it is read here, and whether that feeds the GPUs"
     check_ = verbs.add_parser(
@@ -50,7 +52,11 @@ def main(argv: Sequence[str]) -> int:
     check_.add_argument("--rate", type=float, help="img/s that one GPU trains, as you measured it")
     check_.add_argument("--batch-size", type=int, default=256, help="per GPU (256)")
     check_.add_argument("--image-size", type=int, default=224, help="pixels (224)")
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = closest(unknown[0].partition("=")[0], check_._option_string_actions)
+        remedy = f"did you mean: {near}" if near else "python -m distdl data check --help"
+        raise UserError(Problem(unknown[0], "is no option of data check", remedy))
     counts = ("sample", "gpus", "batch_size", "image_size")
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}")

@@ -70,6 +70,11 @@ class Augment:
     @staticmethod
     def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
         """What is wrong with `data.augment`; paths are relative to the data node."""
+        if config is not None and not isinstance(config, Mapping):
+            meant = config if config in KEYS else "rand_augment"
+            example = f"'data.augment={{{meant}: {_example(meant)}}}'"
+            yield Problem("augment", f"is {config!r}, no mapping", example)
+            return
         for key, value in (config or {}).items():
             path = f"augment.{key}"
             if key not in KEYS:
@@ -84,8 +89,7 @@ class Augment:
                 if not isinstance(value, bool):
                     yield Problem(path, f"is {value!r}", f"data.{path}=true")
             elif not isinstance(value, Mapping):
-                example = ", ".join(f"{k}: {v}" for k, v in KEYS[key].items())
-                yield Problem(path, f"is {value!r}, no mapping", f"data.{path}={{{example}}}")
+                yield Problem(path, f"is {value!r}, no mapping", f"data.{path}={_example(key)}")
             else:
                 yield from _wrong_values(path, KEYS[key], value)
         if config and config.get("rand_augment") and config.get("trivial_augment"):
@@ -117,6 +121,13 @@ class Augment:
         image = image.clone()
         image[:, top : top + h, left : left + w] = fill.round().clamp(0, 255).to(torch.uint8)
         return image
+
+
+def _example(key: str) -> str:
+    """A value of that key, as it is written on the command line."""
+    plain = {"horizontal_flip": "0.5", "trivial_augment": "true"}
+    inner = ", ".join(f"{k}: {v}" for k, v in KEYS[key].items())
+    return plain.get(key) or f"{{{inner}}}"
 
 
 def _ops(config: Mapping[str, Any]) -> list[Callable[[Any], Any]]:

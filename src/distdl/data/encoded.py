@@ -41,7 +41,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The encoded image. Errors of the storage (OSError) are not damage: they end the run."""
+        """The encoded image. Damaged: this one cannot be had; OSError ends the run."""
 
     @abstractmethod
     def label(self, index: int) -> int:

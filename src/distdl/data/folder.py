@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from distdl.data.decoding import Damaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
+from distdl.shards.format import WORK
 
 # torchvision's list; compared in lower case, so `.JPEG` counts.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -22,8 +24,15 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
     Args:
         num_classes: How many class folders there should be; None: any number.
     """
+    if root.is_file():
+        yield Problem("root", f"{root} is a file", "the folder that holds train/ and val/")
+        return
     if not root.is_dir():
         yield Problem("root", f"no such folder: {root}", "data.root=/path/to/images")
+        return
+    if (root / WORK).is_dir():
+        what = f"{root}: its preparation was interrupted, or is under way"
+        yield Problem("root", what, "the same `prepare` command goes on with it")
         return
     missing = [split for split in ("train", "val") if not (root / split).is_dir()]
     for split in missing:
@@ -88,7 +97,10 @@ class FolderImages(EncodedImages):
         return self.folder / os.fsdecode(bytes(self._paths[index]))
 
     def read(self, index: int) -> bytes:
-        return self.path(index).read_bytes()
+        try:
+            return self.path(index).read_bytes()
+        except OSError as error:  # a dangling link, no right to read: of this file alone
+            raise Damaged(f"cannot be read: {error.strerror}") from error
 
     def label(self, index: int) -> int:
         return int(self._labels[index])

@@ -40,13 +40,16 @@ class Resizing:
     @staticmethod
     def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
         """What is wrong with `data.resize`; paths are relative to the data node."""
+        example = "data.resize={from: 160, to: 192, until_epoch: 76}"
+        if config is not None and not isinstance(config, Mapping):
+            yield Problem("resize", f"is {config!r}, no mapping", f"'{example}'")
+            return
         if not config:
             return
         for key in config:
             if key not in KEYS:
                 hint = did_you_mean(key, KEYS) or f"there are: {', '.join(KEYS)}"
                 yield Problem(f"resize.{key}", "unknown", hint)
-        example = "data.resize={from: 160, to: 192, until_epoch: 76}"
         missing = [key for key in ("from", "to", "until_epoch") if key not in config]
         if missing:
             yield Problem("resize", f"lacks {', '.join(missing)}", example)

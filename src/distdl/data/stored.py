@@ -115,10 +115,12 @@ class StoredImages(ImageData):
         """
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
-        for key, least in (("cache_gb", 0.0), ("shuffle_window", 1)):
-            value = config.get(key)
-            if isinstance(value, (int, float)) and value < least:
-                yield Problem(key, f"is {value}", f"at least {least:g}")
+        room, window = config.get("cache_gb"), config.get("shuffle_window")
+        if isinstance(room, (int, float)) and not room > 0:
+            what = f"is {room:g}, not more than 0"
+            yield Problem("cache_gb", what, "data.cache_gb=200, or null: what the disk has")
+        if isinstance(window, int) and window < 1:
+            yield Problem("shuffle_window", f"is {window}, not 1 or more", "data.shuffle_window=32")
         if not local:
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return
@@ -127,7 +129,9 @@ class StoredImages(ImageData):
             yield from check_folder(Path(root), config.get("num_classes"))
             return
         try:
-            data = open_data_set(root, patience=QUICK)
+            data = open_data_set(root, patience=QUICK, cache_root=_cache_root(config))
+            if data.note:
+                yield data.note
             yield from _misfits(data, config.get("num_classes"))
         except UserError as error:
             for problem in error.problems:
@@ -144,12 +148,13 @@ class StoredImages(ImageData):
             self._splits[split] = FolderImages(Path(self.root, split), view)
 
     def _open_shards(self) -> None:
-        data = open_data_set(self.root)
+        cache_root = _cache_root({"cache_dir": self.cache_dir})
+        data = open_data_set(self.root, cache_root=cache_root)
         _refuse(_misfits(data, self.num_classes))
         in_place = not is_remote(self.root) and self.cache_dir is None
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
         whole = in_place or limit is None or data.bytes <= limit
-        cache = None if in_place else self._cache(data, limit)
+        cache = None if in_place else self._cache(data, cache_root, limit)
         window: int = self.shuffle_window
         epochs: int | None = 0 if in_place else 1
         if limit is not None and not whole:
@@ -164,14 +169,15 @@ class StoredImages(ImageData):
         }
         ahead = None
         if cache is not None and (self.trainer is None or self.trainer.local_rank == 0):
-            own = Cache(open_data_set(self.root).store, cache.root, data.key, limit)
+            if is_remote(self.root) and not data.note:
+                data.keep(cache.root)
+            own = Cache(open_store(self.root), cache.root, data.key, limit)
             ahead = Ahead(own, None if whole else needs.needed_later)
         self._plan = TrainPlan(needs, shards["train"], shards["val"], ahead)
         self._splits["train"] = ShardImages(self._train_view, shards["train"], self._plan)
         self._splits["val"] = ShardImages(self._val_view, shards["val"])
 
-    def _cache(self, data: DataSet, limit: int | None) -> Cache:
-        root = Path(self.cache_dir).expanduser() if self.cache_dir else default_root()
+    def _cache(self, data: DataSet, root: Path, limit: int | None) -> Cache:
         cache = Cache(data.store, root, data.key, limit)
         wanted = data.bytes if limit is None else min(limit, data.bytes)
         room = cache.room()
@@ -184,6 +190,8 @@ class StoredImages(ImageData):
             )
             count = sum(len(split.shards) for split in data.manifest.splits.values())
             text = "data: %s, %s GB in %d shards, of which %d are in %s"
+            if data.note:
+                log.warning(data.note)
             log.info(text, data.store.uri, f"{data.bytes / GB:.3g}", count, here, cache.folder)
         return cache
 
@@ -203,6 +211,11 @@ def _expanded(root: str) -> str:
     return root if is_remote(root) else open_store(root).uri
 
 
+def _cache_root(config: Mapping[str, Any]) -> Path:
+    told = config.get("cache_dir")
+    return Path(told).expanduser() if told else default_root()
+
+
 def _refuse(problems: Iterable[Problem]) -> None:
     found = [Problem(f"data.{p.path}", p.what, p.remedy) for p in problems]
     if found:
@@ -214,6 +227,9 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
     manifest = data.manifest
     for split in {"train", "val"} - manifest.splits.keys():
         yield Problem("root", f"{data.store.uri} has no {split!r}", f"it has {[*manifest.splits]}")
+    for name in [name for name, split in manifest.splits.items() if not split.samples]:
+        remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
+        yield Problem("root", f"{data.store.uri} has no sample in {name!r}", remedy)
     if num_classes is not None and num_classes != len(manifest.classes):
         count = len(manifest.classes)
         what = f"is {num_classes}, but {data.store.uri} has {count} classes"

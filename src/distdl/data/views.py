@@ -19,6 +19,8 @@ from distdl.data.resizing import Resizing
 from distdl.data.restarts import strip
 from distdl.errors import Problem
 
+MOST_PIXELS = 8192  # of a side: more is a slip, and would fill any GPU
+
 
 class View(Protocol):
     """Bytes to the fields of a sample, "image" among them.
@@ -34,7 +36,7 @@ class View(Protocol):
 
 
 def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Problem]:
-    """What is wrong with `decoder`, `augment`, `resize` and `on_damaged` of a data node.
+    """What is wrong with the keys of a data node that images are seen by; relative to the node.
 
     Args:
         local: The run is to decode on this machine: is the decoder here?
@@ -49,12 +51,39 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
             remedy = f"pip install {package}, or data.decoder=auto takes what there is"
             yield Problem("decoder", what, remedy)
     yield from Augment.check(augment)
-    on_cpu = [k for k, v in (augment or {}).items() if v and k != "horizontal_flip"]
+    given = augment if isinstance(augment, Mapping) else {}
+    on_cpu = [k for k, v in given.items() if v and k != "horizontal_flip"]
     if name == "nvjpeg" and on_cpu:
         what = f"works on decoded images in the workers, and nvjpeg decodes on the GPU: {on_cpu[0]}"
         yield Problem("augment", what, f"data.augment.{on_cpu[0]}=null or data.decoder=auto")
     yield from Resizing.check(config.get("resize"))
     yield from Damage.check(config)
+    yield from _wrong_ranges(config)
+
+
+def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
+    """Of the sizes and ranges that crops are drawn from; other types are told elsewhere."""
+    size = config.get("image_size", 224)
+    if type(size) is int and not 1 <= size <= MOST_PIXELS:
+        what = f"is {size}, no height in pixels from 1 to {MOST_PIXELS:,}"
+        yield Problem("image_size", what, "data.image_size=224")
+    for key, most, usual in (
+        ("scale", 1.0, "[0.08, 1.0]"),
+        ("ratio", math.inf, "[0.75, 1.3333333333333333]"),
+    ):
+        pair = config.get(key, (1.0, 1.0))
+        if not _is_range(pair, most):
+            limit = ", at most 1" if most == 1 else ""
+            what = f"is {pair!r}, not two numbers above 0{limit}, the smaller one first"
+            yield Problem(key, what, f"'data.{key}={usual}'")
+
+
+def _is_range(pair: Any, most: float) -> bool:
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        return False
+    if any(isinstance(end, bool) or not isinstance(end, (int, float)) for end in pair):
+        return False
+    return bool(0 < pair[0] <= pair[1] <= most and pair[1] < math.inf)
 
 
 class TrainView:

@@ -15,10 +15,9 @@ import numpy as np
 from distdl.prepare.images import Damaged, Treatment
 from distdl.prepare.plan import Part
 from distdl.prepare.source import Sample, Source
-from distdl.shards.format import ROW, Shard
+from distdl.shards.format import ROW, WORK, Shard
 from distdl.shards.writing import ShardFile, whole
 
-WORK = ".preparing"  # inside the data set's folder, until it is complete
 FORMATS = ("shards", "folder")
 
 

@@ -16,8 +16,10 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +30,8 @@ from distdl.errors import Problem, UserError
 from distdl.shards.format import File
 from distdl.stores import Progress, Store, StoreError
 from distdl.stores.files import reserved
+
+log = logging.getLogger(__name__)
 
 TRIES = 3
 MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
@@ -94,9 +98,13 @@ class Cache:
         """
         if self.has(file):
             return self.path(file)
+        asked = time.time()
         with FileLock(self.folder / "locks" / file.name):
             if self.has(file):
                 return self.path(file)
+            self._share_failure(file, asked)
+            if self.path(file).exists():
+                log.warning(HEALED, self.path(file))
             for _ in range(TRIES):
                 # We hold the lock: what lies there was left by a process that was killed.
                 for left in self.folder.glob(f".{file.name}.*.part"):
@@ -107,6 +115,7 @@ class Cache:
                 finally:
                     part.unlink(missing_ok=True)
                 if not said:
+                    self._failure(file).unlink(missing_ok=True)
                     return self.path(file)
         what = f"{self.store.uri}/{file.name} came {TRIES} times, and {said}"
         raise UserError(Problem("data.root", what, DAMAGED))
@@ -129,15 +138,28 @@ class Cache:
                 _sync(self.folder)
             return said
         except StoreError as error:
-            remedy = "the run can be resumed when it is back" if error.transient else ""
-            raise UserError(Problem("data.root", str(error), remedy)) from error
+            if error.transient:
+                self._failure(file).write_text(str(error))
+            raise _unreachable(str(error), error.transient) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
                 raise
             raise NoRoom(errno.ENOSPC, self._full(file)) from error  # others wrote to the disk
 
+    def _failure(self, file: File) -> Path:
+        return self.folder / "locks" / f"{file.name}.failed"
+
+    def _share_failure(self, file: File, asked: float) -> None:
+        """Who waited while another process tried in vain has waited long enough."""
+        try:
+            if self._failure(file).stat().st_mtime >= asked:
+                raise _unreachable(self._failure(file).read_text(), transient=True)
+        except FileNotFoundError:
+            return
+
     def drop(self, file: File) -> None:
         """Removes a copy that turned out to be damaged."""
+        log.warning(HEALED, self.path(file))
         with FileLock(self.folder / "locks" / file.name):
             self.path(file).unlink(missing_ok=True)
 
@@ -197,8 +219,14 @@ class Cache:
         )
 
 
+HEALED = "%s is damaged: it comes down again"
 REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
 DAMAGED = "upload it again (python -m distdl prepare ... --upload), then go on with this run"
+
+
+def _unreachable(said: str, transient: bool) -> UserError:
+    remedy = "the run can be resumed when it is back" if transient else ""
+    return UserError(Problem("data.root", said, remedy))
 
 
 def default_root() -> Path:

@@ -18,6 +18,7 @@ from distdl.shards.cache import Cache, NoRoom
 from distdl.shards.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Store, StoreError, is_remote, open_store
 
+QUICK = 10.0  # seconds for a server without which it goes on as well
 MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
 
 
@@ -27,13 +28,28 @@ class DataSet:
 
     Args:
         manifest: What it holds.
-        key: The sha256 of the manifest.
+        text: The manifest as it lies there.
         store: Where it lies.
+        note: What is unusual about how it was opened, or "".
     """
 
     manifest: Manifest
-    key: str
+    text: bytes
     store: Store
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """The sha256 of the manifest."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    def keep(self, cache_root: Path) -> None:
+        """Writes the manifest into this node's cache, for starts without the server."""
+        path = _kept(cache_root, self.store.uri)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_bytes(self.text)
+        part.replace(path)
 
     @property
     def bytes(self) -> int:
@@ -68,25 +84,49 @@ class DataSet:
         return self.manifest.splits[name]
 
 
-def open_data_set(root: str, *, patience: float = PATIENCE) -> DataSet:
+def open_data_set(
+    root: str, *, patience: float = PATIENCE, cache_root: Path | None = None
+) -> DataSet:
     """Reads the manifest at a folder or URI.
+
+    Args:
+        root: The folder or URI.
+        patience: Seconds to keep trying while a server does not answer.
+        cache_root: This node's cache: while the server cannot be reached, the manifest that
+            `DataSet.keep` wrote there is taken.
 
     Raises:
         UserError: There is none, or the store cannot be reached.
     """
     store = open_store(root, patience=patience)
+    kept = _kept(cache_root, store.uri) if cache_root and is_remote(root) else None
     try:
-        text = store.read(MANIFEST)
+        if kept is None or not kept.exists():
+            text = store.read(MANIFEST)
+        else:  # nobody need wait for long
+            text = open_store(root, patience=min(patience, QUICK)).read(MANIFEST)
     except StoreError as error:
+        if kept is not None and kept.exists() and error.transient:
+            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
+            note = f"{store.uri} cannot be reached; the copy of {date} is used ({kept})"
+            return _data_set(kept.read_bytes(), store, note)
         remedy = "python -m distdl prepare ... --upload URL writes it last, when all else is there"
         remedy = "" if error.transient or not is_remote(root) else remedy
         raise UserError(Problem("data.root", str(error), remedy)) from error
+    return _data_set(text, store)
+
+
+def _kept(cache_root: Path, uri: str) -> Path:
+    return cache_root / "manifests" / f"{hashlib.sha256(uri.encode()).hexdigest()[:16]}.json"
+
+
+def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
     manifest = Manifest.from_json(text, f"{store.uri}/{MANIFEST}")
     for split in manifest.splits.values():
         for file in (split.index, *split.shards):
             if Path(file.name).name != file.name or file.name.startswith("."):
                 raise UserError(Problem("data.root", f"{file.name!r} is no name of a shard"))
-    return DataSet(manifest, hashlib.sha256(text).hexdigest(), store)
+    return DataSet(manifest, text, store, note)
 
 
 class Shards:
@@ -117,6 +157,7 @@ class Shards:
         self.evictable, self.checking = evictable, checking
         self.rows = data.index(split, cache)
         self._since = time.time()
+        self._lost: UserError | None = None
         self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()
         if not _fits(self.rows, self.split):
             what = f"the index of {split!r} does not fit the shards of {MANIFEST}"
@@ -201,12 +242,17 @@ class Shards:
     def _path(self, file: File) -> Path:
         if self.cache is None:
             return self.where / file.name
+        if self._lost is not None and not self.cache.has(file):
+            raise self._lost  # the run ends: a worker's next batches do not wait again
         own = self.evictable
         try:
             return self.cache.fetch(file, None if own is None else lambda: own(file))
         except NoRoom as error:
             remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
             raise UserError(Problem("data.cache_dir", str(error), remedy)) from error
+        except UserError as error:
+            self._lost = error
+            raise
 
     def _close_some(self) -> None:
         """The least used, and those that were removed: only our handle keeps their disk space."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -58,6 +59,21 @@ class BlobStore(RemoteStore):
         self._sas = sas
 
     def _connect(self) -> Any:
+        sdk = logging.getLogger("azure")
+        if sdk.level == logging.NOTSET:  # at INFO it writes down every request with its headers
+            sdk.setLevel(logging.WARNING)
+        try:
+            return self._container_client()
+        except ValueError:  # its text may hold the key
+            if os.environ.get(_CONNECTION) and not self._endpoint:
+                what = f"{_CONNECTION} is no connection string"
+                remedy = "copy it whole, in quotes: az storage account show-connection-string"
+            else:
+                what = "is no address of an account or container"
+                remedy = f"look at {_ACCOUNT}, and at the URI"
+            raise UserError(Problem(self.uri, what, remedy)) from None
+
+    def _container_client(self) -> Any:
         from azure.storage.blob import ContainerClient
 
         # Retries are ours: the package's own wait 15 s before the first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import random
@@ -19,7 +20,11 @@ from distdl.stores.store import PATIENCE, Progress, StoreError
 PART = 8 << 20  # bytes that one request brings or takes
 THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s
 
+LONG = 30.0  # seconds of waiting that are worth a word
+
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class RemoteStore(ABC):
@@ -37,6 +42,7 @@ class RemoteStore(ABC):
         self._client: Any = None
         self._pid = 0
         self._making = threading.Lock()
+        self._silent = False  # the server's answer is waited for, and that was said
 
     @property
     def uri(self) -> str:
@@ -133,18 +139,24 @@ class RemoteStore(ABC):
             if progress is not None:
                 progress(0)
             try:
-                return action()
+                result = action()
+                self._silent = False
+                return result
             except Exception as error:
                 transient = error.transient if isinstance(error, Short) else None
                 if transient is None:
                     transient = self._is_transient(error)
                 if transient is None:
                     raise
+                # The SDKs' own messages may hold the whole URL, with its signature.
+                said = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                 if not transient or time.monotonic() + pause > deadline:
-                    # The SDKs' own messages may hold the whole URL, with its signature.
-                    said = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                     message = f"{self._uri}/{name}: {said}"
                     raise StoreError(message, transient=transient) from None
+                if self.patience >= LONG and not self._silent:
+                    self._silent = True
+                    text = "%s does not answer, trying again for %g s: %s"
+                    log.warning(text, self._uri, self.patience, said)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, 8)
 
