@@ -40,7 +40,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 matrix: setup  ## every strategy: into every other, resnet50, the benchmark; the table in docs/strategies
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py tests/multiprocess/test_benchmark.py
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py tests/multiprocess/test_benchmark_ranks.py
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

@@ -215,7 +215,7 @@ def test_only_what_is_missing_is_measured(
         attempt.end(JobState.SUCCEEDED)
         return JobState.SUCCEEDED
 
-    monkeypatch.setattr("distdl.sweeps._run_one", run_one)
+    monkeypatch.setattr("distdl.sweeps.run_one", run_one)
     given = ("scale", *TINY, "--devices", "1,2", "--mode", "weak")
     said = command(*given)
     assert said.code == 1 and "not measured: ddp-1x2-batch12" in said.out
