@@ -344,7 +344,10 @@ def test_hosts_that_lose_each_other_end(cloud, containers) -> None:
     assert time.monotonic() - started < 45
     assert both.failure("algo-1") == "algo-2 vanished"
     assert both.failure("algo-2") == "algo-1 vanished"
-    assert rank_pids(cloud.hosts, "algo-2") == []
+    deadline = time.monotonic() + 10  # killed with their container: not in the same instant
+    while left := rank_pids(cloud.hosts, "algo-2"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_rank_that_fails_ends_every_host_and_is_named(cloud, containers) -> None:

@@ -195,12 +195,12 @@ def test_nothing_half_written_has_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, tmp_path: Path) -> None:
-    source = imagenet(tmp_path / "in", 100)
+    source = imagenet(tmp_path / "in", 300)  # more than two idle cores do in a second
     # While its workers start, and while they work.
     for sign in ("plan.jsonl", "*.json"):
-        process = start(source, tmp_path / "out")
-        wait_for(lambda: list((tmp_path / "out/.preparing").glob(sign)))  # noqa: B023
-        time.sleep(0.1)
+        out = tmp_path / f"out-{sign[0]}"
+        process = start(source, out)
+        wait_for(lambda: list((out / ".preparing").glob(sign)))  # noqa: B023
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         text, _ = process.communicate(timeout=60)
         assert process.returncode == 130, text
