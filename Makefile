@@ -8,8 +8,8 @@ READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
-# Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server.
-SERVERS := openmpi-bin mpich openssh-server munge slurm-wlm iproute2
+# Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server; and jpegtran.
+SERVERS := openmpi-bin mpich openssh-server munge slurm-wlm iproute2 libjpeg-turbo-progs
 
 .PHONY: train test setup servers lint matrix bench clean
 
