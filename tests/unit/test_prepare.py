@@ -33,18 +33,6 @@ from tests.miniature import (
 )
 
 
-@pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return imagenet(tmp_path_factory.mktemp("imagenet"))
-
-
-@pytest.fixture(scope="module")
-def prepared(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("prepared") / "out"
-    assert prepare("imagenet", tars, out, *SUBSET) == 0
-    return out
-
-
 def test_each_image_is_there_with_its_label(prepared: Path) -> None:
     train, val = stored(prepared, "train"), stored(prepared, "val")
     wanted = {name: data for of_class in images(12).values() for name, data in of_class.items()}

@@ -22,18 +22,6 @@ from tests.conftest import ROOT, environment
 from tests.miniature import SUBSET, everything, imagenet, prepare, stored
 
 
-@pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return imagenet(tmp_path_factory.mktemp("imagenet"))
-
-
-@pytest.fixture(scope="module")
-def prepared(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("prepared") / "out"
-    assert prepare("imagenet", tars, out, *SUBSET) == 0
-    return out
-
-
 # The killed one is a process group of its own: what it leaves behind can be counted.
 def start(source: Path, to: Path) -> subprocess.Popen[str]:
     command = ("prepare", "imagenet", "--source", str(source), "--to", str(to), "--subset")

@@ -14,14 +14,8 @@ from distdl.prepare import plan as plans
 from distdl.prepare.source import Sample
 from tests.miniature import (
     SUBSET,
-    imagenet,
     prepare,
 )
-
-
-@pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return imagenet(tmp_path_factory.mktemp("imagenet"))
 
 
 def samples(sizes: list[int]) -> list[tuple[str, Sample]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import multiprocessing
-import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distdl.commands._data_open import Found, Images, Reader
+from distdl.orphans import end_with_parent
 
 CHUNK = 64  # images that a process is given at a time
 
@@ -100,7 +99,7 @@ def look_at_all(found: Found, processes: int, progress: Callable[[int], None]) -
     result = {}
     # Not forked: this process has threads (torch's, the bar's), whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _end_with_parent) as pool:
+    with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
         for name, images in found.splits.items():
             seen = result[name] = Seen()
             for shard, rows in _parts(found, images):
@@ -110,18 +109,6 @@ def look_at_all(found: Found, processes: int, progress: Callable[[int], None]) -
                         seen.add(part)
                         progress(part.count)
     return result
-
-
-def _end_with_parent() -> None:
-    """A pool whose owner was killed would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
 
 
 def _look(reader: Reader) -> Seen:

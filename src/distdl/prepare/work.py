@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shlex
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +26,7 @@ from filelock import FileLock, Timeout
 
 from distdl import __version__
 from distdl.errors import Problem, Unfinished, UserError
+from distdl.orphans import end_with_parent
 from distdl.prepare import plan as plans
 from distdl.prepare.plan import Part, Plan
 from distdl.prepare.writers import WORK, Result, Writer, result_file, rows_of
@@ -289,15 +288,7 @@ _HERE: dict[str, Any] = {}
 def _enter_worker(writer: Writer, counts: Any) -> None:
     _HERE.update(writer=writer, counts=counts)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        # A pool whose owner was killed would wait for work for ever.
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    end_with_parent()
 
 
 def _write_here(part: Part) -> None:
