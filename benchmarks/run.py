@@ -1,6 +1,9 @@
 """`make bench`: runs what fits this machine and writes benchmarks/RESULTS.md.
 
-python -m benchmarks.run [startup] [overhead] [pipeline] [traffic] [loader]
+    python -m benchmarks.run                     # all; with a GPU its part as well
+    python -m benchmarks.run overhead startup    # these, and only printed
+
+A part that fails leaves the others alone: its error stands in the page, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -8,11 +11,79 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Protocol
 
-from benchmarks.table import machine
+from benchmarks.table import HEADER, Goal, machine
 
-ALL = ("startup", "overhead", "pipeline", "traffic", "loader")
+# The short ones first; each has `main() -> Part`.
+CPU = ("startup", "overhead", "tracking", "checkpoint", "ddp", "held_out", "traffic", "pipeline")
+ALL = (*CPU, "loader", "gpu")
+PAGE = Path(__file__).with_name("RESULTS.md")
+GPU_COMMAND = "python -m benchmarks.run gpu"
+
+
+class Part(Protocol):
+    """What a benchmark's `main` gives back."""
+
+    @property
+    def goals(self) -> list[Goal]: ...
+
+    def markdown(self) -> str: ...
+
+
+class Failed:
+    """In the place of a part whose benchmark ended with an error."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        self.name = name
+        self.said = "".join(traceback.format_exception_only(error)).strip()
+
+    goals: list[Goal] = []
+
+    def markdown(self) -> str:
+        return (
+            f"## {self.name}: failed\n\n```\n{self.said[-2000:]}\n```\n\n"
+            f"`python -m benchmarks.run {self.name}`"
+        )
+
+
+def measured(name: str) -> Part:
+    """Runs one part; says how long it took, and what went wrong."""
+    started = time.monotonic()
+    print(f"{name} ...", flush=True)
+    try:
+        result: Part = importlib.import_module(f"benchmarks.{name}").main()
+    except Exception as error:
+        traceback.print_exc()
+        result = Failed(name, error)
+    how = "failed" if isinstance(result, Failed) else "done"
+    print(result.markdown(), flush=True)
+    print(f"{name}: {how} in {time.monotonic() - started:.0f} s\n", flush=True)
+    return result
+
+
+def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
+    """The whole of RESULTS.md."""
+    goals = [goal for part in parts for goal in part.goals] + missing
+    sections = [
+        "# Results",
+        f"{time.strftime('%Y-%m-%d')}, {machine()}.",
+        f"`make bench`, {seconds / 60:.1f} minutes. Interleaved: A, B, C, A, B, C. Ratios are "
+        "those of the medians. A goal within 2 % of 1 also holds inside the A/A spread: that of "
+        "the competitor against itself in the same run, with 95 % confidence; where this is wider "
+        "than 0.1, the machine was not idle and nothing is decided.",
+        HEADER + "\n" + "\n".join(goal.row() for goal in goals),
+        *(part.markdown() for part in parts),
+    ]
+    if missing:
+        sections.append(
+            "## Not run here\n\nNo NVIDIA GPU on this machine. On one that has it "
+            f"`{GPU_COMMAND}` measures:\n\n"
+            + "\n".join(f"- {goal.what}: {goal.goal}" for goal in missing)
+        )
+    return "\n\n".join(sections) + "\n"
 
 
 def main(names: list[str]) -> int:
@@ -20,23 +91,25 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(ALL)}")
         return 2
-    chosen = names or list(ALL)
-    parts = [
-        "# Results",
-        f"{time.strftime('%Y-%m-%d')}, {machine()}. Interleaved: A, B, C, A, B, C.",
-    ]
-    for name in chosen:
-        print(f"{name} ...", flush=True)
-        result = importlib.import_module(f"benchmarks.{name}").main()
-        parts.append(result.markdown())
-        print(result.markdown(), flush=True)
-    parts.append(
-        "## Not run here\n\nresnet50 at 224 px in bf16 against a hand-written loop needs a GPU: "
-        "`python -m pytest tests/gpu -s`."
-    )
-    if set(chosen) == set(ALL):
-        Path(__file__).with_name("RESULTS.md").write_text("\n\n".join(parts) + "\n")
-    return 0
+    from benchmarks import gpu
+
+    if "gpu" in names and not gpu.available():
+        print("gpu: needs an NVIDIA GPU that torch can use, and there is none here")
+        return 2
+    chosen = names or [name for name in ALL if name != "gpu" or gpu.available()]
+    started = time.monotonic()
+    parts = [measured(name) for name in chosen]
+    missing = [] if "gpu" in chosen else gpu.not_run()
+    text = page(parts, missing if not names else [], time.monotonic() - started)
+    if names:
+        print("\n".join([HEADER, *(goal.row() for part in parts for goal in part.goals)]))
+    else:
+        PAGE.write_text(text)
+        print(f"{PAGE.name}: {(time.monotonic() - started) / 60:.1f} minutes")
+    failed = [part.name for part in parts if isinstance(part, Failed)]
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,17 +1,81 @@
-"""How results are written down."""
+"""How results are written down, and when a goal counts as reached."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import random
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+NEAR = 0.02  # a goal so near to 1 also holds inside what the competitor differs from itself
+WIDEST = 0.1  # from the lowest to the highest of that; more says that the machine was not idle
+HEADER = "| where | ratio | goal | measured | reached |\n|---|---|---|---|---|"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio and what it is to be.
+
+    Args:
+        what: Of what to what.
+        goal: Begins with "at most" or "at least" and a number.
+        measured: The ratio of the medians; None: not run.
+        same: What the competitor's own ratio to itself may be by chance (`against_itself`).
+        where: CPU or GPU.
+    """
+
+    what: str
+    goal: str
+    measured: float | None
+    same: tuple[float, float] | None = None
+    where: str = "CPU"
+
+    @cached_property
+    def _bound(self) -> tuple[str, float]:
+        found = re.match(r"at (most|least) (\d+(?:\.\d+)?)", self.goal)
+        if found is None:
+            raise ValueError(f"a goal begins with 'at most 1.0' or 'at least 1.0', not {self.goal}")
+        return found[1], float(found[2])
+
+    @property
+    def state(self) -> str:
+        """ "reached", "not reached", "undecided" or "not run"."""
+        way, bound = self._bound
+        if self.measured is None:
+            return "not run"
+        if self.measured <= bound if way == "most" else self.measured >= bound:
+            return "reached"
+        if self.same is not None and abs(bound - 1) <= NEAR + 1e-9:
+            low, high = self.same
+            if self.measured <= high if way == "most" else self.measured >= low:
+                return "reached" if high - low <= WIDEST else "undecided"
+        return "not reached"
+
+    def row(self) -> str:
+        way, bound = self._bound
+        measured = "" if self.measured is None else f"{self.measured:.3f}"
+        if self.measured is not None and self.same is not None:
+            measured += f" (A/A {self.same[0]:.3f} to {self.same[1]:.3f})"
+        sign = "<=" if way == "most" else ">="
+        state = "**not reached**" if self.state == "not reached" else self.state
+        return f"| {self.where} | {self.what} | {sign} {bound:g} | {measured} | {state} |"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One ratio against a named competitor."""
+    """One ratio against a named competitor.
+
+    Args:
+        ratio: Of the medians.
+        same: See `Goal`.
+        more: Further goals that were measured with it.
+        where: CPU or GPU.
+        what: The ratio in the table of goals; by default the title.
+    """
 
     title: str
     competitor: str
@@ -20,19 +84,63 @@ class Result:
     rows: list[str]
     command: str
     notes: str = ""
-    extra: list[str] = field(default_factory=list)
+    same: tuple[float, float] | None = None
+    more: list[Goal] = field(default_factory=list)
+    where: str = "CPU"
+    what: str = ""
+
+    @property
+    def goals(self) -> list[Goal]:
+        first = Goal(self.what or self.title, self.goal, self.ratio, self.same, self.where)
+        return [first, *self.more]
 
     def markdown(self) -> str:
+        first, *more = self.goals
+        said = [f"{g.what}: **{g.measured:.3f}** ({_how(g)})." for g in more if g.measured]
         parts = [
             f"## {self.title}",
             f"Competitor: {self.competitor}. Ratio of medians **{self.ratio:.3f}** "
-            f"(goal: {self.goal}).",
+            f"({_how(first)}).",
+            *([" ".join(said)] if said else []),
             "| | median | min | max | unit | repeats |\n|---|---|---|---|---|---|\n"
             + "\n".join(self.rows),
             *([self.notes] if self.notes else []),
             f"`{self.command}`",
         ]
         return "\n\n".join(parts)
+
+
+def _how(goal: Goal) -> str:
+    said = f"goal: {goal.goal}: {goal.state}"
+    if goal.same is not None:
+        low, high = goal.same
+        said += f"; the competitor against itself, A/A: {low:.3f} to {high:.3f}"
+    return said
+
+
+def against_itself(first: Sequence[float], again: Sequence[float]) -> tuple[float, float]:
+    """What a ratio of medians comes to by chance alone, from A and A in the same rounds.
+
+    In each of 2000 draws every round is taken from the same rounds at random, and either of its two
+    values is the first; the result holds 95 % of the ratios (percentile bootstrap, Efron 1979).
+
+    Args:
+        first, again: The competitor's values of each round, measured twice in it.
+
+    Returns:
+        The lowest and the highest ratio.
+    """
+    draw = random.Random(0)
+    rounds = list(zip(first, again, strict=True))
+    ratios = []
+    for _ in range(2000):
+        pairs = [draw.choice(rounds) for _ in rounds]
+        pairs = [p if draw.random() < 0.5 else (p[1], p[0]) for p in pairs]
+        ratios.append(
+            statistics.median(p[0] for p in pairs) / statistics.median(p[1] for p in pairs)
+        )
+    ratios.sort()
+    return ratios[int(0.025 * len(ratios))], ratios[int(0.975 * len(ratios))]
 
 
 def row(name: str, values: Sequence[float], unit: str) -> str:
@@ -47,10 +155,19 @@ def machine() -> str:
 
     import torch
 
-    names = ("torch", "torchvision", "lightning", "hydra-core", "mlflow")
+    names = ("torch", "torchvision", "lightning", "hydra-core", "mlflow", "timm", "webdataset")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{os.cpu_count()} CPU cores ({platform.machine()}), {gpu}, "
+        f"{os.cpu_count()} CPU cores ({_cpu()}), {gpu}, "
         f"Python {platform.python_version()}, {versions}"
     )
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
+    except OSError:
+        names = []
+    return f"{platform.machine()}, {names[0]}" if names else platform.machine()

@@ -1,4 +1,4 @@
-"""The tiny model of the overhead benchmark, in the shape of each competitor."""
+"""The tiny model of the overhead and tracking benchmarks, in the shape of each competitor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-WARM_UP = 200  # steps before the clock starts
+FEATURES = 32
 
 
 class Tiny(LightningModule):
@@ -18,18 +18,23 @@ class Tiny(LightningModule):
 
     Args:
         self_log: Log the loss by `self.log`, as Lightning's users do.
+        width: Of the hidden layer.
+        warm_up: Steps before the clock starts.
     """
 
-    seconds_per_step = 0.0  # of the newest run
+    # Of the newest run: the mean of its timed steps, and when the last one ended.
+    seconds_per_step = 0.0
+    ended = 0.0
 
-    def __init__(self, self_log: bool = False) -> None:
+    def __init__(self, self_log: bool = False, width: int = FEATURES, warm_up: int = 200) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
-        self.self_log, self.steps, self.started = self_log, 0, 0.0
+        layers = (nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, 2))
+        self.network = nn.Sequential(*layers)
+        self.self_log, self.warm_up, self.steps, self.started = self_log, warm_up, 0, 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
-        if self.steps == WARM_UP:
+        if self.steps == self.warm_up:
             self.started = time.perf_counter()
         loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
         if self.self_log:
@@ -37,14 +42,15 @@ class Tiny(LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        Tiny.seconds_per_step = (time.perf_counter() - self.started) / (self.steps - WARM_UP)
+        Tiny.ended = time.perf_counter()
+        Tiny.seconds_per_step = (Tiny.ended - self.started) / (self.steps - self.warm_up)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class TinyData(LightningDataModule):
-    """Batches of 16 rows of 32 numbers, in memory."""
+    """Batches of rows of 32 numbers, in memory."""
 
     def __init__(self, batch_size: int = 16, steps: int = 2000) -> None:
         super().__init__()
@@ -53,6 +59,6 @@ class TinyData(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         rows = self.batch_size * self.steps
         generator = torch.Generator().manual_seed(0)
-        data = torch.randn(rows, 32, generator=generator)
+        data = torch.randn(rows, FEATURES, generator=generator)
         labels = torch.randint(0, 2, (rows,), generator=generator)
         return DataLoader(TensorDataset(data, labels), self.batch_size, shuffle=True)

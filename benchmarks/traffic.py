@@ -7,14 +7,13 @@ Lightning's own DDPStrategy sends.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pair, runs
+from benchmarks.table import Goal
 from distdl.traffic import in_words
 
 SKIPPED, STEPS = 2, 16
@@ -60,6 +59,7 @@ class Table:
     """What the ranks sent, as Markdown."""
 
     rows: list[str]
+    goals: tuple[Goal, ...] = ()
 
     def markdown(self) -> str:
         header = (
@@ -80,16 +80,9 @@ class Table:
         )
 
 
-def count(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
+def count(run: Path) -> dict[str, Any]:
     """The busiest rank's counts per step of one run."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    env.update(OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "distdl", *COMMON, *overrides, f"output_dir={folder}"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(overrides)}: {(done.stdout + done.stderr)[-2000:]}")
-    (found,) = folder.glob("*/*/logs/traffic.json")
-    result = json.loads(found.read_text())
+    result = json.loads((run / "logs" / "traffic.json").read_text())
     assert result["steps"] == STEPS, result["steps"]
     return max(result["ranks"], key=lambda rank: rank["sent"])
 
@@ -97,14 +90,19 @@ def count(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
 def main(arms: dict[str, tuple[str, ...]] = ARMS) -> Table:
     rows = []
     ddp = 0.0
-    for name, overrides in arms.items():
-        with tempfile.TemporaryDirectory() as folder:
-            found = count(overrides, Path(folder))
-        ddp = ddp or found["sent"]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {n: runs.lay_out(Path(folder), *COMMON, *o).path for n, o in arms.items()}
+        # One pair of ranks does them all; DeepSpeed wants to be the first and only one.
+        alone = [name for name in arms if name.startswith("deepspeed")]
+        for group in ([n for n in arms if n not in alone], *([name] for name in alone)):
+            if group:
+                pair.work([paths[name] for name in group])
+        found = {name: count(path) for name, path in paths.items()}
+    for name, sums in found.items():
+        ddp = ddp or sums["sent"]
         collectives = ", ".join(
-            f"{tally['calls']:g} {kind.strip('_')}" for kind, tally in found["collectives"].items()
+            f"{tally['calls']:g} {kind.strip('_')}" for kind, tally in sums["collectives"].items()
         )
-        payload, sent = in_words(found["payload"]), in_words(found["sent"])
-        rows.append(f"| {name} | {payload} | {sent} | {found['sent'] / ddp:.3f} | {collectives} |")
-        print(rows[-1], flush=True)
+        payload, sent = in_words(sums["payload"]), in_words(sums["sent"])
+        rows.append(f"| {name} | {payload} | {sent} | {sums['sent'] / ddp:.3f} | {collectives} |")
     return Table(rows)

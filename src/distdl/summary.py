@@ -18,6 +18,8 @@ from distdl.job import Resources
 from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
 from distdl.tracking import RunInfo
 
+TRAIN = "distdl.tasks.train"
+
 # Few, and each useful as a column of a table of runs; the whole config is an artifact.
 PARAMETERS = (
     "model._target_",
@@ -127,8 +129,9 @@ def print_end(
     print(f"run     {path}")
     for line in opens:
         print(f"watch   {line}")
-    print(f"next    python -m distdl report {path}")
-    print(f"        python -m distdl resume {path} trainer.max_epochs=<more>", flush=True)
+    print(f"next    python -m distdl report {path}", flush=True)
+    if built.config.task.get("_target_") == TRAIN:  # a benchmark keeps nothing to go on from
+        print(f"        python -m distdl resume {path} trainer.max_epochs=<more>", flush=True)
 
 
 def _select(config: DictConfig, path: str) -> Any:

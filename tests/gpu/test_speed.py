@@ -1,13 +1,11 @@
-"""resnet50 at 224 px, bf16, channels_last, synthetic: not slower than a loop written by hand.
+"""resnet50 at 224 px, bf16, channels_last, synthetic: the goals of benchmarks/gpu.py.
 
-Needs an NVIDIA GPU; skipped elsewhere. Interleaved A, B, A, B; the ratio of the medians is printed
-and must be at least 0.99, or lie inside the spread of the loop against itself.
+Needs an NVIDIA GPU; skipped elsewhere. `python -m benchmarks.run gpu` prints the same as a table.
+What is asserted is less than the goals, which are for a machine that does nothing else: not slower
+than a loop by hand, and DDP costs next to nothing.
 """
 
 from __future__ import annotations
-
-import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +15,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-REPEATS = 5
 
-
-def test_as_fast_as_a_hand_written_loop(tmp_path: Path) -> None:
+def test_faster_than_a_hand_written_loop() -> None:
     from benchmarks import gpu
 
-    ours, theirs = [], []
-    for _ in range(REPEATS):
-        theirs.append(gpu.by_hand(batch_size=256, steps=60))
-        ours.append(gpu.by_distdl(tmp_path, batch_size=256, steps=60))
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    spread = (max(theirs) - min(theirs)) / statistics.median(theirs)
-    print(f"distdl {ours} img/s, by hand {theirs} img/s, ratio {ratio:.3f}, spread {spread:.3f}")
-    assert ratio >= min(0.99, 1 - spread)
+    result = gpu.main(repeats=3)
+    print(result.markdown())
+    ratios = {goal.what: goal.measured or 0.0 for goal in result.goals}
+    assert ratios[gpu.AGAINST_LOOP] >= 0.99
+    assert ratios[gpu.DDP_ALONE] >= 0.95
+    assert 0 < ratios[gpu.OF_MEMORY] < 1, "faster than memory: the bytes of an image are wrong"

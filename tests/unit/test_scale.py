@@ -231,6 +231,58 @@ def test_only_what_is_missing_is_measured(
     assert [r["efficiency"] for r in rows] == [1.0, 1.0] and rows[1]["predicted"]
 
 
+def test_other_settings_of_the_task_are_measured_again(
+    command: Callable[..., Any], without_stage_2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [JobState.SUCCEEDED]
+
+    def run_one(plan: Any) -> JobState:
+        from distdl import launch
+
+        attempt = launch.lay_down(plan, ["x"], None)
+        if ends[-1] is JobState.SUCCEEDED:
+            found = {**bench(), "attempt": attempt.number}
+            (plan.run.path / "benchmark.json").write_text(json.dumps(found))
+        attempt.end(ends[-1])
+        return ends[-1]
+
+    monkeypatch.setattr("distdl.sweeps.run_one", run_one)
+    given = ("scale", *TINY, "name=mine", "--devices", "1", "--mode", "weak")
+    assert command(*given, "task.steps=5").code == 0
+    assert "single-1x1-batch12: measured before\n" in command(*given, "task.steps=5").out
+    # A named folder keeps the sizes whatever the task's settings are.
+    ends.append(JobState.FAILED)
+    said = command(*given, "task.steps=7")
+    assert "measured before, with task.steps=5: once more" in said.out
+    assert said.code == 1 and "not measured: single" in said.out, "an older measurement was shown"
+    ends.append(JobState.SUCCEEDED)
+    said = command(*given, "task.steps=7")
+    assert said.code == 0 and "measured before" not in said.out and "100.0 %" in said.out
+    assert "single-1x1-batch12: measured before\n" in command(*given, "task.steps=7").out
+
+
+def test_nothing_is_cut_off_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.pyplot as plt
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    # Faster together than alone, and a strategy with a long name.
+    two = member(bench(2, rate=260), "ddp strategy.comm_hook=bf16")
+    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+    _scale_plot.draw(tmp_path / "scale.png", rows, {}, "Scaling on a CPU, 32-true")
+    monkeypatch.undo()
+    (figure,) = drawn
+    (axes,) = figure.axes
+    assert axes.get_ylim()[1] > 130
+    figure.canvas.draw()
+    texts = [*axes.texts, axes.title, *figure.legends[0].get_texts(), axes.xaxis.label]
+    for text in texts:
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0, text
+        assert box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text
+    plt.close(figure)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Trace:
         kinds = [ProfilerActivity.CPU]
         if clock.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
+        # Kineto tells of itself on stderr, and of a machine without a GPU as of an error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile(activities=kinds)
 
     def start(self) -> None:

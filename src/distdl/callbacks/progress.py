@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from typing import Any
@@ -46,7 +47,7 @@ class Progress(Callback):
             if isinstance(callback, StepMetrics) and self not in callback.listeners:
                 callback.listeners.append(self)
 
-    @property
+    @functools.cached_property  # rich looks at a dozen variables, and this is asked at every step
     def _draws(self) -> bool:
         return self._console.is_terminal if self.bar is None else self.bar
 

@@ -59,9 +59,20 @@ class Member:
         return jobs.state(last) if last else None
 
     def read(self) -> bool:
-        """Takes in what was measured; False if there is nothing yet."""
-        self.found = read_json(self.run.path / FILE)
+        """Takes in what the last attempt measured; False if there is nothing yet."""
+        found = read_json(self.run.path / FILE)
+        last = self.run.last_attempt() if found else None
+        # An older file is that of other settings, or was here before an attempt that failed.
+        stale = last is not None and found.get("attempt", last.number) != last.number
+        self.found = {} if stale else found
         return bool(self.found)
+
+    def other_task(self) -> list[str]:
+        """What the last attempt's task was told otherwise than this one's: `task.steps=5`."""
+        last = self.run.last_attempt()
+        where = (last.launch().get("where") if last else None) or {}
+        then, now = where.get("task") or {}, configs.plain(self.config.task)
+        return [f"task.{k}={then.get(k)}" for k in sorted(now) if then.get(k, now[k]) != now[k]]
 
 
 def sizes(devices: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:

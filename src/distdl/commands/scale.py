@@ -131,7 +131,11 @@ def measure(found: Sequence[Member]) -> int:
         if state is not None and configs.recipe_of(member.config) != member.run.recipe():
             what = f"{shown(member.run.path)} was measured with another config"
             raise UserError(Problem("name", what, "choose another name=, or leave it out"))
-        if member.read() and state is JobState.SUCCEEDED:
+        other = member.other_task() if state is JobState.SUCCEEDED else []
+        if other:
+            print(f"{member.name}: measured before, with {', '.join(other)}: once more")
+            due.append(member)
+        elif member.read() and state is JobState.SUCCEEDED:
             print(f"{member.name}: measured before")
         elif state in (JobState.PENDING, JobState.RUNNING):
             print(f"{member.name}: {state.lower()}")

@@ -1,0 +1,86 @@
+"""Two ranks on this machine, started once for many runs: imports take longer than small runs do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+RANKS = 2
+
+
+def start(code: str, plan: dict[str, Any]) -> None:
+    """Runs `code` on both ranks, which have what `launcher=local` tells a rank, and awaits them.
+
+    Args:
+        code: Python; `sys.argv[1]` is a file with the plan.
+        plan: For the ranks, as JSON.
+
+    Raises:
+        RuntimeError: A rank failed; the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        path = Path(name) / "plan.json"
+        path.write_text(json.dumps(plan))
+        logs = [stack.enter_context(open(Path(name) / f"{r}.log", "w+")) for r in range(RANKS)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": RANKS}
+            more = {**own, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1"}
+            more |= {"MASTER_PORT": 0, "DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": 1}
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(path)],
+                env={**os.environ, **{k: str(v) for k, v in more.items()}},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            ranks.append(process)
+        _await(ranks, logs)
+
+
+def _await(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]]) -> None:
+    """Until all have ended; one that fails leaves the other waiting, and ends it all."""
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):
+            break
+        time.sleep(0.1)
+    for process, log in zip(ranks, logs, strict=True):
+        if process.poll():
+            log.seek(0)
+            raise RuntimeError(f"a rank ended with {process.returncode}: {log.read()[-3000:]}")
+
+
+def free_ports(count: int) -> list[int]:
+    """One for each process group: a port is not free at once when a group has ended."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
+
+
+def work(paths: Sequence[Path]) -> None:
+    """Both ranks do their share of these runs, one after the other."""
+    code = "import sys; from benchmarks import pair; pair.rank_main(sys.argv[1])"
+    start(code, {"runs": list(map(str, paths)), "ports": free_ports(len(paths))})
+
+
+def rank_main(plan: str) -> None:
+    """One rank of `work`."""
+    from benchmarks import runs
+    from distdl.run_directory import RunDirectory
+
+    given = json.loads(Path(plan).read_text())
+    for path, port in zip(given["runs"], given["ports"], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        runs.work(RunDirectory(Path(path)))

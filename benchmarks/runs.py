@@ -1,0 +1,41 @@
+"""Runs of distdl as a benchmark wants them: laid out by the library, worked on in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from distdl.run_directory import RunDirectory
+
+CONF = Path(__file__).with_name("conf")
+
+
+def lay_out(folder: Path, *overrides: str) -> RunDirectory:
+    """A run that no worker has begun yet, with its first attempt, below `folder`."""
+    from distdl import compose, launch
+    from distdl.resources import resolve
+
+    config = compose.compose([f"output_dir={folder}", *overrides], [str(CONF)])
+    recipe = launch.configs.recipe_of(config)
+    run = RunDirectory(folder / f"run{len(list(folder.iterdir()))}")
+    run.create(launch.configs.to_yaml(recipe), {})
+    size = resolve(config.trainer, local=True)
+    plan = launch.Plan(config, recipe, size, run, f"bench/{run.path.name}")
+    run.begin_attempt(launch.launch_record(plan, Path.cwd()))
+    return run
+
+
+def work(run: RunDirectory) -> None:
+    """What a rank does with it: the real worker, here, its output kept back.
+
+    Raises:
+        RuntimeError: The worker failed; its output.
+    """
+    from distdl import worker
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = worker.main([str(run.path), str(run.path)])
+    if code:
+        raise RuntimeError(f"the worker ended with {code}: {said.getvalue()[-2000:]}")
