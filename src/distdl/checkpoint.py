@@ -73,10 +73,15 @@ class CheckpointStore:
         write_json(manifest_of(target), manifest)
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`; what best.ckpt links to lives on in it."""
+        """Removes all but the newest `keep`; what best.ckpt links to lives on in it.
+
+        And what a kill left half written: while this runs, nothing is being written.
+        """
         for path in self.all()[keep:]:
             manifest_of(path).unlink(missing_ok=True)
             remove(path)
+        for left in self.folder.glob(".*.ckpt.tmp"):
+            remove(left)
 
     def all(self) -> list[Path]:
         """Checkpoints that have a manifest, the newest (by step, then by time) first."""
@@ -115,25 +120,29 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def find(named: str | Path) -> Path:
+def find(named: str | Path, key: str = "") -> Path:
     """A checkpoint as a user names it: a file, a sharded one's folder, or a run (its newest).
+
+    Args:
+        named: As written.
+        key: Of the config, where it is written.
 
     Raises:
         UserError: There is none, or it is damaged.
     """
-    path = Path(named)
+    path, where = Path(named), f"{key}={named}" if key else str(named)
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints").newest()
         if newest is None:
-            raise UserError(Problem(str(named), "this run has no intact checkpoint"))
+            raise UserError(Problem(where, "this run has no intact checkpoint"))
         return newest
     if not path.exists():
         raise UserError(
-            Problem(str(named), "no such checkpoint", "name a .ckpt file or a run directory")
+            Problem(where, "no such checkpoint", "name a .ckpt file or a run directory")
         )
     # A file from elsewhere has no manifest, and that is no damage.
     if manifest_of(path).exists() and (damage := damage_of(path)):
-        raise UserError(Problem(str(named), f"this checkpoint is damaged: {damage}"))
+        raise UserError(Problem(where, f"this checkpoint is damaged: {damage}"))
     return path
 
 

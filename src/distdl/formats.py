@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,18 @@ SHARDED = ("state_dict", "optimizer_states")
 
 
 class AnyCheckpoint(TorchCheckpointIO):
-    """Writes files as Lightning does, and reads every form."""
+    """Writes files as Lightning does, and reads every form.
+
+    While `taker` is set, it is asked first, and what it takes is not written (`distdl.saving`).
+    """
+
+    taker: Callable[[dict[str, Any]], bool] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        if self.taker is None or not self.taker(checkpoint):
+            super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -43,21 +55,36 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
         mmap: Map a file's tensors instead of reading them: for who copies what it needs.
 
     Raises:
-        UserError: The folder is none of a known form.
+        UserError: The folder is none of a known form, or the file is no whole checkpoint.
     """
     if path.is_dir():
         return read_folder(path)
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        return {"state_dict": load_file(path)}
-    found = torch.load(
-        path,
-        map_location="cpu",
-        weights_only=weights_only is not False,
-        mmap=mmap and zipfile.is_zipfile(path),
-    )
+            return {"state_dict": load_file(path)}
+        found = torch.load(
+            path,
+            map_location="cpu",
+            weights_only=weights_only is not False,
+            mmap=mmap and zipfile.is_zipfile(path),
+        )
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except Exception as error:  # of a file of another kind anything is raised: a KeyError, too
+        raise UserError(unreadable(path, error)) from error
     return found if is_training(found) else {"state_dict": weights_of(found)}
+
+
+def unreadable(path: Path, error: Exception) -> Problem:
+    """Without torch's own advice, which is to let the file run code."""
+    objects = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    if objects:
+        what = f"holds an object of {objects[1]}, and is read without running code of its own"
+        return Problem(str(path), what, "write it again with tensors, numbers and strings alone")
+    what = f"is no checkpoint, or not all of one ({type(error).__name__} while it was read)"
+    return Problem(str(path), what, "name a file that Lightning, torch.save or safetensors wrote")
 
 
 def read_folder(path: Path) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Checkpoint(_Fixed):
     monitor: str | None = None
     mode: Literal["min", "max"] = "max"
     sharded: bool = False
+    background: bool = True
     resume_from: str | None = None
 
 

@@ -143,6 +143,17 @@ def test_only_the_newest_are_kept(store) -> None:
     assert len(list(store.folder.iterdir())) == 4
 
 
+def test_what_a_kill_left_half_written_goes_with_the_old(store) -> None:
+    store.temporary("step_7.ckpt").write_bytes(b"half")
+    (store.temporary("step_8.ckpt")).mkdir()
+    (store.folder / "step_9.ckpt.tmp").write_bytes(b"a user's")
+    path = save(store, 10)
+    store.prune(1)
+    assert {p.name for p in store.folder.iterdir()} == {
+        *("step_9.ckpt.tmp", path.name, manifest_of(path).name),
+    }
+
+
 def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
         find(tmp_path / "nowhere.ckpt")

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl import cluster, optim
 from distdl.callbacks.agreement import Agreement
+from distdl.callbacks.going_on import (
+    recount_batches,
+    reopen_epoch,
+    restart_validation,
+    restore_rng,
+    rng_state,
+)
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
 from distdl.job import JobState
+from distdl.saving import Saver
 from distdl.stopping import Stopped, StopRequest
 
 log = logging.getLogger(__name__)
@@ -47,7 +52,7 @@ class Checkpointer(Callback):
         optimizer: The config's optimizer node, to scale the learning rate when a run goes on with
             another global batch.
         seed: Reseeds the generators when a run goes on at another world size.
-        every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode: As in
+        every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background: As in
             `conf/distdl.yaml`.
     """
 
@@ -67,14 +72,16 @@ class Checkpointer(Callback):
         keep_last: int = 2,
         monitor: str | None = None,
         mode: str = "max",
+        background: bool = True,
     ) -> None:
-        self.store, self.stop, self.position = store, stop, position
+        self.stop, self.position = stop, position
+        self.saver = Saver(store, keep_last=keep_last, background=background)
         self.global_batch_size, self.seed = global_batch_size, seed
         self.samples_per_batch = global_batch_size // accumulate if global_batch_size else 0
         self.optimizer = optimizer
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
-        self.keep_last, self.monitor, self.mode = keep_last, monitor, mode
+        self.monitor, self.mode = monitor, mode
         self.best: float | None = None
         self._saved_step = -1
         self._saved_at = time.monotonic()
@@ -87,14 +94,14 @@ class Checkpointer(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning would broadcast a flag and read it back (a device sync) on every step.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        self._agreement = Agreement(2)
+        self._agreement = Agreement(3)
         self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
         if self._kept is not None:
             restore_rng(self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank)
             self._rescale(trainer, self._kept["global_batch_size"])
             self._kept = None
-        if self._agreement.now(bool(self.stop), False)[0]:
+        if self._stop_now():
             self._end(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,11 +117,13 @@ class Checkpointer(Callback):
             return  # half an optimizer step cannot be saved
         step = trainer.global_step
         overdue = trainer.global_rank == 0 and self._overdue()
-        stop, save = self._agreement.exchange(bool(self.stop), overdue)
+        stop, save, failed = self._agreement.exchange(*self._flags(overdue))
         if loop._num_ready_batches_reached():
-            if stop:  # seen again at the epoch's end, and by every rank
-                self._agreement.exchange(True, False)
+            if stop or failed:  # seen again at the epoch's end, and by every rank
+                self._agreement.exchange(stop, False, failed)
             return
+        if failed:
+            self.saver.settle()
         if stop:
             self._save(trainer, "signal")
             self._end(trainer)
@@ -125,7 +134,10 @@ class Checkpointer(Callback):
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        if self._agreement.exchange(bool(self.stop), False)[0]:
+        stop, _save, failed = self._agreement.exchange(*self._flags())
+        if failed:
+            self.saver.settle()
+        if stop:
             self._save(trainer, "signal")
             self._end(trainer)
 
@@ -136,10 +148,11 @@ class Checkpointer(Callback):
             self._save(trainer, "best")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        stop = self._agreement.now(bool(self.stop), False)[0]
+        stop = self._stop_now()
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             # max_steps, max_time or early stopping ended it before its last batch.
             self._save(trainer, "cut")
+            self.saver.settle()
             return
         epoch = trainer.current_epoch + 1
         self.position.epoch, self.position.consumed = epoch, 0
@@ -148,8 +161,30 @@ class Checkpointer(Callback):
         best = self._is_best(trainer)
         if stop or last or best or epoch % self.every_n_epochs == 0:
             self._save(trainer, "epoch", best=best)
-        if stop and not last:
+        if last:  # others may want to read it when the training ends
+            self.saver.settle()
+        elif stop:
             self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saver.settle()
+        self.saver.free()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self.saver.free()  # what was begun is published; the other ranks may be gone
+
+    def _flags(self, save: bool = False) -> tuple[bool, bool, bool]:
+        """What this rank tells the others: asked to stop, a save is due, a save has failed."""
+        return bool(self.stop), save, bool(self.saver.error)
+
+    def _stop_now(self) -> bool:
+        """Whether any rank was asked to end; a rare moment, at which failures are raised too."""
+        stop, _, failed = self._agreement.now(*self._flags())
+        if failed:
+            self.saver.settle()
+        return stop
 
     # ---------------------------------------------------------------------------- what is kept
 
@@ -214,29 +249,21 @@ class Checkpointer(Callback):
 
     def _save(self, trainer: Trainer, reason: str, best: bool = False) -> None:
         step, epoch = trainer.global_step, trainer.current_epoch
-        best = best or reason == "best"
         name = f"epoch_{epoch:03d}.ckpt"
         if reason != "epoch":
             name = f"epoch_{epoch:03d}_step_{step:08d}.ckpt"
-        started = time.monotonic()
         self._reason = reason
-        trainer.save_checkpoint(self.store.temporary(name), weights_only=False)
-        if trainer.is_global_zero:
-            path = self.store.publish(
-                name,
-                step=step,
-                epoch=epoch,
-                reason=reason,
-                world_size=trainer.world_size,
-                global_batch_size=self.global_batch_size,
-                metrics={k: float(v) for k, v in trainer.callback_metrics.items()},
-            )
-            self.store.alias("last.ckpt", path)
-            if best:
-                self.store.alias("best.ckpt", path)
-            self.store.prune(self.keep_last)
-            log.info("checkpoint %s (%s, %.1f s)", name, reason, time.monotonic() - started)
-        trainer.strategy.barrier("distdl.checkpoint")
+        self.saver.save(
+            trainer,
+            name,
+            best=best or reason == "best",
+            step=step,
+            epoch=epoch,
+            reason=reason,
+            world_size=trainer.world_size,
+            global_batch_size=self.global_batch_size,
+            metrics={k: float(v) for k, v in trainer.callback_metrics.items()},
+        )
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def _is_best(self, trainer: Trainer) -> bool:
@@ -263,66 +290,7 @@ class Checkpointer(Callback):
         return better
 
     def _end(self, trainer: Trainer) -> None:
+        self.saver.settle()
         # Only some ranks may have been signalled; all end in the same way.
         state, signal = max(cluster.gather((str(self.stop.state or ""), self.stop.signal)))
         raise Stopped(JobState(state), f"{signal} at step {trainer.global_step}")
-
-
-def restart_validation(fit_loop: dict[str, Any]) -> None:
-    """Saved inside a validation: its loop shall start again from its first batch."""
-    progress = fit_loop["epoch_loop.val_loop.batch_progress"]
-    for part in ("total", "current"):
-        progress[part].update(ready=1, started=1, processed=0, completed=0)
-    progress["is_last_batch"] = False
-
-
-def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Saved where an epoch was cut short: Lightning counts it as done, and it is not."""
-    for part in ("total", "current"):
-        fit_loop["epoch_progress"][part]["processed"] -= 1
-
-
-def recount_batches(progress: dict[str, Any], consumed: int, samples_per_batch: int) -> None:
-    """Lightning counts batches; when they hold another number of samples, they are other batches.
-
-    Rounded up, so that the rest of the epoch never needs more samples than it has.
-    """
-    done = math.ceil(consumed / samples_per_batch)
-    current, total = progress["current"], progress["total"]
-    # The checkpoint was written inside on_train_batch_end, one before `completed`.
-    open_batches = current["processed"] - current["completed"]
-    shift = done - current["processed"]
-    for part in (current, total):
-        for name in ("ready", "started", "processed"):
-            part[name] += shift
-        part["completed"] = part["processed"] - open_batches
-
-
-def rng_state() -> dict[str, Any]:
-    """This rank's generators, in types that load with weights_only."""
-    numpy: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = numpy
-    version, internal, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "python": [version, list(internal), gauss],
-    }
-
-
-def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
-    """Each rank's own state at the same world size; else fresh ones from seed and rank."""
-    from lightning.pytorch import seed_everything
-
-    if len(states) != cluster.world_size():
-        seed_everything(seed + 1000 * rank, verbose=False)
-        return
-    state = states[rank]
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))

@@ -1,0 +1,190 @@
+"""How long a checkpoint of 200 MB holds up the training: distdl against `trainer.save_checkpoint`.
+
+The same module, data and Trainer on both sides, on all cores, in one process, in turn: a run
+without a checkpoint, one with Lightning's, one with distdl's. Each saves once to warm up and once
+at the start of a window of steps. Lightning's own saving neither syncs nor hashes the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.table import Result, row
+
+REPEATS = 5
+WARM_UP, WINDOW = 3, 30  # steps
+WIDTH, LAYERS = 2048, 6  # 25 million weights, and as much momentum: 201 MB
+
+
+class Wide(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class Arm(Callback):
+    """Saves after the first step and after the warm-up, and times the steps that follow.
+
+    Attributes:
+        stalls: Seconds that the training was held by the first save and by the second.
+        window: Seconds of the steps, with what is still to be written when they have ended.
+        idle: Seconds of a call in which nothing is saved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stalls: list[float] = []
+        self.idle: list[float] = []
+        self.window = self._started = 0.0
+
+    def save(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == WARM_UP:
+            self._started = time.perf_counter()
+        started = time.perf_counter()
+        self.save(trainer, pl_module, step)
+        taken = time.perf_counter() - started
+        (self.stalls if step in (1, WARM_UP) else self.idle).append(taken)
+        if step == 1:
+            self.settle()
+        if step == WARM_UP + WINDOW:
+            self.settle()
+            self.window = time.perf_counter() - self._started
+
+
+class Lightning(Arm):
+    def save(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        if step in (1, WARM_UP):
+            trainer.save_checkpoint(self.folder / "lightning.ckpt")
+
+
+class Distdl(Arm):
+    """The real callback, which decides at every step whether it saves."""
+
+    def __init__(self, folder: Path) -> None:
+        from distdl.callbacks import Checkpointer
+        from distdl.checkpoint import CheckpointStore
+        from distdl.data.sampling import TrainPosition
+        from distdl.stopping import StopRequest
+
+        super().__init__(folder)
+        self.ours = Checkpointer(
+            CheckpointStore(folder / "distdl"),
+            StopRequest(),
+            TrainPosition(),
+            global_batch_size=1,
+            keep_last=1,
+        )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ours.on_train_start(trainer, pl_module)
+
+    def save(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        self.ours.every_n_steps = step if step in (1, WARM_UP) else None
+        self.ours.on_train_batch_end(trainer, pl_module, None, None, step - 1)
+
+    def settle(self) -> None:
+        self.ours.saver.settle()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
+        self.ours.on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ours.on_train_end(trainer, pl_module)
+
+
+ARMS: dict[str, type[Arm]] = {"none": Arm, "lightning": Lightning, "distdl": Distdl}
+
+
+def fit(kind: type[Arm], folder: Path) -> Arm:
+    from distdl.formats import AnyCheckpoint
+
+    arm = kind(folder)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=WARM_UP + WINDOW,
+        plugins=[AnyCheckpoint()] if kind is Distdl else [],
+        callbacks=[arm],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # One epoch that is longer than the training: its end would save as well.
+    rows = torch.randn(16 * (WARM_UP + WINDOW + 1), WIDTH)
+    trainer.fit(Wide(), DataLoader(rows, 16))  # type: ignore[arg-type]
+    return arm
+
+
+def main() -> Result:
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    runs: dict[str, list[Arm]] = {name: [] for name in ARMS}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            fit(Distdl, Path(folder))  # imports and caches
+            for _ in range(REPEATS):
+                for name, kind in ARMS.items():
+                    runs[name].append(fit(kind, Path(folder)))
+    finally:
+        torch.set_num_threads(threads)
+        logging.disable(logging.NOTSET)
+    first, stall, window = {}, {}, {}
+    for name in ("lightning", "distdl"):
+        first[name] = [1e3 * arm.stalls[0] for arm in runs[name]]
+        stall[name] = [1e3 * arm.stalls[1] for arm in runs[name]]
+        # Beside the run without a checkpoint of the same turn.
+        pairs = zip(runs[name], runs["none"], strict=True)
+        window[name] = [1e3 * (arm.window - none.window) for arm, none in pairs]
+    idle = [1e6 * seconds for arm in runs["distdl"] for seconds in arm.idle]
+    steps = [1e3 * arm.window / WINDOW for arm in runs["none"]]
+    with_save = f"{WINDOW} steps with a checkpoint, longer than without"
+    return Result(
+        title="Time that a checkpoint of 200 MB holds up the training",
+        competitor="trainer.save_checkpoint of lightning.Trainer",
+        goal="at most 0.10",
+        ratio=statistics.median(stall["distdl"]) / statistics.median(stall["lightning"]),
+        rows=[
+            row("lightning, training stands still", stall["lightning"], "ms"),
+            row("distdl, training stands still", stall["distdl"], "ms"),
+            row("lightning, first checkpoint of a run", first["lightning"], "ms"),
+            row("distdl, first checkpoint of a run", first["distdl"], "ms"),
+            row(f"lightning, {with_save}", window["lightning"], "ms"),
+            row(f"distdl, {with_save}", window["distdl"], "ms"),
+            row("a step, without a checkpoint", steps, "ms"),
+            row("distdl's callback in a step that saves nothing", idle, "us"),
+        ],
+        notes="The training uses all cores, so what the writer takes of them (sync and sha256, "
+        "which Lightning does not do, included) stands in the rows of whole windows; these end "
+        "when the file is published.",
+        command="python -m benchmarks.run checkpoint",
+        what="stall of a checkpoint of 200 MB, against trainer.save_checkpoint",
+    )

@@ -1,0 +1,161 @@
+"""Saves checkpoints while the training goes on.
+
+The training waits until rank 0 has copied what is to be written (`distdl.host_copy`); a thread then
+writes, syncs, hashes and publishes it. A thread and not a process: what takes long in it (torch's
+writer, sha256, fsync) runs without the interpreter's lock, and steps beside it were not slower than
+beside a process, which would need shared memory and seconds to start (docs/training.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from distdl import cluster
+from distdl.checkpoint import CheckpointStore, remove
+from distdl.formats import AnyCheckpoint
+from distdl.host_copy import HostCopy
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 1.0  # seconds; what waits no longer for the write before it need not be told
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved; those before it are as they were."""
+
+
+class Saver:
+    """Writes one training's checkpoints into its store, one at a time and each of one step.
+
+    Args:
+        store: Where they go.
+        keep_last: How many are kept.
+        background: Let the training go on meanwhile. A folder of slices is written by all ranks
+            while they wait, and only hashed and published behind them.
+    """
+
+    def __init__(self, store: CheckpointStore, *, keep_last: int, background: bool = True) -> None:
+        self.store, self.keep_last, self.background = store, keep_last, background
+        self.error = ""  # why the newest could not be saved
+        self._copy = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._told = False
+
+    def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
+        """Begins to save the training as it is now, after the save before has ended. Collective.
+
+        Args:
+            trainer: Between two steps.
+            name: Of the file.
+            best: It is best.ckpt from now on.
+            facts: For the manifest.
+
+        Raises:
+            SaveError: The one before failed; without `background`, this one.
+        """
+        started = time.monotonic()
+        self.settle()  # its memory is ours then
+        waited = time.monotonic() - started
+        if waited > PATIENCE and self.background and not self._told and trainer.is_global_zero:
+            self._told = True
+            log.warning(
+                "the training waited %.1f s for the checkpoint before %s to be written: save less "
+                "often (checkpoint.every_n_steps, every_minutes, every_n_epochs)",
+                waited,
+                name,
+            )
+        with self._copying(trainer):
+            trainer.save_checkpoint(self.store.temporary(name), weights_only=False)
+        if trainer.is_global_zero:
+            stall = time.monotonic() - started if self._copy.held else None
+            work = functools.partial(self._publish, name, best, facts, started, stall)
+            # No daemon: an interpreter that ends in the ordinary way waits for it as well.
+            self._thread = threading.Thread(target=self._run, args=(name, work), name=name)
+            self._thread.start()
+        if not self.background:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until what was begun is published. Collective.
+
+        Raises:
+            SaveError: It failed; on all ranks.
+        """
+        self.wait()
+        error, self.error = cluster.tell_all(self.error), ""
+        if error:
+            raise SaveError(error)
+
+    def wait(self) -> None:
+        """The same on this rank alone; what went wrong has been logged, and stands in `error`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def free(self) -> None:
+        """Gives the memory of the copies back."""
+        self.wait()
+        self._copy = HostCopy()
+
+    @contextmanager
+    def _copying(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, what rank 0 would write into a file is copied instead."""
+        plugin = trainer.strategy.checkpoint_io
+        if not self.background or not isinstance(plugin, AnyCheckpoint):
+            yield
+            return
+        plugin.taker = self._take
+        try:
+            yield
+        finally:
+            plugin.taker = None
+
+    def _take(self, checkpoint: dict[str, Any]) -> bool:
+        try:
+            self._copy.take(checkpoint)
+        except Exception as error:  # no memory, or something that pickles and cannot be copied
+            self._copy.release()
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "the training waits for its checkpoints (checkpoint.background): no copy could "
+                    "be made: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+            return False
+        return True
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # nobody else would hear of it
+            self.error = f"{name} could not be saved: {type(error).__name__}: {error}"
+            log.error("%s; the checkpoints before it are as they were", self.error)
+            with suppress(OSError):
+                remove(self.store.temporary(name))
+        finally:
+            self._copy.release()
+
+    def _publish(
+        self, name: str, best: bool, facts: dict[str, Any], started: float, stall: float | None
+    ) -> None:
+        if self._copy.held:
+            self._copy.write(self.store.temporary(name))
+        path = self.store.publish(name, **facts)
+        self.store.alias("last.ckpt", path)
+        if best:
+            self.store.alias("best.ckpt", path)
+        self.store.prune(self.keep_last)
+        seconds = f"{time.monotonic() - started:.1f} s"
+        if stall is not None:
+            seconds += f", of which the training waited {stall:.2f} s"
+        log.info("checkpoint %s (%s, %s)", name, facts.get("reason", "saved"), seconds)
