@@ -39,7 +39,12 @@ def launcher(resolved: Resolved) -> str:
 
 def is_here(resolved: Resolved, local: bool | None) -> bool:
     """Whether the workers run on this machine: as told, or by the launcher."""
-    return launcher(resolved).startswith(_HERE) if local is None else local
+    return runs_here(launcher(resolved)) if local is None else local
+
+
+def runs_here(target: str) -> bool:
+    """Whether the launcher of this `_target_` starts its workers on this machine."""
+    return target.startswith(_HERE)
 
 
 def owned(resolved: Resolved) -> Found:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl import batches, provenance, resources, validate
+from distdl import batches, checkpoint, checks, provenance, resources, validate
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.job import JobState, Resources
@@ -82,6 +82,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
     run = RunDirectory(Path(config.output_dir).resolve() / run_id)
     planned = Plan(config, recipe, size, run, run_id, notes=notes)
     if not run.exists:
+        refuse_missing_start(planned)
         return planned
     stored = run.recipe()
     if stored != recipe:
@@ -110,7 +111,8 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     if last is None:
         return planned
     before = last.launch()
-    changes = {**(before.get("changes") or {}), **planned.changes}
+    # A resume has looked at those before: another strategy drops the settings of the last one.
+    changes = dict(planned.changes or before.get("changes") or {})
     keeps = batches.keep_global_batch(
         configs.merge(planned.recipe, configs.where_of(planned.config), changes),
         planned.resources,
@@ -121,7 +123,33 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     planned.changes = changes
     planned.notes += keeps.notes
     planned.config = configs.merge(planned.recipe, configs.where_of(planned.config), changes)
+    refuse_missing_start(planned)
     return planned
+
+
+def refuse_missing_start(planned: Plan) -> None:
+    """`checkpoint.resume_from` is there, if the run has no checkpoint of its own yet.
+
+    Raises:
+        UserError: It is not, or it is a path of this machine and the job runs elsewhere.
+    """
+    given = planned.config.checkpoint.get("resume_from")
+    if not given or any(planned.run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
+        return
+    if checks.runs_here(str(planned.config.launcher["_target_"])):
+        checkpoint.find(given, "checkpoint.resume_from")
+        return
+    written = OmegaConf.to_container(planned.config.checkpoint, resolve=False)
+    assert isinstance(written, dict)
+    if not Path(given).is_absolute() and "${input:" not in written["resume_from"]:
+        raise UserError(
+            Problem(
+                "checkpoint.resume_from",
+                f"{given} is a path below this folder, and the job runs elsewhere",
+                "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
+                "with launcher.inputs.start=...",
+            )
+        )
 
 
 def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[str]]:

@@ -121,6 +121,10 @@ def perform(
             from distdl import autotune
 
             config = autotune.tuned(config, attempt, here, resources, stop)
+        if (config.get("model") or {}).get("compile") == "measured":
+            from distdl import compiling
+
+            config = compiling.chosen(config, attempt, here, resources, stop)
         info = cluster.tell_all(summary.run_info(config, run, attempt) if here.rank == 0 else None)
         tracker = tracking.start_tracking(
             summary.for_rank(info, here),
@@ -148,6 +152,11 @@ def perform(
             raise
         finally:
             tracker.finish(str(state))
+    except Stopped:
+        raise
+    except BaseException as error:
+        note(attempt, here.rank, error)  # the same, for what fails before the training is built
+        raise
     finally:
         cluster.disconnect()
 
@@ -186,7 +195,8 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
     if own is not None:
         return str(own)
     given = config.checkpoint.get("resume_from")
-    return str(checkpoint.find(given)) if given else None
+    # Absolute: `fetching.provide` takes what is relative as a part of the run.
+    return str(checkpoint.find(given).absolute()) if given else None
 
 
 class ScreenHandler(logging.StreamHandler[TextIO]):
@@ -261,8 +271,14 @@ def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
     if rank == 0:
         attempt.end(JobState.FAILED, error=f"{type(error).__name__}: {redact(str(error))}")
         attempt.update(exit_code=code)
-    if not isinstance(error, UserError):
-        log.error("%s", redact("".join(traceback.format_exception(error))))
+    text, first = redact("".join(traceback.format_exception(error))), attempt.first_error()
+    if isinstance(error, UserError):
+        log.debug("%s", text)  # said already, without a traceback
+    elif first and first["rank"] != rank and first["exit_code"] == EXIT_REFUSED:
+        log.debug("%s", text)  # that refusal says it all; what its end did here is for the file
+        log.error("ends because rank %s failed first", first["rank"])
+    else:
+        log.error("%s", text)
     return code
 
 

@@ -1,4 +1,7 @@
-"""kill -9 in the middle of the second epoch: what follows is what would have followed."""
+"""kill -9 in the middle of the second epoch: what follows is what would have followed.
+
+And in the middle of a write: what was written before is gone on from.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distdl.checkpoint import CheckpointStore, manifest_of
 from tests.conftest import TINY, distdl, last_step, losses, samples, status, trained
 
 # 20 steps an epoch, three epochs; a checkpoint every third step, so one at step 24 inside epoch 2.
@@ -99,3 +103,69 @@ def test_another_batch_is_said_and_scales_the_rate(killed, tmp_path) -> None:
     second = [i for (e, _), row in samples(run)[2].items() if e == 1 for i in row]
     assert len(second) == len(set(second)), "no sample twice in the epoch that went on"
     assert status(run, 2)["state"] == "SUCCEEDED"
+
+
+def test_a_kill_in_the_middle_of_a_write(background, tmp_path) -> None:
+    run = tmp_path / "outputs/default/w"
+    folder = run / "checkpoints"
+    short = ("data.batch_size=8", "trainer.max_epochs=1", "trainer.limit_val_batches=0", "name=w")
+    job = background(*TINY, *short, EVERY, cwd=tmp_path)
+    job.until(lambda: (folder / "last.ckpt.manifest.json").exists())
+    job.until(lambda: any(folder.glob(".epoch*.tmp")))
+    job.kill_all()
+    (half,) = folder.glob(".epoch*.tmp")
+    newest = CheckpointStore(folder).newest()
+    assert newest is not None and newest.name != half.name.removeprefix(".").removesuffix(".tmp")
+    step = json.loads(manifest_of(newest).read_text())["step"]
+
+    done = distdl("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(each for _, each in samples(run)[2]) == step + 1
+    assert not list(folder.glob(".*")), "the half of a file is gone"
+
+
+def test_a_write_that_fails_ends_all_ranks(tmp_path) -> None:
+    """Rank 0 alone writes; both say why they end, and what was written before stays."""
+    (tmp_path / "full.py").write_text(
+        "import resource, threading\n"
+        "from distdl.models import ImageClassifier\n"
+        "class Full(ImageClassifier):\n"
+        "    def on_train_batch_start(self, batch, batch_idx):\n"
+        "        if self.global_rank == 0 and batch_idx == 4:\n"
+        "            for thread in threading.enumerate():\n"
+        "                if thread.name.endswith('.ckpt'):\n"
+        "                    thread.join()\n"
+        "            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+    )
+    done = distdl(*TINY, *RANKS[2], EVERY, "model._target_=full.Full", "name=f", cwd=tmp_path)
+    run = tmp_path / "outputs/default/f"
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = "epoch_000_step_00000006.ckpt could not be saved: OSError: [Errno 27] File too large"
+    assert f"{said}; the checkpoints before it are as they were" in done.stderr
+    assert status(run)["state"] == "FAILED" and said in status(run)["error"]
+    for rank in (0, 1):
+        error = (run / f"attempts/001/errors/rank_{rank}.json").read_text()
+        assert said in error and "SaveError" in error
+    newest = CheckpointStore(run / "checkpoints").newest()
+    assert newest is not None and newest.name == "epoch_000_step_00000003.ckpt"
+    assert last_step(run) < 12, "soon after"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_run_goes_on_from_another_by_a_relative_path(ranks, uninterrupted) -> None:
+    """At a path below the current folder, as `convert` and the docs print it."""
+    before = uninterrupted[ranks]
+    folder, taken = before.parents[2], f"outputs/default/r{ranks}"
+    start = f"checkpoint.resume_from={taken}"
+    said = trained(*RANKS[ranks], "trainer.max_epochs=4", start, f"name=on{ranks}", cwd=folder)
+    assert list(losses(folder / f"outputs/default/on{ranks}")) == list(range(61, 81))
+    assert "share no file system" not in said
+
+
+def test_a_start_that_is_not_there_is_refused_before_anything(tmp_path) -> None:
+    done = distdl(*TINY, "checkpoint.resume_from=nowhere/x.ckpt", cwd=tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "outputs").exists()
+    assert "checkpoint.resume_from=nowhere/x.ckpt: no such checkpoint" in done.stderr
+    there = "checkpoint.resume_from=start.ckpt"
+    done = distdl(*TINY, there, "launcher=mpi", "trainer.devices=2", cwd=tmp_path)
+    assert done.returncode == 2 and "an absolute path" in done.stderr
