@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,7 +32,7 @@ from distdl.environment import Environment
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory, write_text
-from distdl.stopping import StopRequest
+from distdl.stopping import Stopped, StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,18 @@ CUTS = 3  # how many times the batch is halved
 STAGES = (1, 2, 3)
 
 
+class Setting(Protocol):
+    """One of the things to try; `str` says what it is."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Of the recipe, by path."""
+
+
 @dataclass(frozen=True)
 class Candidate:
+    """A cut of the batch and a ZeRO stage."""
+
     batch_size: int
     accumulate: int
     stage: int | None
@@ -58,12 +68,16 @@ class Candidate:
         }
         return changes if self.stage is None else {**changes, "strategy.stage": self.stage}
 
+    def __str__(self) -> str:
+        cut = f"data.batch_size={self.batch_size} x {self.accumulate} accumulated"
+        return cut if self.stage is None else f"ZeRO-{self.stage}, {cut}"
+
 
 @dataclass(frozen=True)
 class Measured:
     """Of the slowest rank; `seconds` of an optimizer step, `memory` in bytes (0 on the CPU)."""
 
-    candidate: Candidate
+    candidate: Setting
     seconds: float | None
     memory: int = 0
     why: str = ""
@@ -94,11 +108,26 @@ def tuned(
         what = f"none of {len(found)} settings can train; the last said: {found[-1].why}"
         raise UserError(Problem("strategy.autotune", what, "a smaller data.batch_size"))
     best = cluster.tell_all(min(able, key=lambda each: each.seconds or 0.0).candidate)
-    say("autotune: this attempt and those that go on with it train with %s", shown(best))
+    say("autotune: this attempt and those that go on with it train with %s", best)
+    return freeze(config, attempt, environment, best, "autotune", found)
+
+
+def freeze(
+    config: DictConfig,
+    attempt: Attempt,
+    environment: Environment,
+    best: Setting,
+    name: str,
+    found: list[Measured],
+) -> DictConfig:
+    """Writes a choice into the attempt's launch.yaml, and what it rests on under `name`.
+
+    A resume takes an attempt's changes over from the one before, and so the choice.
+    """
     if environment.rank == 0:
         launch = attempt.launch()
         launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
-        launch["autotune"] = [line(each) for each in found]
+        launch[name] = [line(each) for each in found]
         write_text(attempt.path / "launch.yaml", OmegaConf.to_yaml(OmegaConf.create(launch)))
     return configs.merge(config, OmegaConf.create({}), best.changes)
 
@@ -116,18 +145,27 @@ def candidates(config: DictConfig) -> Iterator[Candidate]:
 
 def measure(
     config: DictConfig,
-    candidate: Candidate,
+    candidate: Setting,
     environment: Environment,
     resources: Resources,
     stop: StopRequest,
+    *,
+    warm_up: int = WARM_UP,
+    steps: int = MEASURED,
+    survivable: type[Exception] = torch.cuda.OutOfMemoryError,
 ) -> Measured:
-    """Trains a few steps, in this process, and leaves nothing behind. Collective."""
+    """Trains a few steps, in this process, and leaves nothing behind. Collective.
+
+    Args:
+        warm_up, steps: Optimizer steps before those that count, and those.
+        survivable: What rules the candidate out and no more; out of memory always does.
+    """
     settings = configs.merge(
         config,
         OmegaConf.create({}),
         {
             **candidate.changes,
-            "trainer.max_steps": WARM_UP + MEASURED,
+            "trainer.max_steps": warm_up + steps,
             "trainer.max_epochs": -1,
             "trainer.limit_val_batches": 0,
             "trainer.num_sanity_val_steps": 0,
@@ -135,7 +173,7 @@ def measure(
         },
     )
     settings.callbacks = {}
-    clock = Clock()
+    clock = Clock(warm_up, steps)
     why = ""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -156,6 +194,10 @@ def measure(
                 engine.destroy()
         except torch.cuda.OutOfMemoryError:
             why = "out of memory"
+        except (Stopped, UserError):
+            raise
+        except survivable as error:
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
     built = engine = None  # type: ignore[assignment]
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -167,9 +209,10 @@ def measure(
 
 
 class Clock(Callback):
-    """Seconds per optimizer step, after the first ones."""
+    """Seconds per optimizer step, over `steps` of them after the first `warm_up`."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.steps = warm_up, steps
         self.seconds = 0.0
         self._started = 0.0
 
@@ -178,21 +221,16 @@ class Clock(Callback):
     ) -> None:
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return
-        if trainer.global_step not in (WARM_UP, WARM_UP + MEASURED):
+        if trainer.global_step not in (self.warm_up, self.warm_up + self.steps):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds, self._started = (now - self._started) / MEASURED, now
-
-
-def shown(candidate: Candidate) -> str:
-    cut = f"data.batch_size={candidate.batch_size} x {candidate.accumulate} accumulated"
-    return cut if candidate.stage is None else f"ZeRO-{candidate.stage}, {cut}"
+        self.seconds, self._started = (now - self._started) / self.steps, now
 
 
 def line(measured: Measured) -> str:
     """One row of the table."""
     took = measured.why if measured.seconds is None else f"{measured.seconds * 1000:9.1f} ms a step"
     memory = f", {measured.memory / 2**30:6.2f} GiB" if measured.memory else ""
-    return f"{shown(measured.candidate):<48}{took}{memory}"
+    return f"{measured.candidate!s:<48}{took}{memory}"

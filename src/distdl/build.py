@@ -149,7 +149,10 @@ def attach_optimizer(module: LightningModule, config: DictConfig, global_batch: 
     def configure_optimizers(self: LightningModule) -> Any:
         reference = optimizer_node.get("lr_reference_batch", 256)
         optimizer = optim.build_optimizer(
-            self, optimizer_node, global_batch=global_batch or reference
+            self,
+            optimizer_node,
+            global_batch=global_batch or reference,
+            fuse=may_fuse(config),
         )
         if not schedule_node:
             return optimizer
@@ -171,6 +174,19 @@ def attach_optimizer(module: LightningModule, config: DictConfig, global_batch: 
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     module.configure_optimizers = functools.partial(configure_optimizers, module)  # type: ignore[method-assign]
+
+
+def may_fuse(config: DictConfig) -> bool:
+    """Whether an optimizer may use its fused kernel, if nobody has said so.
+
+    A fused step would unscale the gradients of 16-mixed itself, after they were clipped: Lightning
+    refuses that. DeepSpeed's optimizers hold one flat parameter, and keep their groups in their own
+    way, with the kernels' names.
+    """
+    half = str(config.trainer.get("precision")) in ("16", "16-mixed")
+    clips = bool(config.trainer.get("gradient_clip_val"))
+    strategy = str((config.get("strategy") or {}).get("_target_"))
+    return not (half and clips) and not strategy.endswith("DeepSpeedStrategy")
 
 
 def build_trainer(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -35,6 +36,7 @@ OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_nor
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
 OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
 LR_RULES = ("linear", "sqrt", "none")
+_KERNELS = {"fused", "foreach"}
 
 # _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -132,7 +134,7 @@ def _is_bias(owner: nn.Module, name: str) -> bool:
 
 
 def build_optimizer(
-    module: nn.Module, config: Mapping[str, Any], *, global_batch: int
+    module: nn.Module, config: Mapping[str, Any], *, global_batch: int, fuse: bool = True
 ) -> Optimizer:
     """The optimizer of an optimizer node over `module`'s trainable parameters.
 
@@ -141,8 +143,10 @@ def build_optimizer(
     Args:
         module: Whatever is trained.
         config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
-            decay_norm_and_bias (False), and arguments of the class.
+            decay_norm_and_bias (False), and arguments of the class. `fused` None or absent: where
+            `can_fuse`, if `fuse`.
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
+        fuse: False: leave `fused` to torch where the node does not set it.
 
     Raises:
         UserError: When nothing is trainable, or the node names no class.
@@ -150,6 +154,7 @@ def build_optimizer(
     config = _plain(config)
     target = _target(config, "optimizer", "optimizer=sgd")
     arguments = {k: v for k, v in config.items() if k not in OUR_OPTIMIZER_KEYS}
+    given = arguments.pop("fused", None)
     groups = parameter_groups(
         module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
     )
@@ -160,7 +165,45 @@ def build_optimizer(
         arguments["lr"] = scale_lr(lr, global_batch, rule, reference)
         for group in groups:
             group["reference_lr"] = lr
-    return target(groups, **arguments)
+    if given is not None:
+        arguments["fused"] = given
+    elif fuse and can_fuse(target, groups) and not {"foreach", "differentiable"} & arguments.keys():
+        arguments["fused"] = True
+    optimizer = target(groups, **arguments)
+    if "fused" in optimizer.defaults:
+        optimizer.register_state_dict_post_hook(_without_kernels)
+        optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
+    return optimizer
+
+
+def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
+    """Whether an optimizer has a kernel that updates all of these parameters in one pass.
+
+    The formula is the same as without; sums of products are rounded once less, so that weights may
+    differ in the last bit. torch chooses the kernels of one pass per operation (`foreach`) by
+    itself on a GPU, and a loop over the parameters on a CPU.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # FSDP's: torch has no rule for how to shard the fused step of SGD (2.15).
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is not None and any(isinstance(p, sharded.DTensor) for p in parameters):
+        return False
+    return "fused" in inspect.signature(target).parameters and all(
+        p.device.type in ("cpu", "cuda") and torch.is_floating_point(p) for p in parameters
+    )
+
+
+def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Which kernels do a step is a matter of the device: a checkpoint says nothing about it."""
+    for group in state["param_groups"]:
+        group.update(dict.fromkeys(_KERNELS & group.keys()))
+
+
+def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    groups = [dict(group) for group in state["param_groups"]]
+    for saved, mine in zip(groups, optimizer.param_groups, strict=False):
+        saved.update({name: mine[name] for name in _KERNELS & mine.keys()})
+    return {**state, "param_groups": groups}
 
 
 def _lr_terms(config: Mapping[str, Any]) -> tuple[float, str, int]:

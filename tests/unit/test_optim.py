@@ -113,6 +113,36 @@ def test_an_optimizers_own_default_decay_spares_norms_too():
     assert optimizer.param_groups[0]["lr"] == 1e-3  # a node without a rule is not scaled
 
 
+@pytest.mark.parametrize("name, given", [("SGD", {"momentum": 0.9}), ("AdamW", {})])
+def test_a_fused_step_is_the_default_and_the_same_step(name, given):
+    made = {}
+    for fused in (None, False):
+        torch.manual_seed(0)
+        module = nn.Linear(5, 3).double()
+        node = {"_target_": f"torch.optim.{name}", "lr": 0.1, "fused": fused, **given}
+        made[fused] = module, optim.build_optimizer(module, node, global_batch=256)
+        for _ in range(3):
+            made[fused][1].zero_grad()
+            module(torch.ones(2, 5).double()).square().sum().backward()
+            made[fused][1].step()
+    assert made[None][1].defaults["fused"] is True and made[False][1].defaults["fused"] is False
+    torch.testing.assert_close(made[None][0].weight, made[False][0].weight, rtol=0, atol=1e-14)
+    # What goes on from a checkpoint uses its own kernels, and not those of who wrote it.
+    for mine, other in ((None, False), (False, None)):
+        made[mine][1].load_state_dict(made[other][1].state_dict())
+        assert all(
+            g["fused"] is made[mine][1].defaults["fused"] for g in made[mine][1].param_groups
+        )
+
+
+def test_nothing_is_fused_where_it_cannot_be():
+    frozen = nn.Linear(2, 2).to("meta")
+    assert not optim.can_fuse(torch.optim.SGD, [{"params": list(frozen.parameters())}])
+    for node in ({"_target_": "torch.optim.Rprop"}, {**SGD, "foreach": True}):
+        made = optim.build_optimizer(nn.Linear(2, 2), node, global_batch=256)
+        assert not made.defaults.get("fused")
+
+
 def test_lars_takes_a_step():
     config = {"_target_": "timm.optim.Lars", "lr": 0.3, "weight_decay": 1e-4, "trust_coeff": 1e-3}
     module = nn.Linear(2, 2)

@@ -15,6 +15,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from distdl.data.side_stream import Lead
 from distdl.run_directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = torch.zeros((), device=pl_module.device)
+        self._lead = Lead(pl_module.device)
         self._logged_step = trainer.global_step
         self._reset()
 
@@ -64,6 +66,7 @@ class StepMetrics(Callback):
             self._loss += loss.detach()
             self._losses += 1
         self._batches += 1
+        self._lead.step()
         now = time.perf_counter()
         self._seconds += now - self._batch_end
         self._batch_end = now
@@ -107,6 +110,10 @@ class StepMetrics(Callback):
         metrics: dict[str, float] = {}
         if self._losses:
             metrics["train/loss"] = float(trainer.strategy.reduce(self._loss / self._losses))
+            # Reading it waits for the steps that a GPU has not done yet: their time counts too.
+            now = time.perf_counter()
+            self._seconds += now - self._batch_end
+            self._batch_end = now
         if trainer.optimizers:
             metrics["lr"] = float(trainer.optimizers[0].param_groups[0]["lr"])
         if self.batch_size and self._seconds > 0:

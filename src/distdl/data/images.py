@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distdl.data.damage import Damage
 from distdl.data.nvjpeg import EncodedBatch
+from distdl.data.side_stream import SideStream
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 
 
@@ -46,6 +47,7 @@ class ImageData(LightningDataModule):
 
     exact_evaluation = True
     decodes = True  # its workers decode images, or the GPU does
+    side_stream = True  # to a CUDA device batches are copied beside the step before
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class ImageData(LightningDataModule):
         self.damage = Damage(on_damaged)
         self._mean, self._std = tuple(mean), tuple(std)
         self._constants: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+        self._side: SideStream | None = None
 
     def loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
         """Of `dataset`, in its own order or shuffled; `dataset.collate` makes the batches, if any.
@@ -89,6 +92,17 @@ class ImageData(LightningDataModule):
         if isinstance(batch.get("image"), EncodedBatch):
             batch["image"] = batch["image"].decoded(self._device)
         return batch
+
+    def transfer_batch_to_device(
+        self, batch: dict[str, Any], device: torch.device, dataloader_idx: int
+    ) -> dict[str, Any]:
+        """The batch on `device`; to a CUDA device on a stream of its own."""
+        copy = super().transfer_batch_to_device
+        if device.type != "cuda" or not self.side_stream:
+            return copy(batch, device, dataloader_idx)
+        if self._side is None or self._side.device != device:
+            self._side = SideStream(device)
+        return self._side(copy, batch, device, dataloader_idx)
 
     @property
     def _device(self) -> torch.device:

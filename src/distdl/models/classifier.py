@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,9 +16,15 @@ from torch.nn import functional as F
 
 from distdl.data.sampling import stable_seed
 from distdl.errors import Problem, UserError
+from distdl.models import compilers
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.mixing import mix
 from distdl.models.weights import load_weights
+
+log = logging.getLogger(__name__)
+
+Compile = bool | Literal["default", "reduce-overhead", "max-autotune", "measured"]
+Precision = Literal["highest", "high", "medium"]
 
 
 class ImageClassifier(LightningModule):
@@ -42,7 +49,13 @@ class ImageClassifier(LightningModule):
         mixup: Its alpha (Zhang et al. 2018); 0: off.
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both one is chosen for each batch.
         channels_last: Memory layout of the images and weights; what tensor cores want.
-        compile: torch.compile the network.
+        compile: torch.compile the network: in the default mode (true) or in another; "measured":
+            in the fastest, found before the training (see `distdl.compiling`).
+        matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
+            whole process): "highest" is exact; "high" rounds their input to TF32's 11 bits on GPUs
+            that can, "medium" to bf16's 8. torch does convolutions in TF32 there anyhow.
+        fused_bn: In torchvision's residual blocks BatchNorm, the addition and ReLU are one kernel
+            while training on a CUDA device (see `distdl.models.fused_norm`).
         weights: Start from a file's: torchvision's or timm's `.pth`, `.safetensors`, a checkpoint.
         seed: Of mixup and cutmix, whose draws depend on (seed, epoch, batch, rank) alone and so
             come out the same after a resume.
@@ -60,12 +73,15 @@ class ImageClassifier(LightningModule):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         channels_last: bool = True,
-        compile: bool = False,
+        compile: Compile = False,
+        matmul_precision: Precision = "highest",
+        fused_bn: bool = False,
         weights: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         given = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
+        given |= {"fused_bn": fused_bn, "compile": compile, "channels_last": channels_last}
         problems = list(self.check(given))
         if problems:
             raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
@@ -73,11 +89,17 @@ class ImageClassifier(LightningModule):
             load_weights(network, weights)
         if norm == "group":
             network = with_group_norm(network)
+        if fused_bn:
+            from distdl.models import fused_norm  # torchvision takes a second to import
+
+            fused_norm.fuse(network)
+        self.fused_bn = fused_bn
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
         self.num_classes = num_classes
         self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
         self._compile, self._seed = compile, seed
+        self._matmul_precision = matmul_precision
         self._sums = torch.zeros(4)
 
     @staticmethod
@@ -95,6 +117,13 @@ class ImageClassifier(LightningModule):
                 yield Problem(
                     name, f"is {config[name]}, below 0", f"model.{name}=0 switches it off"
                 )
+        if config.get("fused_bn"):
+            others = {"norm": "batch", "compile": False, "channels_last": True}
+            for name, needed in others.items():
+                if config.get(name, needed) != needed:
+                    remedy = f"model.fused_bn=false, or model.{name}={str(needed).lower()}"
+                    what = f"is {config[name]}, which model.fused_bn=true does not go with"
+                    yield Problem(name, what, remedy)
         if not 0 <= config.get("label_smoothing", 0) < 1:
             yield Problem(
                 "label_smoothing",
@@ -103,9 +132,17 @@ class ImageClassifier(LightningModule):
             )
 
     def configure_model(self) -> None:
+        torch.set_float32_matmul_precision(self._matmul_precision)
+        device = self._trainer.strategy.root_device if self._trainer else self.device
+        if self.fused_bn and device.type != "cuda":
+            log.info("model.fused_bn=true: this is no CUDA device, so nothing is fused")
+        # "measured" is decided before a training or a benchmark; nothing else is worth it.
+        if self._compile in (False, "measured") or self.network._compiled_call_impl is not None:
+            return
+        compilers.refuse_without_compiler(device.type)
+        compilers.keep_results()
         # In place (nn.Module.compile), so that names in checkpoints stay the same.
-        if self._compile and self.network._compiled_call_impl is None:
-            self.network.compile()
+        self.network.compile(mode="default" if self._compile is True else self._compile)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, H, W] to logits [B, num_classes]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,10 @@ class DDPStrategy(DriftingStrategy):
         average_every: post_local_sgd: optimizer steps from one average of the weights to the next.
         bucket_cap_mb: Gradients travel in buckets of about this size (2^20 bytes); "auto" tries a
             few sizes on the first steps.
+        first_bucket_mb: Of the bucket that fills first, that of the last layers: a small one is on
+            its way while most of the backward is still to come. As large as the others with a hook
+            that keeps something per bucket (powersgd), and with a torch whose DDP takes no
+            `bucket_cap_mb_list`.
     """
 
     def __init__(
@@ -42,12 +47,15 @@ class DDPStrategy(DriftingStrategy):
         hook_start_step: int = 1000,
         average_every: int = 4,
         bucket_cap_mb: float | Literal["auto"] = 25,
+        first_bucket_mb: float = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.comm_hook, self.powersgd_rank = comm_hook, powersgd_rank
         self.hook_start_step, self.average_every = hook_start_step, average_every
-        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
+        takes = inspect.signature(DistributedDataParallel).parameters
+        self._choose_first = "bucket_cap_mb_list" in takes and "bucket_cap_mb_list" not in kwargs
         self._hook: hooks.Hook | None = None
         self._search: BucketSearch | None = None
         self._steps = 0
@@ -81,6 +89,8 @@ class DDPStrategy(DriftingStrategy):
         size = config.get("bucket_cap_mb", 25)
         if isinstance(size, (int, float)) and size <= 0:
             yield Problem("bucket_cap_mb", "must be more than 0", "strategy.bucket_cap_mb=25")
+        if config.get("first_bucket_mb", 1) <= 0:
+            yield Problem("first_bucket_mb", "must be more than 0", "strategy.first_bucket_mb=1")
         if size == "auto" and hook == "powersgd":
             what = "powersgd remembers its errors by bucket, so that buckets may not change"
             yield Problem("bucket_cap_mb", what, "strategy.bucket_cap_mb=25")
@@ -113,8 +123,13 @@ class DDPStrategy(DriftingStrategy):
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        size = self._search.size if self._search else self.bucket_cap_mb
+        size = self._search.size if self._search else float(self.bucket_cap_mb)
         self._ddp_kwargs["bucket_cap_mb"] = size
+        if self._choose_first:
+            # DDP's own first bucket of 1 MB is lost to whoever says how large the others are.
+            apart = self.first_bucket_mb < size and self.comm_hook != "powersgd"
+            sizes = [self.first_bucket_mb, size] if apart else None
+            self._ddp_kwargs["bucket_cap_mb_list"] = sizes
         return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:

@@ -1,0 +1,109 @@
+"""`model.compile=measured`: which mode of torch.compile is fastest here, or none.
+
+It trains a few steps in each mode on these very devices, with the run's own
+data, before the training; the fastest is written into the attempt's launch.yaml, so that a resume
+goes on with it and does not measure again (as `strategy.autotune`, see `distdl.autotune`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from distdl import autotune, cluster
+from distdl.environment import Environment
+from distdl.errors import Problem, UserError
+from distdl.job import Resources
+from distdl.models.compilers import keep_results, refuse_without_compiler
+from distdl.run_directory import Attempt
+from distdl.stopping import StopRequest
+
+log = logging.getLogger(__name__)
+
+# torch's own names: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+MODES = ("default", "reduce-overhead", "max-autotune")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+# The first steps compile, and record the graphs where there are any.
+WARM_UP, STEPS = 5, 10
+# A compiled step must be so much shorter: below that it may be noise, and it starts later.
+LEAST_GAIN = 0.03
+TASKS = ("distdl.tasks.train", "distdl.tasks.benchmark")
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of running the network: False as it is, or a mode of torch.compile."""
+
+    compile: str | bool
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {"model.compile": self.compile}
+
+    def __str__(self) -> str:
+        return f"model.compile={str(self.compile).lower()}"
+
+
+def chosen(
+    config: DictConfig,
+    attempt: Attempt,
+    environment: Environment,
+    resources: Resources,
+    stop: StopRequest,
+) -> DictConfig:
+    """The config with the fastest way in the place of "measured". Collective.
+
+    Raises:
+        UserError: The step does not train as it is, or there is no compiler.
+    """
+    if config.task._target_ not in TASKS:
+        return config
+    refuse_without_compiler(resources.accelerator)
+    keep_results()
+    say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
+    found = []
+    for way in ways(config, resources.accelerator):
+        stop.check()
+        found.append(
+            autotune.measure(
+                *(config, way, environment, resources, stop),
+                warm_up=WARM_UP,
+                steps=STEPS,
+                survivable=Exception if way.compile else torch.cuda.OutOfMemoryError,
+            )
+        )
+        torch._dynamo.reset()
+        say("compile: %s", autotune.line(found[-1]))
+    best = cluster.tell_all(fastest(found))
+    say("compile: this attempt and those that go on with it train with %s", best)
+    return autotune.freeze(config, attempt, environment, best, "compile", found)
+
+
+def ways(config: DictConfig, accelerator: str) -> list[Way]:
+    """What can differ here. CUDA graphs keep gradients in memory that the next replay overwrites,
+    so with accumulated batches they are left out; on a CPU all modes are nearly one."""
+    accumulates = int(config.trainer.get("accumulate_grad_batches") or 1) > 1
+    tried = MODES[:1] if accelerator == "cpu" else MODES
+    return [Way(False), *(Way(m) for m in tried if not (accumulates and m in CUDA_GRAPHS))]
+
+
+def fastest(found: list[autotune.Measured]) -> autotune.Setting:
+    """The first (not compiled), unless another is shorter by `LEAST_GAIN`.
+
+    Raises:
+        UserError: None can train.
+    """
+    able = [each for each in found if each.seconds is not None]
+    if not able:
+        what = f"the model does not train in any way; the last said: {found[-1].why}"
+        raise UserError(Problem("model.compile", what, "a smaller data.batch_size"))
+    best = min(able, key=lambda each: each.seconds or 0.0)
+    plain = found[0].seconds
+    if plain is not None and (best.seconds or 0.0) > (1 - LEAST_GAIN) * plain:
+        return found[0].candidate
+    return best.candidate

@@ -1,0 +1,265 @@
+"""The fast path as far as a CPU shows it: no reads of the device in a step, modes of compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from omegaconf import OmegaConf
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distdl import autotune, compiling, optim
+from distdl.callbacks import Checkpointer, StepMetrics
+from distdl.callbacks.progress import Progress
+from distdl.checkpoint import CheckpointStore
+from distdl.data import SyntheticImages
+from distdl.data.loading import distribute
+from distdl.data.sampling import TrainPosition
+from distdl.errors import UserError
+from distdl.models import ImageClassifier, compilers
+from distdl.stopping import StopRequest
+from tests.conftest import distdl
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+LOG_EVERY = 4
+# What waits for a GPU, by the name of the tensor's method. `.item()` and bool() end in
+# aten::_local_scalar_dense, which is counted below Python, where torch's own code calls it too.
+READS = ("tolist", "numpy", "cpu")
+
+
+class Reads:
+    """Steps (numbers of batches) in which somebody read a value from a tensor."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.found: list[tuple[int, str]] = []
+
+    def note(self, what: str) -> None:
+        self.found.append((self.step, what))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        reads = self
+
+        class Below(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+                if func is torch.ops.aten._local_scalar_dense.default:
+                    reads.note("item")
+                return func(*args, **(kwargs or {}))
+
+        class Above(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+                name = getattr(func, "__name__", "")
+                if name in READS:
+                    reads.note(name)
+                if name == "one_hot":  # looks at the range of labels on a CPU, and not on CUDA
+                    with torch._C._DisableTorchDispatch():
+                        return func(*args, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
+
+        with Below(), Above():
+            yield
+
+
+class Counting(Callback):
+    """Tells the number of the batch: what is read after it belongs to its step."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, number: int):
+        self.reads.step = number
+
+
+def fit(tmp_path: Path, reads: Reads, *more: Callback, optimizer: str = "torch.optim.SGD") -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(8, 7),
+    )
+    module = ImageClassifier(network, num_classes=7, mixup=0.2)
+    schedule = {"_target_": "distdl.optim.warmup_cosine", "warmup_epochs": 0}
+
+    def configure_optimizers() -> Any:
+        made = optim.build_optimizer(module, {"_target_": optimizer, "lr": 0.1}, global_batch=4)
+        steps = {"steps_per_epoch": 12, "max_epochs": 1}
+        return {
+            "optimizer": made,
+            "lr_scheduler": optim.build_schedule(made, schedule, **steps),
+        }
+
+    module.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
+    data = SyntheticImages(
+        4, num_classes=7, image_size=8, pool_size=16, train_samples=48, val_samples=4
+    )
+    position = TrainPosition()
+    distribute(data, rank=0, world_size=1, seed=0, position=position)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    kept = Checkpointer(store, StopRequest(), position, global_batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_val_batches=0,
+        log_every_n_steps=LOG_EVERY,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        gradient_clip_val=1.0,
+        default_root_dir=tmp_path,
+        callbacks=[Counting(reads), StepMetrics(4), Progress(bar=False), *more, kept],
+    )
+    with reads.watched():
+        trainer.fit(module, data)
+    assert reads.step == 11 and position.epoch == 1
+
+
+@pytest.mark.parametrize("optimizer", ["torch.optim.SGD", "torch.optim.AdamW"])
+def test_nothing_is_read_from_the_device_between_two_log_steps(tmp_path, optimizer):
+    reads = Reads()
+    fit(tmp_path, reads, optimizer=optimizer)
+    logging_steps = {step for step in range(12) if (step + 1) % LOG_EVERY == 0}
+    assert {step for step, _ in reads.found if step >= 0} == logging_steps, (
+        "the loss is read there, and nothing elsewhere"
+    )
+
+
+def test_a_callback_that_reads_is_seen(tmp_path):
+    class Reader(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 5:
+                outputs["loss"].item()
+            if batch_idx == 6:
+                batch["label"].tolist()
+
+    reads = Reads()
+    fit(tmp_path, reads, Reader())
+    assert {(5, "item"), (6, "tolist")} <= set(reads.found)
+
+
+# ---------------------------------------------------------------------------------- torch.compile
+
+
+def found(seconds: dict[str | bool, float | None]) -> list[autotune.Measured]:
+    return [autotune.Measured(compiling.Way(mode), s, 0, "broken") for mode, s in seconds.items()]
+
+
+def test_the_fastest_way_wins_unless_the_gain_is_noise():
+    choose = compiling.fastest
+    assert (
+        choose(found({False: 1.0, "default": 0.9, "max-autotune": 0.8})).compile == "max-autotune"
+    )
+    assert choose(found({False: 1.0, "default": 0.98})).compile is False
+    assert choose(found({False: 1.0, "default": None})).compile is False
+    assert choose(found({False: None, "default": 5.0})).compile == "default"
+    with pytest.raises(UserError, match="broken"):
+        choose(found({False: None, "default": None}))
+
+
+def test_cuda_graphs_are_left_out_where_gradients_accumulate():
+    def tried(accelerator: str, accumulate: int) -> list[str | bool]:
+        config = OmegaConf.create({"trainer": {"accumulate_grad_batches": accumulate}})
+        return [way.compile for way in compiling.ways(config, accelerator)]
+
+    assert tried("gpu", 1) == [False, "default", "reduce-overhead", "max-autotune"]
+    assert tried("gpu", 2) == [False, "default"]
+    assert tried("cpu", 1) == [False, "default"]
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
+    compilers.refuse_without_compiler("cpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for device in ("cpu", "gpu"):
+        with pytest.raises(UserError, match=r"(?s)compiler.*model.compile=false"):
+            compilers.refuse_without_compiler(device)
+    module = ImageClassifier(nn.Flatten(), compile="max-autotune")
+    with pytest.raises(UserError, match=r"C\+\+ compiler"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("given", [None, "torchs", "users"])
+def test_results_are_kept_where_the_user_wants_them(monkeypatch, tmp_path, given):
+    import tempfile
+
+    monkeypatch.setenv("DISTDL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(compilers.FOLDER, raising=False)
+    if given is not None:
+        torchs = Path(tempfile.gettempdir(), "torchinductor_me")
+        place = torchs if given == "torchs" else tmp_path / "mine"
+        monkeypatch.setenv(compilers.FOLDER, str(place))
+    compilers.keep_results()
+    expected = "mine" if given == "users" else "cache/inductor"
+    assert os.environ[compilers.FOLDER] == str(tmp_path / expected)
+
+
+NETWORK = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes):
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        super().__init__(*layers, nn.Flatten(), nn.Linear(8, num_classes))
+"""
+
+
+def test_the_measured_way_is_frozen_in_the_run(tmp_path):
+    import yaml
+
+    (tmp_path / "tiny.py").write_text(NETWORK)
+    done = distdl(
+        *("model=classifier", "+model.network._target_=tiny.Net", "project.allow=[tiny]"),
+        *("+model.network.num_classes=10", "model.compile=measured", "data=synthetic"),
+        *("data.image_size=16", "data.num_classes=10", "data.train_samples=64"),
+        *("data.val_samples=8", "data.batch_size=4", "data.num_workers=0", "tracking=none"),
+        *("schedule.warmup_epochs=0", "trainer.accelerator=cpu", "trainer.max_steps=2", "name=c"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    launch = yaml.safe_load((tmp_path / "outputs/default/c/attempts/001/launch.yaml").read_text())
+    said = launch["compile"]
+    assert [line.split()[0] for line in said] == ["model.compile=false", "model.compile=default"]
+    assert all("ms a step" in line for line in said), "both trained"
+    assert launch["changes"]["model.compile"] in (False, "default")
+
+
+# ------------------------------------------------------------------------------------------- DDP
+
+
+@pytest.mark.parametrize("given, first_mb", [({}, 1), ({"first_bucket_mb": 25}, 25)])
+def test_the_first_bucket_of_ddp_is_small(given, first_mb):
+    import torch.distributed as dist
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from torchvision.models import resnet18
+
+    from distdl.strategies import DDPStrategy
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        strategy = DDPStrategy(
+            parallel_devices=[torch.device("cpu")],
+            cluster_environment=LightningEnvironment(),
+            gradient_as_bucket_view=True,
+            **given,
+        )
+        model = strategy._setup_model(resnet18(num_classes=10))
+        for _ in range(3):  # DDP makes its buckets anew after the first step
+            model(torch.randn(2, 3, 32, 32)).sum().backward()
+        sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    finally:
+        dist.destroy_process_group()
+    # A bucket is full with the parameter that reaches its size: 9 MB are layer4's convolution.
+    first = int(str(sizes).split(",")[0]) / 2**20
+    assert first_mb <= first < first_mb + 9.1
