@@ -9,7 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from PIL import Image
 
+from distdl.data.sampling import stable_seed
 from distdl.job import EXIT_PREEMPTED
 from tests.conftest import TINY, distdl, last_step, losses, samples, status, trained
 
@@ -125,3 +128,30 @@ def test_a_rank_that_fails_is_named(tmp_path) -> None:
     assert "rank 1 failed first: ValueError: bad weather on rank one" in done.stderr
     told = status(tmp_path / "outputs/default/b")
     assert told["state"] == "FAILED" and "bad weather" in told["error"]
+
+
+def test_a_refusal_on_one_rank_is_all_that_is_shown(tmp_path) -> None:
+    """The other ranks lose their connection by it, and say so in their files alone."""
+    images = tmp_path / "images"
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (images / split / name).mkdir(parents=True)
+            for number in range(12):
+                image = Image.new("RGB", (40, 40), (10 * number, 99, 0))
+                image.save(images / split / name / f"{number:02}.jpg")
+    # The first one of rank 1's second batch.
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(stable_seed(42, 0)))
+    damaged = sorted(images.glob("train/*/*.jpg"))[order[12]]
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    done = distdl(
+        *[text for text in TINY if not text.startswith("data")],
+        *("data=imagenet", f"data.root={images}", "data.num_classes=2", "data.image_size=32"),
+        *(*TWO, "data.num_workers=0", "data.on_damaged=error", "seed=42", "name=d"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert f"rank 1 failed first: UserError: data.root: cannot decode {damaged}" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    run = tmp_path / "outputs/default/d"
+    assert "cannot decode" in status(run)["error"]
+    assert "Traceback" in (run / "attempts/001/logs/rank_0.log").read_text()

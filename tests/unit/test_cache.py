@@ -15,12 +15,14 @@ import pytest
 from filelock import FileLock
 
 from distdl.errors import UserError
+from distdl.shards import cache as cache_module
 from distdl.shards.ahead import Ahead
 from distdl.shards.cache import Cache, NoRoom, default_root
 from distdl.shards.needs import Needs
 from distdl.shards.order import Windows
 from distdl.stores import StoreError
 from distdl.stores.files import FileStore
+from distdl.stores.remote import RemoteStore
 from tests import prepared
 from tests.prepared import files, open_cache, prepare, wait_until
 
@@ -81,6 +83,75 @@ def test_who_waited_while_another_tried_in_vain_does_not_start_anew(tmp_path, ma
     fetch()  # who comes later tries
     assert len(tries) == 2
     assert open_cache(tmp_path).fetch(shard).stat().st_size == shard.bytes
+
+
+class Silent(RemoteStore):
+    """A server that does not answer until `open` exists."""
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        super().__init__("silent://box", "", patience=patience)
+        self.folder = folder
+
+    def _connect(self):
+        return None
+
+    def _server(self):
+        return "silent"
+
+    def _size(self, key):
+        if not (self.folder / "open").exists():
+            raise ConnectionError("no answer")
+        return (self.folder / key).stat().st_size
+
+    def _range(self, key, start, count):
+        return (self.folder / key).read_bytes()[start : start + count]
+
+    def _put(self, path, name, progress):
+        raise NotImplementedError
+
+    def _list(self, start):
+        raise NotImplementedError
+
+    def _is_transient(self, error):
+        return isinstance(error, ConnectionError)
+
+
+def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(cache_module, "AGAIN", 0.5)
+    shards, said = made.splits["train"].shards, []
+
+    def opened(patience: float) -> Cache:
+        return Cache(Silent(tmp_path / "far", patience), tmp_path / "cache", "0123456789abcdef")
+
+    def fetch(cache: Cache, number: int) -> None:
+        try:
+            cache.fetch(shards[number])
+        except UserError as error:
+            said.append(str(error))
+
+    first, others = opened(2), opened(60)
+    start = time.monotonic()
+    waiting = [
+        threading.Thread(target=fetch, args=(cache, number))
+        for cache, number in ((first, 0), (others, 1), (others, 2))
+    ]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    fetch(others, 3)  # of the same run, a little later: it asks, and waits no more
+    assert time.monotonic() - start < 20
+    assert len(said) == 4 and len(set(said)) == 1 and "no answer" in said[0]
+    # Another run begins anew, and a server that answers is one that can be waited for again.
+    later = opened(60)
+    thread = threading.Thread(target=fetch, args=(later, 4))
+    thread.start()
+    time.sleep(1.5)
+    assert thread.is_alive()
+    (tmp_path / "far" / "open").touch()
+    thread.join()
+    assert len(said) == 4 and later.has(shards[4])
+    assert not (later.folder / "locks" / "unreachable").exists()
 
 
 def test_a_copy_that_is_cut_is_said_and_comes_again(tmp_path, made, caplog):

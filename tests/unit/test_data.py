@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import subprocess
+import traceback
 import warnings
 
 import numpy as np
@@ -29,7 +31,8 @@ from distdl.data.folder import FolderImages
 from distdl.data.images import cpus_per_rank
 from distdl.data.loading import KeyedDataset, distribute
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
-from distdl.errors import UserError
+from distdl.data.worker_signals import Surviving
+from distdl.errors import Problem, Unfinished, UserError
 
 
 class Augmented(Dataset):
@@ -177,6 +180,23 @@ def test_two_ranks_share_the_training_samples_and_resume():
 def test_shuffling_can_be_switched_off():
     source = share(Loaders(lambda: DataLoader(Augmented(), 5, shuffle=True)), shuffle=False)
     assert next(iter(source.train_dataloader()))[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_workers_end_with_their_rank_alone():
+    """Others signal a whole job: that is no reason to end in the middle of a step."""
+    loader = DataLoader(Augmented(64), 4, num_workers=1, worker_init_fn=Surviving())
+    batches = iter(loader)
+    next(batches)
+    (worker,) = batches._workers
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    worker.join(0.3)
+    assert worker.is_alive() and len(list(batches)) == 15
+    batches = iter(loader)
+    next(batches)
+    (worker,) = batches._workers
+    worker.terminate()  # as multiprocessing does at the end of a script
+    worker.join(20)
+    assert worker.exitcode == 0
 
 
 def test_collections_of_loaders():
@@ -503,3 +523,22 @@ def test_setup_refuses_what_check_finds(photographs):
     with pytest.raises(UserError) as refused:
         StoredImages(str(photographs), 2, num_classes=3, num_workers=0).setup()
     assert refused.value.problems[0].path == "data.num_classes"
+
+
+class Refusing(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        try:
+            raise OSError("no answer")
+        except OSError as error:
+            raise Unfinished(Problem("data.root", "cannot be reached", "resume later")) from error
+
+
+def test_a_refusal_in_a_worker_is_said_as_in_the_rank() -> None:
+    with pytest.raises(Unfinished) as refused:
+        next(iter(DataLoader(Refusing(), num_workers=1)))
+    assert str(refused.value) == "data.root: cannot be reached\n    resume later"
+    told = "".join(traceback.format_exception(refused.value))  # for the rank's file
+    assert 'raise OSError("no answer")' in told

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from distdl.callbacks import Progress, StepMetrics
 from distdl.callbacks.progress import remedy
+from distdl.data import StoredImages
 from distdl.data.decoding import CPU_DECODERS, Damaged, Header, decoder, jpeg_header, works
 from distdl.data.encoded import EncodedImages
 from distdl.data.images import ImageData, cpus_per_rank
@@ -153,6 +154,26 @@ def test_validation_sees_exactly_what_torchvisions_reference_sees(size):
     assert torch.equal(seen, reference(by_pil(data)))
     on_pil = v2.Compose([v2.Resize(64), v2.CenterCrop(56), v2.PILToTensor()])
     assert apart(seen, on_pil(Image.open(io.BytesIO(data)))) < 0.5
+
+
+def test_validation_may_have_a_crop_and_a_size_of_its_own():
+    """As torchvision's later recipes: trained at 176, evaluated at 224 out of 232; in small."""
+    from torchvision.transforms import v2
+
+    sizes = {"image_size": 22, "val_crop_size": 28, "val_resize_size": 29}
+    data = SyntheticJpegs(
+        4, 2, **sizes, pool_size=4, width=64, height=48, kilobytes=3, num_workers=0
+    )
+    data.setup()
+    batch = next(iter(data.val_dataloader()))
+    assert batch["image"].shape == (4, 3, 28, 28)
+    reference = v2.Compose([v2.Resize(29, antialias=True), v2.CenterCrop(28)])
+    decoded = data.val_dataloader().dataset.view.decode(data._pool[0])
+    assert torch.equal(batch["image"][0], reference(decoded))
+    assert next(iter(data.train_dataloader()))["image"].shape == (4, 3, 22, 22)
+    folder = StoredImages("/nowhere", 4, val_crop_size=28, num_workers=0)._val_view
+    assert (folder.image_size, folder.short_side) == (28, 32)
+    assert problems(**sizes) == problems(val_crop_size=224, val_resize_size=None) == []
 
 
 def test_crops_are_drawn_as_torchvision_draws_them():
@@ -438,6 +459,13 @@ def test_good_settings():
         ({"augment": "trivial_augment"}, "augment", "'data.augment={trivial_augment: true}'"),
         ({"image_size": 0}, "image_size", "is 0"),
         ({"image_size": 100_000}, "image_size", "to 8,192"),
+        ({"val_crop_size": 0}, "val_crop_size", "data.val_crop_size=224"),
+        ({"val_resize_size": 223}, "val_resize_size", "less than the 224 pixels"),
+        (
+            {"image_size": 176, "val_crop_size": 192, "val_resize_size": 176},
+            "val_resize_size",
+            "data.val_resize_size=219",
+        ),
         ({"scale": 0.5}, "scale", "is 0.5, not two numbers"),
         ({"scale": [0.5]}, "scale", "not two numbers"),
         ({"scale": [0, 1]}, "scale", "above 0, at most 1"),

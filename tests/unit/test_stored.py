@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from filelock import FileLock
+from lightning.pytorch import Trainer
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.loading import distribute
@@ -209,6 +214,77 @@ def test_check_and_setup_say_the_same(tmp_path, made):
     assert found == ["root", "root"]  # a folder without train/ and val/
     (bad,) = StoredImages.check({"root": "ftp://x/y"})
     assert bad.path == "root" and "form" in bad.what
+
+
+def setup_of_rank(rank: int, root: Path, meet: Path, said: Any) -> None:
+    """What a rank's set-up raises."""
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    try:
+        StoredImages(str(root), 4, 10, num_workers=0).setup()
+        said.put((rank, ""))
+    except UserError as error:
+        said.put((rank, str(error)))
+    dist.destroy_process_group()
+
+
+def setup_of_two(tmp_path: Path, *roots: Path) -> dict[int, str]:
+    context = multiprocessing.get_context("fork")
+    said, meet = context.SimpleQueue(), tmp_path / f"meet-{time.monotonic_ns()}"
+    ranks = [
+        context.Process(target=setup_of_rank, args=(rank, root, meet, said))
+        for rank, root in enumerate(roots)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    return dict(said.get() for _ in ranks)
+
+
+def test_ranks_that_see_different_data_sets_are_refused(tmp_path, made):
+    prepare(tmp_path / "other", train=39)
+    assert setup_of_two(tmp_path, tmp_path / "far", tmp_path / "far") == {0: "", 1: ""}
+    said = setup_of_two(tmp_path, tmp_path / "far", tmp_path / "other")
+    keys = [open_data_set(str(tmp_path / name)).key[:12] for name in ("far", "other")]
+    assert said[0] == said[1]
+    assert f"data sets: {keys[0]} is rank 0's, on " in said[0] and f"{keys[1]} is rank 1" in said[0]
+
+
+def test_ranks_that_see_different_folders_are_refused(tmp_path):
+    for root, count in (("a", 2), ("b", 3)):
+        for split in ("train", "val"):
+            for number in range(10):
+                (tmp_path / root / split / str(number)).mkdir(parents=True)
+                for image in range(count):
+                    (tmp_path / root / split / str(number) / f"{image}.jpg").touch()
+    assert setup_of_two(tmp_path, tmp_path / "a", tmp_path / "a") == {0: "", 1: ""}
+    said = setup_of_two(tmp_path, tmp_path / "a", tmp_path / "b")
+    assert said[0] == said[1] and "the ranks see different data sets" in said[0]
+
+
+@pytest.mark.parametrize("room", [None, 1.0])
+def test_only_what_an_epoch_uses_is_brought_down(tmp_path, room):
+    manifest = prepare(tmp_path / "far", train=160, val=17)
+    size = max(shard.bytes for shard in manifest.splits["train"].shards)
+    limits = {"limit_train_batches": 0.1, "limit_val_batches": 2}
+    bounded = {} if room is None else {"cache_gb": 12 * size / 1e9}
+    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), **bounded)
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **limits)
+    data.setup()
+    fresh = data.train_dataloader()
+    fresh.batch_sampler.position = TrainPosition(3)
+    seen = [i for _, batch in zip(range(4), fresh, strict=False) for i in batch["index"].tolist()]
+    cache = data._splits["val"].shards.cache  # type: ignore[attr-defined]
+    needed = {f"train-{i // PER_SHARD:05d}.tar" for i in seen}
+    if room is not None:  # a window's shards are all of it
+        window = data._plan._needs.windows.of(3, 3)[0]  # type: ignore[union-attr]
+        needed = {f"train-{number:05d}.tar" for number in window}
+    needed |= {"val-00000.tar"}
+    wait_until(lambda: {name for name in files(cache) if name.endswith(".tar")} >= needed)
+    time.sleep(0.5)  # for one that should not come
+    assert {name for name in files(cache) if name.endswith(".tar")} == needed
+    data.teardown()
 
 
 def test_a_data_set_larger_than_the_disk_is_refused_before_training(tmp_path, small_disk):

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from distdl.errors import UserError
+from distdl.shards.format import MANIFEST
+from distdl.shards.reading import open_data_set
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.stores import remote as remote_module
 from distdl.stores.files import FileStore
+from tests.prepared import prepare
 
 CREDENTIALS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")
 
@@ -170,6 +173,30 @@ def test_a_server_that_is_gone_is_waited_for_and_then_named(s3, monkeypatch):
     with pytest.raises(StoreError, match="s3://box/a/file") as error:
         open_store("s3://box/a", patience=1).read("file")
     assert error.value.transient
+
+
+def test_an_address_tells_accounts_apart(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
+    found = []
+    for account in ("one", "two"):
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", account)
+        found.append(open_store("azure://box/a").address)
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=secret")
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    assert open_store("azure://box/a").address == found[1] != found[0]
+    assert found[0] == "https://one.blob.core.windows.net/box azure://box/a"
+
+
+def test_a_kept_manifest_is_of_one_server(s3, tmp_path, monkeypatch):
+    prepare(tmp_path / "far")
+    uri, cache = "s3://box/kept", tmp_path / "cache"
+    open_store(uri, patience=2).upload(tmp_path / "far" / MANIFEST, MANIFEST)
+    open_data_set(uri, cache_root=cache).keep(cache)
+    (kept,) = (cache / "manifests").iterdir()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="Could not connect"):  # another one, of the same bucket
+        open_data_set(uri, patience=0.1, cache_root=cache)
+    assert kept.read_bytes() == (tmp_path / "far" / MANIFEST).read_bytes()
 
 
 def test_the_first_try_in_vain_is_said_once(monkeypatch, caplog):

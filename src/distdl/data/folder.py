@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
 from distdl.shards.format import WORK
+from distdl.stores.files import raised
 
 # torchvision's list; compared in lower case, so `.JPEG` counts.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -71,6 +73,7 @@ class FolderImages(EncodedImages):
 
     Raises:
         UserError: A class folder holds no image.
+        OSError: A folder cannot be read.
     """
 
     def __init__(self, folder: Path, view: View) -> None:
@@ -89,6 +92,14 @@ class FolderImages(EncodedImages):
             labels += [label] * len(found)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.array(labels, dtype=np.int64)
+
+    @property
+    def key(self) -> str:
+        """A sha256 of the images' names and labels."""
+        listing = hashlib.sha256(str(self.classes).encode(errors="surrogateescape"))
+        for array in (self._paths, self._labels):
+            listing.update(array.data)
+        return listing.hexdigest()
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -112,7 +123,7 @@ class FolderImages(EncodedImages):
 def _images_below(folder: Path) -> list[str]:
     """Also in folders inside it, as torchvision's ImageFolder does."""
     found = []
-    for inner, _, names in sorted(os.walk(folder, followlinks=True)):
+    for inner, _, names in sorted(os.walk(folder, onerror=raised, followlinks=True)):
         found += [
             os.path.join(inner, name) for name in sorted(names) if name.lower().endswith(EXTENSIONS)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,14 +64,23 @@ class TrainPlan:
         shards: Of training.
         val: Of validation: they come after those of an epoch.
         ahead: Brings shards down; None: another rank of this node does so.
+        used: How many samples of an epoch's order, and of validation's, will be asked for.
     """
 
-    def __init__(self, needs: Needs, shards: Shards, val: Shards, ahead: Ahead | None) -> None:
-        self._needs, self._shards, self._val, self._ahead = needs, shards, val, ahead
+    def __init__(
+        self,
+        needs: Needs,
+        shards: Shards,
+        val: Shards,
+        ahead: Ahead | None,
+        used: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._needs, self._shards, self._val = needs, shards, val
+        self._ahead, self._used = ahead, used
         self._epoch: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": None}  # for workers, which never ask
+        return {**self.__dict__, "_ahead": None, "_used": None}  # for workers, which never ask
 
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         """Samples int64 [N]; None: a plain shuffle of all."""
@@ -82,12 +92,17 @@ class TrainPlan:
         if self._ahead is None or self._epoch == (seed, epoch):
             return
         self._epoch = (seed, epoch)
+        train, val = self._used()
         if self._needs.windows.epochs is None:  # a cache that cannot hold all
-            self._ahead.aim(self._needs.soonest_first)
+            self._ahead.aim(lambda: self._needs.soonest_used(train, val))
             return
-        train = self._shards.split.shards
-        numbers = by_first_use(self._shards.rows["shard"], order[place:]).tolist()
-        files = [*(train[number] for number in numbers), *train, *self._val.split.shards]
+        shards = self._shards.split.shards
+        numbers = by_first_use(self._shards.rows["shard"], order[place:train]).tolist()
+        files = [shards[number] for number in numbers]
+        if train == len(order):  # the next epoch reads them all again
+            files += shards
+        if val:
+            files += self._val.split.shards[: self._val.rows["shard"][val - 1] + 1]
         self._ahead.aim(lambda: files)
 
     def close(self) -> None:

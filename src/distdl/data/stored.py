@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from distdl.data.agreement import refuse_others
 from distdl.data.augment import Augment
 from distdl.data.encoded import EncodedImages
 from distdl.data.folder import FolderImages, check_folder
@@ -24,6 +26,7 @@ from distdl.shards.needs import Needs
 from distdl.shards.order import Windows
 from distdl.shards.reading import DataSet, Shards, open_data_set
 from distdl.stores import is_remote, open_store
+from distdl.stores.files import readable
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +37,8 @@ QUICK = 5.0  # seconds that a check waits for a server
 class StoredImages(ImageData):
     """Images for classification: ImageNet, or any others of that form.
 
-    Training: a random crop, a flip, and what `augment` says; validation: the short side to 256/224
-    of `image_size`, then the centre, as torchvision's references. uint8 until the device.
+    Training: a random crop, a flip, and what `augment` says; validation: the short side resized,
+    then the centre, as torchvision's references. uint8 until the device.
 
     `root` is one of
 
@@ -49,7 +52,7 @@ class StoredImages(ImageData):
         root: Where the images are.
         batch_size: Images per device.
         num_classes: Must equal the number of classes there.
-        image_size: Height and width in pixels after cropping.
+        image_size: Height and width in pixels after cropping: torchvision's --train-crop-size.
         scale: Share of the area that a random crop takes, from and to.
         ratio: Width to height of a random crop, from and to.
         num_workers: Processes that decode; None: this rank's share of the cores.
@@ -58,6 +61,10 @@ class StoredImages(ImageData):
         decoder: As `distdl.data.decoding` names them; "auto": the fastest that is installed.
         augment: As `distdl.data.augment.Augment` takes it; None: a flip.
         resize: {from, to, until_epoch}: progressive resizing (`distdl.data.resizing`).
+        val_crop_size: Height and width in validation, in pixels; None: `image_size`. This and the
+            next one as torchvision's references call them
+            (https://github.com/pytorch/vision/blob/main/references/classification/train.py).
+        val_resize_size: The short side before that crop, in pixels; None: 256/224 of it, rounded.
         on_damaged: "skip" or "error", for an image that cannot be decoded.
         cache_dir: Where shards of a URI are kept; None: `distdl.shards.cache.default_root`. With a
             folder of shards as `root`, such as a slow mount, they are copied there, too.
@@ -85,6 +92,8 @@ class StoredImages(ImageData):
         decoder: str = "auto",
         augment: Mapping[str, Any] | None = None,
         resize: Mapping[str, Any] | None = None,
+        val_crop_size: int | None = None,
+        val_resize_size: int | None = None,
         on_damaged: str = "skip",
         cache_dir: str | None = None,
         cache_gb: float | None = None,
@@ -97,7 +106,7 @@ class StoredImages(ImageData):
         self.shuffle_window = shuffle_window
         own = Augment(augment, mean, std)
         self._train_view: View = TrainView(image_size, scale, ratio, decoder, own, resize)
-        self._val_view: View = EvalView(image_size, decoder=decoder)
+        self._val_view: View = EvalView(val_crop_size or image_size, val_resize_size, decoder)
         self._splits: dict[str, EncodedImages] = {}
         self._plan: TrainPlan | None = None
 
@@ -125,10 +134,11 @@ class StoredImages(ImageData):
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return
         root = _expanded(str(config["root"]))
-        if not is_remote(root) and not Path(root, MANIFEST).exists():
-            yield from check_folder(Path(root), config.get("num_classes"))
-            return
         try:
+            with readable("root"):
+                if not _is_prepared(root):
+                    yield from check_folder(Path(root), config.get("num_classes"))
+                    return
             data = open_data_set(root, patience=QUICK, cache_root=_cache_root(config))
             if data.note:
                 yield data.note
@@ -140,16 +150,24 @@ class StoredImages(ImageData):
     def setup(self, stage: str | None = None) -> None:
         if self._splits:
             return
-        if is_remote(self.root) or Path(self.root, MANIFEST).exists():
+        with readable("data.root"):
+            prepared = _is_prepared(self.root)
+        if prepared:
             self._open_shards()
             return
-        _refuse(check_folder(Path(self.root), self.num_classes))
-        for split, view in (("train", self._train_view), ("val", self._val_view)):
-            self._splits[split] = FolderImages(Path(self.root, split), view)
+        with readable("data.root"):
+            _refuse(check_folder(Path(self.root), self.num_classes))
+            splits = {
+                split: FolderImages(Path(self.root, split), view)
+                for split, view in (("train", self._train_view), ("val", self._val_view))
+            }
+        refuse_others("-".join(images.key[:12] for images in splits.values()))
+        self._splits.update(splits)
 
     def _open_shards(self) -> None:
         cache_root = _cache_root({"cache_dir": self.cache_dir})
         data = open_data_set(self.root, cache_root=cache_root)
+        refuse_others(data.key[:12])
         _refuse(_misfits(data, self.num_classes))
         in_place = not is_remote(self.root) and self.cache_dir is None
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
@@ -173,7 +191,7 @@ class StoredImages(ImageData):
                 data.keep(cache.root)
             own = Cache(open_store(self.root), cache.root, data.key, limit)
             ahead = Ahead(own, None if whole else needs.needed_later)
-        self._plan = TrainPlan(needs, shards["train"], shards["val"], ahead)
+        self._plan = TrainPlan(needs, shards["train"], shards["val"], ahead, self._used)
         self._splits["train"] = ShardImages(self._train_view, shards["train"], self._plan)
         self._splits["val"] = ShardImages(self._val_view, shards["val"])
 
@@ -195,6 +213,24 @@ class StoredImages(ImageData):
             log.info(text, data.store.uri, f"{data.bytes / GB:.3g}", count, here, cache.folder)
         return cache
 
+    def _used(self) -> tuple[int, int]:
+        """Samples of an epoch, and of the validation after it, that are used: the first ones, as
+        `trainer.limit_train_batches` and `limit_val_batches` say. At most: a global batch may be
+        less than all ranks' batches."""
+        splits, trainer = (self._splits["train"], self._splits["val"]), self.trainer
+        if trainer is None:
+            return len(splits[0]), len(splits[1])
+        batch = self.batch_size * trainer.world_size
+        train, val = (
+            min(len(split), limit * batch)
+            if isinstance(limit, int)
+            else math.ceil(len(split) * limit)
+            for split, limit in zip(
+                splits, (trainer.limit_train_batches, trainer.limit_val_batches), strict=True
+            )
+        )
+        return train, val
+
     def teardown(self, stage: str | None = None) -> None:
         if self._plan is not None:
             self._plan.close()
@@ -209,6 +245,11 @@ class StoredImages(ImageData):
 def _expanded(root: str) -> str:
     """A URI, or a path without `~` and `file://`."""
     return root if is_remote(root) else open_store(root).uri
+
+
+def _is_prepared(root: str) -> bool:
+    """Whether shards lie there, and not folders of images."""
+    return is_remote(root) or Path(root, MANIFEST).exists()
 
 
 def _cache_root(config: Mapping[str, Any]) -> Path:

@@ -45,6 +45,8 @@ class SyntheticJpegs(ImageData):
         decoder: As for real images (`data=imagenet`), as are the next two.
         augment: What follows the crop.
         resize: Progressive resizing.
+        val_crop_size: As for real images, as is the next one.
+        val_resize_size: The short side before that crop.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class SyntheticJpegs(ImageData):
         decoder: str = "auto",
         augment: Mapping[str, Any] | None = None,
         resize: Mapping[str, Any] | None = None,
+        val_crop_size: int | None = None,
+        val_resize_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std)
         self.num_classes = num_classes
         own = Augment(augment, mean, std)
         self._train = train_samples, TrainView(image_size, scale, ratio, decoder, own, resize)
-        self._val = val_samples, EvalView(image_size, decoder=decoder)
+        self._val = val_samples, EvalView(val_crop_size or image_size, val_resize_size, decoder)
         self._pool_arguments = (pool_size, num_classes, width, height, 1000 * kilobytes, seed)
         self._pool: list[bytes] = []
 

@@ -63,10 +63,16 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
 
 def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
     """Of the sizes and ranges that crops are drawn from; other types are told elsewhere."""
-    size = config.get("image_size", 224)
-    if type(size) is int and not 1 <= size <= MOST_PIXELS:
-        what = f"is {size}, no height in pixels from 1 to {MOST_PIXELS:,}"
-        yield Problem("image_size", what, "data.image_size=224")
+    common = {"image_size": 224, "val_crop_size": 224, "val_resize_size": 256}
+    sizes = {key: config[key] for key in common if type(config.get(key)) is int}
+    for key, size in sizes.items():
+        if not 1 <= size <= MOST_PIXELS:
+            what = f"is {size}, no height in pixels from 1 to {MOST_PIXELS:,}"
+            yield Problem(key, what, f"data.{key}={common[key]}")
+    crop = sizes.get("val_crop_size", sizes.get("image_size", 224))
+    if "val_resize_size" in sizes and 1 <= sizes["val_resize_size"] < crop:
+        what = f"is {sizes['val_resize_size']}, less than the {crop} pixels that are cropped of it"
+        yield Problem("val_resize_size", what, f"data.val_resize_size={round(crop * 256 / 224)}")
     for key, most, usual in (
         ("scale", 1.0, "[0.08, 1.0]"),
         ("ratio", math.inf, "[0.75, 1.3333333333333333]"),
@@ -161,7 +167,7 @@ class EvalView:
 
     Args:
         image_size: S, in pixels.
-        short_side: To resize to before the crop; None: 256/224 of S.
+        short_side: To resize to before the crop, S or more; None: 256/224 of S.
         decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": the sample is then what
             `distdl.data.nvjpeg` says.
     """

@@ -3,6 +3,7 @@
     CACHE/<data set>/train-00000.tar     whole and checked: nothing else ever has such a name
     CACHE/<data set>/.<name>.<id>.part   on its way
     CACHE/<data set>/locks/              one lock per shard: whoever needs it first fetches it
+    CACHE/<data set>/locks/unreachable   the server did not answer; gone when it does
     CACHE/lock                           held while room is made
 
 Locks are the kernel's (flock), so they end with the process that holds them. All ranks of a node,
@@ -34,6 +35,7 @@ from distdl.stores.files import reserved
 log = logging.getLogger(__name__)
 
 TRIES = 3
+AGAIN = 10.0  # seconds for a server that another process of this node has waited for in vain
 MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
 
 
@@ -53,7 +55,7 @@ class Cache:
 
     def __init__(self, store: Store, root: Path, key: str, limit: int | None = None) -> None:
         self.store, self.root, self.limit = store, root, limit
-        self.folder = root / key[:16]
+        self.folder, self._since = root / key[:16], time.time()
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             # Held by every process that reads: other runs do not remove what is in use.
@@ -102,7 +104,7 @@ class Cache:
         with FileLock(self.folder / "locks" / file.name):
             if self.has(file):
                 return self.path(file)
-            self._share_failure(file, asked)
+            self._share_outage(asked)
             if self.path(file).exists():
                 log.warning(HEALED, self.path(file))
             for _ in range(TRIES):
@@ -111,11 +113,10 @@ class Cache:
                     left.unlink(missing_ok=True)
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
                 try:
-                    said = self._bring(file, part, evictable or list, progress)
+                    said = self._bring(file, part, evictable or list, self._told(asked, progress))
                 finally:
                     part.unlink(missing_ok=True)
                 if not said:
-                    self._failure(file).unlink(missing_ok=True)
                     return self.path(file)
         what = f"{self.store.uri}/{file.name} came {TRIES} times, and {said}"
         raise UserError(Problem("data.root", what, DAMAGED))
@@ -125,7 +126,7 @@ class Cache:
         file: File,
         part: Path,
         evictable: Callable[[], Sequence[str]],
-        progress: Progress | None,
+        progress: Progress,
     ) -> str:
         """One try; returns what is wrong with what came, "" if nothing."""
         try:
@@ -139,23 +140,38 @@ class Cache:
             return said
         except StoreError as error:
             if error.transient:
-                self._failure(file).write_text(str(error))
+                part.write_text(str(error))  # others look at it at any time
+                part.replace(self._outage)
             raise _unreachable(str(error), error.transient) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
                 raise
             raise NoRoom(errno.ENOSPC, self._full(file)) from error  # others wrote to the disk
 
-    def _failure(self, file: File) -> Path:
-        return self.folder / "locks" / f"{file.name}.failed"
+    @property
+    def _outage(self) -> Path:
+        return self.folder / "locks" / "unreachable"
 
-    def _share_failure(self, file: File, asked: float) -> None:
-        """Who waited while another process tried in vain has waited long enough."""
+    def _share_outage(self, since: float) -> None:
+        """Who waited while another process tried in vain, for any shard, has waited long enough."""
         try:
-            if self._failure(file).stat().st_mtime >= asked:
-                raise _unreachable(self._failure(file).read_text(), transient=True)
+            if self._outage.stat().st_mtime >= since:
+                raise _unreachable(self._outage.read_text(), transient=True)
         except FileNotFoundError:
             return
+
+    def _told(self, asked: float, progress: Progress | None) -> Progress:
+        """`progress`, which also gives up where this node has waited for the server already."""
+
+        def told(count: int) -> None:
+            if count:  # the server answers
+                self._outage.unlink(missing_ok=True)
+            else:
+                self._share_outage(self._since if time.time() - asked > AGAIN else asked)
+            if progress is not None:
+                progress(count)
+
+        return told
 
     def drop(self, file: File) -> None:
         """Removes a copy that turned out to be damaged."""

@@ -27,6 +27,7 @@ class Needs:
         self.windows = windows
         self._files: list[File] = [*train.shards, *(val.shards if val else ())]
         self._place = {file.name: place for place, file in enumerate(self._files)}
+        self._samples = train.samples
         samples = [shard.samples for shard in val.shards] if val else []
         self._val = train.samples + np.cumsum([0, *samples], dtype=np.int64)[: len(samples)]
         # Seed, epoch, samples given out in it, and the first epoch of this process.
@@ -43,6 +44,18 @@ class Needs:
     def soonest_first(self) -> Sequence[File]:
         """All shards, those first that are needed first."""
         return [self._files[i] for i in np.argsort(self._uses(), kind="stable")]
+
+    def soonest_used(self, train: int, val: int) -> Sequence[File]:
+        """The same of an epoch that ends early, without what only later samples need.
+
+        Args:
+            train: Samples of the epoch that are used.
+            val: Samples of `val` that are used.
+        """
+        uses, shards = self._uses(), len(self._files) - len(self._val)
+        used = uses < self._samples + val
+        used[:shards] = (train == self._samples) | (uses[:shards] < train)
+        return [self._files[i] for i in np.argsort(uses, kind="stable") if used[i]]
 
     def farthest_first(self, file: File) -> Sequence[str]:
         """All shards but `file`, which is needed now; those first that are needed last."""

@@ -45,7 +45,7 @@ class DataSet:
 
     def keep(self, cache_root: Path) -> None:
         """Writes the manifest into this node's cache, for starts without the server."""
-        path = _kept(cache_root, self.store.uri)
+        path = _kept(cache_root, self.store)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.write_bytes(self.text)
@@ -99,7 +99,7 @@ def open_data_set(
         UserError: There is none, or the store cannot be reached.
     """
     store = open_store(root, patience=patience)
-    kept = _kept(cache_root, store.uri) if cache_root and is_remote(root) else None
+    kept = _kept(cache_root, store) if cache_root and is_remote(root) else None
     try:
         if kept is None or not kept.exists():
             text = store.read(MANIFEST)
@@ -110,14 +110,16 @@ def open_data_set(
             date = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
             note = f"{store.uri} cannot be reached; the copy of {date} is used ({kept})"
             return _data_set(kept.read_bytes(), store, note)
-        remedy = "python -m distdl prepare ... --upload URL writes it last, when all else is there"
-        remedy = "" if error.transient or not is_remote(root) else remedy
+        remedy = error.remedy
+        if not remedy and not error.transient and is_remote(root):
+            remedy = "python -m distdl prepare ... --upload URL writes it last, after all else"
         raise UserError(Problem("data.root", str(error), remedy)) from error
     return _data_set(text, store)
 
 
-def _kept(cache_root: Path, uri: str) -> Path:
-    return cache_root / "manifests" / f"{hashlib.sha256(uri.encode()).hexdigest()[:16]}.json"
+def _kept(cache_root: Path, store: Store) -> Path:
+    name = hashlib.sha256(store.address.encode()).hexdigest()[:16]
+    return cache_root / "manifests" / f"{name}.json"
 
 
 def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
@@ -159,9 +161,7 @@ class Shards:
         self._since = time.time()
         self._lost: UserError | None = None
         self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()
-        if not _fits(self.rows, self.split):
-            what = f"the index of {split!r} does not fit the shards of {MANIFEST}"
-            raise UserError(Problem("data.root", f"{data.store.uri}: {what}"))
+        refuse_misfit(self.rows, data, split)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -264,11 +264,24 @@ class Shards:
             os.close(self._open.popitem(last=False)[1][0])
 
 
-def _fits(rows: np.ndarray[Any, Any], split: Split) -> bool:
-    """Whether an index speaks of all shards, in their order, and of no byte beyond their ends."""
+def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
+    """Raises UserError where an index is not that of the manifest's split: other numbers of samples
+    or classes, shards in another order, bytes beyond their ends."""
+    described, classes = data.split(split), len(data.manifest.classes)
     shard = rows["shard"].astype(np.int64)
-    counted = np.bincount(shard, minlength=len(split.shards)).tolist()
-    if counted != [each.samples for each in split.shards] or np.any(np.diff(shard) < 0):
-        return False
-    sizes = np.array([each.bytes for each in split.shards], np.uint64)
-    return bool(np.all(rows["offset"] + rows["bytes"] <= sizes[shard]))
+    counted = np.bincount(shard, minlength=len(described.shards)).tolist()
+    labels = rows["label"]
+    beyond = labels[(labels < 0) | (labels >= classes)]
+    if len(rows) != described.samples:
+        said = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
+    elif len(beyond):
+        said = f"holds label {beyond.max()}, {MANIFEST} names {classes} classes"
+    elif counted != [each.samples for each in described.shards] or np.any(np.diff(shard) < 0):
+        said = f"does not fit the shards of {MANIFEST}"
+    else:
+        sizes = np.array([each.bytes for each in described.shards], np.uint64)
+        if np.all(rows["offset"] + rows["bytes"] <= sizes[shard]):
+            return
+        said = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
+    what = f"{data.store.uri}: the index of {split!r} {said}"
+    raise UserError(Problem("data.root", what, "copy or prepare the data set again"))

@@ -15,6 +15,7 @@ from distdl.stores.store import PATIENCE, Progress, StoreError
 
 _CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
 _KEY, _SAS = "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"
+_SOURCES = "docs/data/reading.md, URIs and credentials"
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 
@@ -59,9 +60,11 @@ class BlobStore(RemoteStore):
         self._sas = sas
 
     def _connect(self) -> Any:
-        sdk = logging.getLogger("azure")
-        if sdk.level == logging.NOTSET:  # at INFO it writes down every request with its headers
-            sdk.setLevel(logging.WARNING)
+        # At INFO each request with its headers; of who is signed in each way that is not used.
+        for name, level in (("azure", logging.WARNING), ("azure.identity", logging.CRITICAL)):
+            sdk = logging.getLogger(name)
+            if sdk.level == logging.NOTSET:
+                sdk.setLevel(level)
         try:
             return self._container_client()
         except ValueError:  # its text may hold the key
@@ -107,6 +110,9 @@ class BlobStore(RemoteStore):
             what = f"no {_KEY} and no {_SAS} is set, and azure-identity is not installed"
             raise UserError(Problem(self.uri, what, "pip install 'distdl[azure]'")) from None
         return DefaultAzureCredential()
+
+    def _server(self) -> str:
+        return str(self.client.url).partition("?")[0]  # a signature is no part of it
 
     def _size(self, key: str) -> int | None:
         from azure.core.exceptions import HttpResponseError
@@ -167,3 +173,23 @@ class BlobStore(RemoteStore):
         if isinstance(error, exceptions.HttpResponseError) and error.status_code is not None:
             return error.status_code in _BUSY
         return True if isinstance(error, exceptions.AzureError) else None
+
+    def _remedy(self, error: Exception) -> str:
+        from azure.core import exceptions
+
+        if self._is_absent(error):
+            made = f"az storage container create --name {self._container}"
+            return f"make the container ({made}), or name another"
+        status = getattr(error, "status_code", None)
+        if status in (401, 403):
+            if getattr(error, "error_code", None) == "AuthorizationPermissionMismatch":
+                return "it needs the role Storage Blob Data Reader (to upload: Contributor)"
+            return f"look at the account's name and what opens it: {_SOURCES}"
+        if not isinstance(error, exceptions.ClientAuthenticationError) or status is not None:
+            return ""
+        if type(error).__name__ == "AzureSigningError":
+            return f"the account key is none: {_KEY}, or AccountKey in {_CONNECTION}"
+        return f"az login, or export {_KEY}=...: {_SOURCES}"
+
+    def _is_absent(self, error: Exception) -> bool:
+        return getattr(error, "error_code", None) == "ContainerNotFound"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdl.errors import Problem, UserError
 from distdl.stores.store import Progress, StoreError
 
 _PIECE = 8 << 20  # bytes copied at a time
@@ -28,6 +29,10 @@ class FileStore:
     @property
     def uri(self) -> str:
         return str(self.folder)
+
+    @property
+    def address(self) -> str:
+        return self.uri
 
     def size(self, name: str) -> int | None:
         path = self.folder / name
@@ -76,6 +81,30 @@ class FileStore:
 def is_own(path: Path) -> bool:
     """A file, and no temporary one of an upload that was killed."""
     return path.is_file() and not path.name.startswith(".")
+
+
+def raised(error: OSError) -> None:
+    """`onerror` of os.walk, which else passes over a folder that it cannot read."""
+    raise error
+
+
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """What the system does not let us read inside, a folder above all, is refused by its name.
+
+    Args:
+        where: The `path` of the Problem.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        if not error.filename:
+            raise
+        what = f"{error.filename} cannot be read: {error.strerror}"
+        remedy = "the user who runs this needs the right to read it, and to enter its folder"
+        raise UserError(Problem(where, what, remedy)) from error
 
 
 @contextmanager

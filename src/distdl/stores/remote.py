@@ -48,6 +48,10 @@ class RemoteStore(ABC):
     def uri(self) -> str:
         return self._uri
 
+    @property
+    def address(self) -> str:
+        return f"{self._server()} {self._uri}"
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._uri})"
 
@@ -74,6 +78,10 @@ class RemoteStore(ABC):
     def _connect(self) -> Any: ...
 
     @abstractmethod
+    def _server(self) -> str:
+        """Which server and account the client asks."""
+
+    @abstractmethod
     def _size(self, key: str) -> int | None: ...
 
     @abstractmethod
@@ -88,6 +96,14 @@ class RemoteStore(ABC):
     @abstractmethod
     def _is_transient(self, error: Exception) -> bool | None:
         """Whether the same request may succeed later; None: an error of something else."""
+
+    @abstractmethod
+    def _remedy(self, error: Exception) -> str:
+        """What mends an error of credentials, container or bucket; "": it is another one."""
+
+    @abstractmethod
+    def _is_absent(self, error: Exception) -> bool:
+        """Whether the container or bucket does not exist."""
 
     # What it then can.
 
@@ -151,8 +167,8 @@ class RemoteStore(ABC):
                 # The SDKs' own messages may hold the whole URL, with its signature.
                 said = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                 if not transient or time.monotonic() + pause > deadline:
-                    message = f"{self._uri}/{name}: {said}"
-                    raise StoreError(message, transient=transient) from None
+                    message, remedy = f"{self._uri}/{name}: {said}", self._remedy(error)
+                    raise StoreError(message, transient=transient, remedy=remedy) from None
                 if self.patience >= LONG and not self._silent:
                     self._silent = True
                     text = "%s does not answer, trying again for %g s: %s"
@@ -169,8 +185,17 @@ class RemoteStore(ABC):
     def _present(self, name: str, progress: Progress | None = None) -> int:
         size = self.retried(name, lambda: self._size(self._key(name)), progress)
         if size is None:
+            self.retried(name, self._find_container)
             raise StoreError(f"{self._uri} has no {name}")
         return size
+
+    def _find_container(self) -> None:
+        """Raises what the server says where there is none: of a file alone it cannot be told."""
+        try:
+            next(self._list(self._folder), None)
+        except Exception as error:  # who may read a file need not have the right to list
+            if self._is_absent(error):
+                raise
 
     def _key(self, name: str) -> str:
         return f"{self._folder}/{name}" if self._folder else name

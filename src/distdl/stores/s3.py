@@ -42,6 +42,9 @@ class S3Store(RemoteStore):
         config = Config(retries={"total_max_attempts": 1}, **options)
         return boto3.session.Session().client("s3", config=config)
 
+    def _server(self) -> str:
+        return str(self.client.meta.endpoint_url)
+
     def _size(self, key: str) -> int | None:
         from botocore.exceptions import ClientError
 
@@ -78,6 +81,23 @@ class S3Store(RemoteStore):
             return False
         # boto3 wraps what an upload met, and urllib3 says that a stream broke.
         return True if isinstance(error, (BotoCoreError, Boto3Error)) else None
+
+    def _remedy(self, error: Exception) -> str:
+        from botocore.exceptions import ClientError, NoCredentialsError
+
+        if self._is_absent(error):
+            return f"make the bucket (aws s3 mb s3://{self._bucket}), or name another"
+        refused = isinstance(error, ClientError) and _status(error) in (400, 401, 403)
+        if refused or isinstance(error, NoCredentialsError):
+            return (
+                "aws configure, or export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...; they "
+                f"need the right to read s3://{self._bucket} (to upload: to list and write it)"
+            )
+        return ""
+
+    def _is_absent(self, error: Exception) -> bool:
+        response = getattr(error, "response", None) or {}
+        return response.get("Error", {}).get("Code") == "NoSuchBucket"
 
 
 def _status(error: Any) -> int:

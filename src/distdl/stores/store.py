@@ -18,11 +18,12 @@ class StoreError(OSError):
     Args:
         message: Which file of which store, and what the server said.
         transient: The server did not answer, or was busy: the same may succeed later.
+        remedy: For what the message says of credentials, the container or the bucket; else "".
     """
 
-    def __init__(self, message: str, *, transient: bool = False) -> None:
+    def __init__(self, message: str, *, transient: bool = False, remedy: str = "") -> None:
         super().__init__(message)
-        self.transient = transient
+        self.transient, self.remedy = transient, remedy
 
 
 class Store(Protocol):
@@ -34,6 +35,12 @@ class Store(Protocol):
     @property
     def uri(self) -> str:
         """Where it is, to be printed: without a signature."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where it is, wholly: with the account or the endpoint that `uri` may leave to the
+        environment. Without a signature, too."""
         ...
 
     def size(self, name: str) -> int | None:
