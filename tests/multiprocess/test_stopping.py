@@ -72,7 +72,7 @@ def per_rank(run: Path) -> dict[str, list[tuple[int, int]]]:
 def test_a_signal_in_validation(background, tmp_path) -> None:
     """Validation starts again from its first batch, and then the next epoch follows."""
     run = tmp_path / "outputs/default/v"
-    long = ("data.val_samples=4000", "trainer.max_epochs=2", "name=v")
+    long = ("data.val_samples=1500", "trainer.max_epochs=2", "name=v")
     job = background(*TINY, *TWO, *long, cwd=tmp_path)
     job.until(lambda: last_step(run) >= 20)
     job.until(lambda: "step 20 " in job.output())
@@ -86,7 +86,7 @@ def test_a_signal_in_validation(background, tmp_path) -> None:
     assert done.stderr.count("val/acc1") == 2, "the first epoch was validated after all"
     assert min(step for _, step in samples(run)[2]) == 21
     counted = status(run, 2)["metrics"]["val/samples"]
-    assert counted == 4000
+    assert counted == 1500
 
 
 def test_a_signal_to_every_process_of_the_job(background, tmp_path) -> None:
@@ -103,12 +103,13 @@ def test_a_signal_to_every_process_of_the_job(background, tmp_path) -> None:
 
 def test_a_signal_in_set_up(background, tmp_path) -> None:
     run = tmp_path / "outputs/default/u"
-    job = background(*TINY, *TWO, "name=u", cwd=tmp_path)
+    short = (*TWO, "trainer.max_epochs=1", "name=u")
+    job = background(*TINY, *short, cwd=tmp_path)
     job.until(lambda: status(run).get("state") == "RUNNING")
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait() == EXIT_PREEMPTED, job.output()
     assert status(run)["state"] == "PREEMPTED"
-    trained(*TWO, "name=u", cwd=tmp_path)
+    trained(*short, cwd=tmp_path)
     assert status(run, 2)["state"] == "SUCCEEDED"
 
 
