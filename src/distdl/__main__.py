@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print_problems(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # a command may say what is left of its work
+        print(": ".join(("interrupted", *map(str, error.args))), file=sys.stderr)
         return 130
     except BrokenPipeError:  # `distdl --help | head`: whoever read has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: list[str]) -> int:
     from distdl import environment
 
+    # Before the options, which are those of a command that is misspelt.
+    check_words(list(itertools.takewhile(lambda word: not word.startswith("-"), arguments)))
     options = parse(arguments)
     if options.help:
         from distdl.help import text
@@ -157,6 +160,8 @@ def check_words(overrides: list[str]) -> None:
                 else f"write key=value, or first one of the commands {', '.join(COMMANDS)}"
             )
             problems.append(Problem(word, "is no command and no override", remedy))
+            if close:
+                break  # what follows is that command's
     if problems:
         raise UserError(*problems)
 

@@ -31,9 +31,11 @@ _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     "data.batch_size",
+    "data.on_damaged",
     "trainer.accumulate_grad_batches",
     "trainer.max_epochs",
     "trainer.max_steps",
+    "checkpoint.sharded",
 )
 
 

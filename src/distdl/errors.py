@@ -26,12 +26,22 @@ class Problem:
 
 
 class UserError(Exception):
-    """Refused because of the input. The command line prints it without a traceback and exits 2."""
+    """Refused because of the input. The command line prints it without a traceback and exits 2.
+
+    Raised in a loader's worker, it reaches the rank made anew by torch, of one text that ends in
+    the traceback there (`torch._utils.ExceptionWrapper`): then that is a note, and what was said
+    the message.
+    """
 
     exit_code = 2
     outcome = "nothing was started"
 
     def __init__(self, *problems: Problem | str) -> None:
+        name, text = type(self).__name__, problems[0] if problems else ""
+        if isinstance(text, str) and text.startswith(f"Caught {name} in "):
+            self.add_note(text)
+            _, _, said = text.rpartition(f"\n{type(self).__module__}.{name}: ")
+            problems = (said.rstrip("\n"),)
         self.problems: Sequence[Problem] = [
             p if isinstance(p, Problem) else Problem("", p) for p in problems
         ]

@@ -15,10 +15,10 @@ from distdl import batches, following, jobs, provenance, snapshot
 from distdl import config as configs
 from distdl.bundle import Bundle
 from distdl.errors import Problem, UserError
-from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
+from distdl.job import Job, JobSpec, JobState, Launcher, Request
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
-from distdl.run_directory import Attempt, shown
+from distdl.run_directory import Attempt, shown, told
 from distdl.snapshot import Snapshot
 
 
@@ -259,10 +259,8 @@ def report_failure(attempt: Attempt) -> None:
     """Names the rank that failed first: the others usually fail because of it."""
     first = attempt.first_error()
     if first is not None and first["rank"] != 0:
-        # A refusal speaks for itself; of anything else the type is a part of what happened.
-        kind = "" if first["exit_code"] == EXIT_REFUSED else f"{first['type']}: "
         print(
-            f"rank {first['rank']} failed first: {kind}{first['message']}\n"
+            f"rank {first['rank']} failed first: {told(first)}\n"
             f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",
             file=sys.stderr,
         )

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.errors import Problem, UserError
-from distdl.job import JobState, Resources
+from distdl.job import EXIT_REFUSED, JobState, Resources
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 
@@ -135,7 +135,7 @@ class Attempt:
         if first:  # whatever rank 0 made of it
             self.end(
                 JobState.FAILED,
-                error=f"rank {first['rank']}: {first['type']}: {first['message']}",
+                error=f"rank {first['rank']}: {told(first)}",
             )
             code = first.get("exit_code", code)
         elif recorded.ended and not (code and recorded is JobState.SUCCEEDED):
@@ -178,6 +178,12 @@ class Attempt:
         """The earliest failure of any rank: the others usually fail because of it."""
         errors = [read_json(f) for f in (self.path / "errors").glob("rank_*.json")]
         return min((e for e in errors if e), key=lambda e: e["time"], default=None)
+
+
+def told(error: dict[str, Any]) -> str:
+    """What a recorded error says. A refusal speaks for itself; else the type is a part of it."""
+    refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
+    return str(error["message"] if refused else f"{error['type']}: {error['message']}")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def did_you_mean(path: str, known: Iterable[str]) -> str:
     """
     section, _, leaf = path.rpartition(".")
     scored: list[tuple[float, str]] = []
-    for candidate in known:
+    for candidate in dict.fromkeys(known):
         if candidate == path:
             continue
         candidate_section, _, candidate_leaf = candidate.rpartition(".")

@@ -52,6 +52,12 @@ def test_help_lists_everything(no_torch, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_help_of_convert(no_torch, tmp_path) -> None:
+    done = distdl("convert", "--help", cwd=tmp_path, env=no_torch)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "deepspeed_zero3" in done.stdout and "epoch_002-fsdp.ckpt" in done.stdout
+
+
 @pytest.mark.parametrize(
     "typed",
     [
@@ -239,9 +245,11 @@ def test_the_same_name_with_another_config_is_refused(run, command) -> None:
 def test_resume_refuses_what_would_make_it_another_run(run, command) -> None:
     path = run("name=x")
     bad = ["optimizer.lr=0.5", "model=resnet34", "seed=3", "optimizer.lrr=1", "~tracking"]
+    bad += ["trainer.max_epoch=3"]
     said = command("resume", "outputs/default/x", *bad, "trainer.max_epochs=4,5")
-    assert said.code == 2 and "6 problems, nothing was started" in said.err
+    assert said.code == 2 and "7 problems, nothing was started" in said.err
     for words in (
+        "trainer.max_epoch: no such key\n      did you mean trainer.max_epochs?",
         "optimizer.lr: would make it another run",
         "model: would make it another run",
         "seed: would make it another run",
@@ -274,6 +282,28 @@ def test_what_a_resume_changes_holds_from_then_on(run, command) -> None:
     said = command("resume", str(path), "trainer.devices=3", "data.batch_size=5")
     assert said.code == 0
     assert "changes from 8 to 15, as asked for" in " ".join(launched(path, 4).notes)
+
+
+def test_a_resume_under_another_strategy(run, command) -> None:
+    """It is called by its name, drops the last one's settings, and may end writing slices."""
+    path = run("name=x", "strategy=fsdp", "checkpoint.sharded=true")
+    # What changes nothing is no change: nothing to note, and nothing to do.
+    said = command("resume", str(path), "strategy=fsdp", "checkpoint.sharded=true")
+    assert "has finished: nothing to do" in said.out and "from this attempt on" not in said.out
+    two = ("resume", str(path), "trainer.max_epochs=5")
+    assert command(*two, "strategy=ddp", "strategy.comm_hook=bf16").code == 0
+    assert "strategy is ddp from this attempt on" in (notes := launched(path, 2).notes)
+    assert "strategy.comm_hook is bf16 from this attempt on" in notes
+    said = command("resume", str(path), "strategy=pipeline", "checkpoint.sharded=false")
+    assert said.code == 0, said
+    third = launched(path, 3)
+    assert third.changes["checkpoint.sharded"] is False
+    assert "strategy.comm_hook" not in third.changes
+    assert "strategy is pipeline from this attempt on" in third.notes
+    assert "checkpoint.sharded is false from this attempt on" in third.notes
+    said = command("resume", str(path), "strategy=pipeline", "trainer.max_epochs=5")
+    assert "has finished: nothing to do" in said.out, said
+    assert attempts(path) == ["001", "002", "003"]
 
 
 def test_resume_finds_a_run_that_was_moved(run, command, tmp_path) -> None:

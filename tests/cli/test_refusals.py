@@ -122,11 +122,16 @@ def test_what_is_right_is_not_told(everything_wrong) -> None:
         ("trainer.max_epochs=1,2", ["several values, and no sweep", "add -m"]),
         ("-m name=a,b", ["name: a sweep names its members itself"]),
         ("resme outputs/x", ["did you mean: python -m distdl resume"]),
+        (
+            "prepar folder --source x",
+            ["distdl: 1 problem", "did you mean: python -m distdl prepare"],
+        ),
         ("model resnet18", ["model: is no command and no override", "resnet18: is no command"]),
         ("--frobnicate", ["unrecognized arguments: --frobnicate"]),
         ("--cfg nonsense", ["invalid choice: 'nonsense'"]),
         ("--config-dir nowhere", ["--config-dir: ", "nowhere is no folder"]),
         ("resume outputs/nothing/here", ["outputs/nothing/here"]),
+        ("convert x --to zero3", ["--to: there is no 'zero3'", "--to deepspeed_zero3?"]),
     ],
 )
 def test_refused_before_anything_is_imported(typed, read, tmp_path) -> None:

@@ -155,6 +155,17 @@ def test_a_signature_opens_and_is_never_shown(azurite, account, tmp_path, monkey
         assert signature not in said and "sig=" not in said.replace("sig=***", "")
 
 
+def test_an_absent_container_and_a_wrong_key_have_their_own_remedies(account, monkeypatch):
+    with pytest.raises(UserError, match=r"has no dataset\.json\n.*prepare \.\.\. --upload URL"):
+        open_data_set(account)
+    with pytest.raises(UserError, match=r"az storage container create --name nosuchbox"):
+        open_data_set("azure://nosuchbox/images")
+    told = os.environ["AZURE_STORAGE_CONNECTION_STRING"].replace(KEY, "d3Jvbmc=")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", told)
+    with pytest.raises(UserError, match="what opens it: docs/data/reading"):
+        open_data_set(account)
+
+
 def test_connections_that_break_are_made_again(azurite, account, tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "PART", 1 << 18)
     data = os.urandom(3_000_000)

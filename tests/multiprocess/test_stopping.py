@@ -151,8 +151,8 @@ def test_a_refusal_on_one_rank_is_all_that_is_shown(tmp_path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 2
-    assert f"rank 1 failed first: UserError: data.root: cannot decode {damaged}" in done.stderr
+    assert f"rank 1 failed first: data.root: cannot decode {damaged}" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     run = tmp_path / "outputs/default/d"
-    assert "cannot decode" in status(run)["error"]
+    assert status(run)["error"].startswith("rank 1: data.root: cannot decode")
     assert "Traceback" in (run / "attempts/001/logs/rank_0.log").read_text()

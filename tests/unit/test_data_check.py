@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import shlex
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
 from distdl.commands import _data_needs as needs
 from distdl.commands import _data_open, _data_rates
 from distdl.commands._data_images import look
+from distdl.commands.data import gpu_of_this_machine
+from distdl.data import StoredImages
+from distdl.errors import UserError
 from distdl.shards.format import MANIFEST
 from tests.conftest import Said
 from tests.prepared import flip, jpeg, prepare
@@ -47,7 +54,7 @@ def test_a_folder(command: Command, folder: Path) -> None:
     assert said.code == 0, said.err
     assert row(said, "train")[1:3] == ["9", "9"] and said.out.count("4 / 4 / 5") == 1
     assert row(said, "val")[1:3] == ["3", "3"] and said.out.count("1 / 1 / 2") == 1
-    assert "from 38 x 30 to 42 x 34" in said.out and "none of 12" in said.out
+    assert "from 38 x 30 to 42 x 34" in said.out and "none of 12\n" in said.out
     assert "53 img/s for each GPU: resnet50 on one K80" in said.out
     assert f"data=imagenet data.num_classes=2 data.root={folder}" in said.out
 
@@ -82,6 +89,7 @@ def test_damage_is_named(command: Command, tmp_path: Path, folder: Path, every: 
 
 def test_a_sample_is_spread_and_says_that_it_is_one(command: Command, folder: Path) -> None:
     said = command("data", "check", str(folder), "--sample", "2")
+    assert ("this machine has none: --gpu names" in said.out) == (gpu_of_this_machine() is None)
     assert "a sample of 4" in said.out and "none of 4 (every image: --all)" in said.out
     found = _data_open.find(str(folder))
     with found.reading(found.splits["train"], None) as reader:
@@ -117,6 +125,7 @@ def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder
         return said.err
 
     assert "no such folder" in refused(str(tmp_path / "none"))
+    assert "an empty address" in refused("")
     assert "must hold train/<class>/" in refused(str(tmp_path))
     (tmp_path / "ILSVRC2012_img_train.tar").touch()
     assert f"prepare imagenet --source {tmp_path} --to OUT" in refused(str(tmp_path))
@@ -138,13 +147,78 @@ def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder
     assert "only one of the two has dog" in refused(str(folder))
 
     prepare(tmp_path / "data")
+    whole = (tmp_path / "data" / MANIFEST).read_text()
+    (tmp_path / "data" / MANIFEST).write_text(whole.replace('"class 9"', "").replace('8",', '8"'))
+    fewer = "the index of 'train' holds label 9, dataset.json names 9 classes"
+    assert fewer in refused(str(tmp_path / "data"))
+    (tmp_path / "data" / MANIFEST).write_text(whole.replace('"samples": 40', '"samples": 39'))
+    assert "holds 40 samples, dataset.json speaks of 39" in refused(str(tmp_path / "data"))
+    (tmp_path / "data" / MANIFEST).write_text(whole)
     (tmp_path / "data" / "train-00001.tar").write_bytes(b"short")
     assert "train-00001.tar has 5 of" in refused(str(tmp_path / "data"))
     flip(tmp_path / "data" / "train.index.npy", 300)
     assert "train.index.npy is not the index" in refused(str(tmp_path / "data"))
+    (tmp_path / "data" / MANIFEST).write_text(whole.replace('"version": 1', '"version": 2'))
+    assert "by a newer distdl, as version 2\n      update distdl" in refused(str(tmp_path / "data"))
     (tmp_path / "data" / MANIFEST).write_text("{}")
     assert "is no manifest" in (text := refused(str(tmp_path / "data")))
     assert "data.root" not in text
+
+
+def test_what_is_printed_next_can_be_pasted(command: Command, folder: Path) -> None:
+    spaced = folder.rename(folder.parent / "my (own) images")
+    said = command("data", "check", str(spaced))
+    (line,) = [line for line in said.out.splitlines() if line.startswith("next")]
+    (given,) = [word for word in shlex.split(line) if word.startswith("data.root=")]
+    parsed = OverridesParser.create().parse_override(given)
+    assert parsed.value() == str(spaced)
+    (spaced / "ILSVRC2012_img_train.tar").touch()
+    (spaced / "train").rename(folder)
+    assert f"--source '{spaced}' --to OUT" in command("data", "check", str(spaced)).err
+
+
+def test_links_to_nowhere_are_all_damaged(command: Command, folder: Path) -> None:
+    for image in folder.glob("*/*/*.jpg"):
+        image.unlink()
+        image.symlink_to("/nowhere")
+    said = command("data", "check", str(folder), "--all")
+    assert (said.code, said.err) == (1, "")
+    assert "12 of 12" in said.out and "none of the images that were looked at" in said.out
+    assert "train: train/cat/0.jpg: cannot be read: No such file or directory\n" in said.out
+
+
+@pytest.fixture
+def no_override() -> Iterator[None]:
+    """Takes from root the right to read what nobody may (CAP_DAC_OVERRIDE and _READ_SEARCH)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    before = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, before) == 0
+    less = (ctypes.c_uint32 * 6)(*before)
+    less[0] &= ~0b110
+    assert libc.capset(header, less) == 0
+    yield
+    assert libc.capset(header, before) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's capabilities")
+@pytest.mark.parametrize("inside", ["", "train", "train/dog"])
+def test_a_folder_that_cannot_be_read_is_refused(
+    command: Command, folder: Path, inside: str, no_override: None
+) -> None:
+    place = folder / inside
+    place.chmod(0)
+    said = command("data", "check", str(folder))
+    refused = command("prepare", "folder", "--source", str(folder), "--to", str(folder) + "-out")
+    with pytest.raises(UserError) as trained:
+        StoredImages(str(folder), 2, 2, num_workers=0).setup()
+    found = list(StoredImages.check({"root": str(folder)}))
+    place.chmod(0o755)
+    assert (said.code, said.out) == (2, "") and refused.code == 2
+    assert len(found) == (inside != "train/dog")  # no check lists a million images
+    for text in (said.err, refused.err, str(trained.value), *map(str, found)):
+        assert "cannot be read: Permission denied" in text and str(place) in text
+    assert f"  {folder}: " in said.err and "  --source: " in refused.err
 
 
 def test_mean_and_std_are_those_of_the_pixels(folder: Path) -> None:

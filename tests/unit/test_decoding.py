@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from distdl.callbacks import Progress, StepMetrics
 from distdl.callbacks.progress import remedy
+from distdl.config import CHANGEABLE
 from distdl.data import StoredImages
 from distdl.data.decoding import CPU_DECODERS, Damaged, Header, decoder, jpeg_header, works
 from distdl.data.encoded import EncodedImages
@@ -384,8 +385,13 @@ def test_the_list_of_damaged_images_holds_each_once(tmp_path):
 def test_damage_can_end_the_run():
     data = ImageData(2, 0, on_damaged="error")
     data.on_before_batch_transfer(batch_of(KINDS["plain"]), 0)
-    with pytest.raises(UserError, match=r"cannot decode file 1: "):
+    with pytest.raises(UserError, match=r"cannot decode file 1: ") as refused:
         data.on_before_batch_transfer(batch_of(KINDS["plain"], BROKEN), 0)
+    told = refused.value.problems[0].remedy
+    assert told.startswith("replace or remove it") and told.endswith("data.on_damaged=skip")
+    assert "data.on_damaged" in CHANGEABLE  # so a resume can
+    with pytest.raises(UserError, match="copy or prepare its shard again"):
+        data.damage.note(["/data/val-00000.tar:a.jpg: cut off"], None)
 
 
 # nvjpeg: all but the GPU's own decoding

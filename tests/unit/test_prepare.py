@@ -170,6 +170,22 @@ def test_a_damaged_image_is_named_and_left_out_on_request(
     assert [name for name, _ in damaged] == ["train: cat_2.jpg"]
 
 
+@pytest.mark.parametrize("form", ["shards", "folder"])
+def test_a_split_that_is_all_damage_trains_nothing(
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+) -> None:
+    for path in (folder / "val").rglob("*.jpg"):
+        path.write_bytes(b"")
+    out = tmp_path_factory.mktemp("folder") / "out"
+    prepare("folder", folder, out, "--workers", "1", "--skip-damaged", "--format", form)
+    said = capsys.readouterr().out
+    assert "next:  no training yet: validation images are all damaged (9)" in said
+    assert "data.root=" not in said
+
+
 def test_a_folder_as_a_folder(tars: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("imagenet", tars, out, "--subset", "--format", "folder", "--workers", "2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from PIL import Image
 from distdl.errors import UserError
 from distdl.prepare.images import Damaged, Treatment
 from tests.conftest import ROOT
-from tests.miniature import encoded, photograph
+from tests.miniature import encoded, photograph, prepare
 
 AS_IT_IS = Treatment()
 PHOTOGRAPHS = sorted((ROOT.parent / "shared" / "images" / "imagenet_sample").rglob("*.jpg"))
@@ -59,6 +60,38 @@ def test_cmyk_becomes_rgb_as_pil_sees_it() -> None:
     data, _, oddity = AS_IT_IS.apply(before, "a.JPEG")
     assert (opened(data).mode, oddity) == ("RGB", "CMYK as RGB")
     assert difference(opened(data), opened(before)) < 1
+
+
+def noise(mode: str, form: str) -> bytes:
+    """What a JPEG needs most bytes for: black and white at random."""
+    shape = (150, 200, len(mode))
+    pixels = np.random.default_rng(0).integers(0, 2, shape, dtype=np.uint8) * 255
+    return encoded(Image.fromarray(pixels, mode), form)
+
+
+@pytest.mark.parametrize(("mode", "form"), [("RGB", "PNG"), ("CMYK", "JPEG"), ("RGB", "TIFF")])
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        AS_IT_IS,
+        Treatment(quality=100),
+        Treatment(max_side=180, quality=100, restart_markers=True),
+        Treatment(short_side=148, quality=94),
+    ],
+    ids=str,
+)
+def test_the_finest_grain_is_no_damage(treatment: Treatment, mode: str, form: str) -> None:
+    data, *_ = treatment.apply(noise(mode, form), "a.JPEG")
+    assert opened(data).format == "JPEG"
+
+
+def test_what_cannot_be_written_is_not_called_damaged(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split / "cat").mkdir(parents=True)
+        wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
+        (tmp_path / "photos" / split / "cat" / "a.JPEG").write_bytes(encoded(wide, "PNG"))
+    with pytest.raises(UserError, match=r"a\.JPEG: cannot be written as JPEG: broken data stream"):
+        prepare("folder", tmp_path / "photos", tmp_path / "out", "--workers", "1", "--skip-damaged")
 
 
 def test_what_only_pil_reads_is_kept_without_loss() -> None:

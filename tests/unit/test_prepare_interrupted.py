@@ -140,6 +140,12 @@ def test_what_is_complete_is_not_touched(
         prepare("imagenet", tars, prepared, *SUBSET, "--seed", "1")
 
 
+def test_where_nothing_can_be_written_nothing_was_done(tars: Path) -> None:
+    with pytest.raises(UserError, match="cannot write /proc/out") as refused:
+        prepare("imagenet", tars, Path("/proc/out"), *SUBSET)
+    assert refused.value.outcome == "nothing was started"
+
+
 def test_somebody_elses_folder_is_refused(tars: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"not empty: thesis.tex"):
@@ -192,7 +198,7 @@ def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, tmp_path: Path) 
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         text, _ = process.communicate(timeout=60)
         assert process.returncode == 130, text
-        assert text.endswith("the same command goes on where it was\ninterrupted\n"), text
+        assert text.endswith("interrupted: the same command goes on where it was\n"), text
         wait_for(lambda: not is_alive(process.pid))  # noqa: B023
 
 

@@ -230,11 +230,29 @@ def test_a_connection_string_that_is_none_is_refused(variable, value, monkeypatc
     assert "secret" not in str(refused.value) and refused.value.problems[0].remedy
 
 
+def test_what_opens_a_place_and_the_place_itself_have_remedies_of_their_own(s3, monkeypatch):
+    def remedy(uri: str) -> str:
+        with pytest.raises(UserError) as refused:
+            open_data_set(uri, patience=0)
+        return refused.value.problems[0].remedy
+
+    assert "prepare ... --upload URL" in remedy("s3://box/nothing")
+    assert remedy("s3://nobox/data").startswith("make the bucket (aws s3 mb s3://nobox)")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert "export AWS_ACCESS_KEY_ID=" in remedy("s3://box/nothing")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "cut")
+    assert remedy("azure://box/data").startswith("the account key is none: AZURE_STORAGE_KEY")
+
+
 def test_azures_own_package_writes_down_no_requests(monkeypatch):
     sdk = logging.getLogger("azure")
     monkeypatch.setattr(sdk, "level", logging.NOTSET)
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=a2V5")
     assert open_store("azure://box").client and sdk.level == logging.WARNING
+    assert not logging.getLogger("azure.identity").isEnabledFor(logging.WARNING)
 
 
 def test_who_waits_can_give_up(tmp_path, monkeypatch):

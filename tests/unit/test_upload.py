@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from azure.core.exceptions import HttpResponseError
 
 from distdl.errors import UserError
 from distdl.prepare.upload import look, upload
 from distdl.shards.format import MANIFEST
+from distdl.shards.reading import open_data_set
 from distdl.stores import StoreError
 from distdl.stores.azure import BlobStore
 from distdl.stores.files import FileStore
@@ -115,25 +117,43 @@ def test_what_arrives_short_is_found(
 
 
 @pytest.mark.parametrize(
-    ("said", "remedy"),
+    ("status", "code", "remedy"),
     [
-        ("azure://c/p/: The specified container does not exist.", "az storage container create"),
-        ("s3://b/p/: The specified bucket does not exist", "aws s3 mb"),
-        ("azure://c/p/: This request is not authorized", "credentials"),
+        (404, "ContainerNotFound", "az storage container create --name c"),
+        (403, "AuthorizationPermissionMismatch", "Storage Blob Data Reader"),
+        (403, "AuthenticationFailed", "what opens it: docs/data/reading.md"),
     ],
 )
 def test_what_a_store_refuses_comes_with_a_remedy(
-    said: str, remedy: str, out: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, code: str, remedy: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def names(self, prefix="") -> None:
-        raise StoreError(said)
+    said = "what the server says"
 
-    monkeypatch.setattr(BlobStore, "names", names)
+    def list_(self, start: str) -> None:
+        error = HttpResponseError(said)
+        error.status_code, error.error_code = status, code
+        raise error
+
+    monkeypatch.setattr(BlobStore, "_list", list_)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "nobody")
     for action in (lambda: look("azure://c/p", None), lambda: look("azure://c/p", out)):
         with pytest.raises(UserError) as error:
             action()
         assert said in str(error.value) and remedy in str(error.value)
+
+
+def test_what_a_server_cannot_do_has_no_remedy_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(self, key: str) -> None:
+        error = HttpResponseError("no such version")
+        error.status_code = 400
+        raise error
+
+    monkeypatch.setattr(BlobStore, "_size", size)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "nobody")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
+    with pytest.raises(UserError) as error:
+        open_data_set("azure://c/p")
+    assert not error.value.problems[0].remedy
 
 
 def test_an_upload_may_be_gone_on_with_but_not_prepared_over(out: Path, tmp_path: Path) -> None:

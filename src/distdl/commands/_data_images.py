@@ -73,6 +73,8 @@ def look(reader: Reader, indices: Sequence[int]) -> Seen:
                     image = file.convert("RGB")
         except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
             why = "no image" if "BytesIO" in str(error) else error
+            if isinstance(error, OSError) and error.strerror:  # its text has the path again
+                why = f"cannot be read: {error.strerror}"
             seen.damaged.append(f"{reader.name(index)}: {why}")
             continue
         seen.sizes.append(image.size)

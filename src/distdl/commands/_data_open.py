@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ from distdl.prepare import parquet, tfrecord
 from distdl.prepare.folder import Folder
 from distdl.prepare.source import Files, Sample
 from distdl.shards.format import MANIFEST, WORK, load_index
-from distdl.shards.reading import DataSet, open_data_set
+from distdl.shards.reading import DataSet, open_data_set, refuse_misfit
 from distdl.stores import Store, StoreError, is_remote, open_store
+from distdl.stores.files import readable
 
 Array = np.ndarray[Any, Any]
 
@@ -165,12 +167,15 @@ def find(uri: str) -> Found:
         UserError: There is nothing, or nothing that can be trained on.
     """
     remote = is_remote(uri)
-    if not remote and not Path(open_store(uri).uri, MANIFEST).exists():
-        return _folder(Path(open_store(uri).uri))
+    if not remote:
+        folder = Path(open_store(uri).uri)
+        with readable(uri):
+            if not (folder / MANIFEST).exists():
+                return _folder(folder)
     try:
         return _shards(open_data_set(uri, patience=PATIENCE), remote)
     except StoreError as error:
-        raise UserError(Problem(uri.partition("?")[0], str(error))) from error
+        raise UserError(Problem(uri.partition("?")[0], str(error), error.remedy)) from error
     except UserError as error:  # speaks of a run's data.root, and most often names it
         problems = (Problem("", p.what, p.remedy) for p in error.problems if p.path == "data.root")
         raise (UserError(*found) if (found := list(problems)) else error) from error
@@ -184,6 +189,7 @@ def _shards(data: DataSet, remote: bool) -> Found:
             what = f"{split.index.name} is not the index that {MANIFEST} speaks of"
             raise UserError(Problem(store.uri, what, "copy or upload the data set again"))
         rows = load_index(content, f"{store.uri}/{split.index.name}")
+        refuse_misfit(rows, data, name)
         names = [shard.name for shard in split.shards]
         for shard in () if remote else split.shards:
             size = store.size(shard.name)
@@ -213,7 +219,7 @@ def _folder(folder: Path) -> Found:
         what = f"neither {MANIFEST} nor train/ and val/ are in it"
         remedy = "it must hold train/<class>/ and val/<class>/"
         if raw:
-            remedy = f"python -m distdl prepare {raw} --source {folder} --to OUT"
+            remedy = f"python -m distdl prepare {raw} --source {shlex.quote(str(folder))} --to OUT"
         raise UserError(Problem(str(folder), what, remedy))
     try:
         source = Folder(folder)

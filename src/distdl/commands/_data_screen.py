@@ -14,6 +14,7 @@ from distdl.commands._data_images import Seen
 from distdl.commands._data_needs import Format, Need, Shm, cores_for
 from distdl.commands._data_open import Found
 from distdl.commands._data_rates import Rates
+from distdl.commands.prepare import counted
 from distdl.prepare.bar import size
 
 
@@ -38,7 +39,8 @@ class Screen:
 
 
 def contents(screen: Screen, found: Found) -> None:
-    screen.line("data", f"{found.uri}  ({found.kind}, {len(found.classes):,} classes)")
+    classes = counted(len(found.classes), "class", "classes")
+    screen.line("data", f"{found.uri}  ({found.kind}, {classes})")
     rows = []
     for name, images in found.splits.items():
         counts = np.bincount(images.labels, minlength=len(found.classes))
@@ -49,7 +51,8 @@ def contents(screen: Screen, found: Found) -> None:
         if len(empty):
             shown = ", ".join(str(found.classes[label]) for label in empty[:3])
             more = ", ..." if len(empty) > 3 else ""
-            screen.line("note", f"{name}: {len(empty)} classes have no image: {shown}{more}")
+            have = "class has" if len(empty) == 1 else "classes have"
+            screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}{more}")
     screen.table(("split", "images", "files", "size", "per class: min / median / max"), rows)
 
 

@@ -18,8 +18,11 @@ def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> Non
     number = "" if classes == 1000 else f" data.num_classes={classes}"
     print(f"check: python -m distdl data check {shlex.quote(where)}")
     for split in empty:
-        print(f"next:  no training yet: {SPLITS[split]} images are missing")
-        print(f"       {how_to_have(split, kind)}")
+        damaged = work.damaged(split)
+        state = f"all damaged ({damaged:,})" if damaged else "missing"
+        remedy = "replace them, and prepare them into a new folder"
+        print(f"next:  no training yet: {SPLITS[split]} images are {state}")
+        print(f"       {remedy if damaged else how_to_have(split, kind)}")
     if not empty:
         print(f"next:  python -m distdl {train} {override('data.root', where)}{number}")
 

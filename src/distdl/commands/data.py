@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from distdl.commands._prepare_next import override
 from distdl.commands.prepare import Parser
 from distdl.errors import Problem, UserError
 from distdl.suggest import closest
@@ -75,17 +78,20 @@ def check(options: argparse.Namespace) -> int:
     from distdl.commands import _data_screen as show
     from distdl.stores import StoreError
 
-    gpu = options.gpu or gpu_of_this_machine() or "h100"
+    gpu = options.gpu or gpu_of_this_machine()
     gpus = options.gpus or resources.visible_gpus() or 1
-    wanted = needs.need(options.model, gpu.lower(), options.rate)
+    wanted = needs.need(options.model, (gpu or "h100").lower(), options.rate)
+    if not gpu and not options.rate:
+        wanted = replace(wanted, said=f"{wanted.said}; this machine has none: --gpu names yours")
     found = _data_open.find(options.uri)
     screen = show.Screen()
     show.contents(screen, found)
     try:
         seen, rates = inspect(found, options)
     except StoreError as error:
-        raise UserError(Problem(found.uri, str(error))) from error
-    show.images(screen, seen, options.all)
+        raise UserError(Problem(found.uri, str(error), error.remedy)) from error
+    total = sum(len(images.labels) for images in found.splits.values())
+    show.images(screen, seen, sum(s.count for s in seen.values()) == total)
     if rates is None:
         screen.line("verdict", "none of the images that were looked at can be decoded")
         return 1
@@ -93,7 +99,8 @@ def check(options: argparse.Namespace) -> int:
     show.rates(screen, found, rates, wanted)
     formats = [needs.Format("as they are", rates.decoding)]
     if rates.smaller:
-        how = f"python -m distdl prepare folder --source {found.uri} --to OUT --short-side 256"
+        source = shlex.quote(found.uri)
+        how = f"python -m distdl prepare folder --source {source} --to OUT --short-side 256"
         if found.kind != "folders of images":
             how = "python -m distdl prepare ... --short-side 256 --quality 90, from the originals"
         formats.append(needs.Format("with a short side of 256, quality 90", rates.smaller, how))
@@ -172,4 +179,4 @@ def next_command(found: Any, overrides: Sequence[str]) -> str:
     what = "+experiment=resnet50_imagenet"
     if classes != 1000:
         what = f"data=imagenet data.num_classes={classes}"
-    return " ".join(["python -m distdl", what, f"data.root={found.uri}", *overrides])
+    return " ".join(["python -m distdl", what, override("data.root", found.uri), *overrides])

@@ -30,6 +30,7 @@ from distdl.prepare.plan import Part, Plan
 from distdl.prepare.source import KINDS, Source
 from distdl.prepare.work import Preparation
 from distdl.prepare.writers import FORMATS, Result, Writer
+from distdl.stores.files import readable
 from distdl.suggest import closest
 
 COMMAND = "python -m distdl prepare"
@@ -62,12 +63,14 @@ def main(argv: Sequence[str]) -> int:
         options.max_side, options.short_side, options.quality, options.restart_markers
     )
     check(options, treatment)
-    source: Source = module.open_source(options)
     if options.to.resolve().is_relative_to(options.source.resolve()):
         what = f"{options.to} lies in the source, {options.source}"
         raise UserError(Problem("--to", what, "name a folder outside of it: --to DIR"))
+    with readable("--source"):
+        source: Source = module.open_source(options)
+        described = source.describe()
     settings = {
-        "source": source.describe(),
+        "source": described,
         "format": options.format,
         "images": asdict(treatment),
         "seed": options.seed,
@@ -102,8 +105,7 @@ def going_on() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("the same command goes on where it was", flush=True)
-        raise
+        raise KeyboardInterrupt("the same command goes on where it was") from None
 
 
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
@@ -138,14 +140,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(Problem(" ".join(self.prog.split()[3:]), message, remedy))
 
 
+def given(text: str) -> str:
+    """What a variable that is not set leaves is no folder, and to Path the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
 def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     name = module.__name__.rpartition(".")[2]
     name = name if name in KINDS else module.__name__
     parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--source", type=Path, required=True, metavar="DIR", help="where the images are")
-    add("--to", required=True, metavar="OUT", help="a new folder, or one to go on with")
+    add("--source", type=given, required=True, metavar="DIR", help="where the images are")
+    add("--to", type=given, required=True, metavar="OUT", help="a new folder, or one to go on with")
     add("--format", choices=FORMATS, default="shards", help="folder: OUT/train/<class>/*.jpg")
     add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
     add("--max-side", type=int, metavar="N", help="scale longer sides down to N pixels; lossy")
@@ -156,11 +165,11 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     add("--skip-damaged", action="store_true", help="leave out what cannot be decoded")
     add("--seed", type=int, default=0, help="of the order of the training images (0)")
     add("--workers", type=int, default=cores(), metavar="N", help=f"processes ({cores()})")
-    add("--upload", metavar="URL", help="send the shards on: azure://container/path, s3://...")
+    add("--upload", type=given, metavar="URL", help="send it on: azure://container/path, s3://...")
     add("--dry-run", action="store_true", help="print the plan, write nothing")
     module.add_options(parser)
     options = parser.parse_args(argv)
-    options.source = options.source.expanduser()
+    options.source = Path(options.source).expanduser()
     return options
 
 

@@ -47,7 +47,10 @@ class Damage:
         """
         found = [text for text in damaged if text]
         if found and self.on_damaged == "error":
-            remedy = "replace or remove it, or leave such images out: data.on_damaged=skip"
+            what = (
+                "copy or prepare its shard again" if ".tar:" in found[0] else "replace or remove it"
+            )
+            remedy = f"{what}, or leave such images out: data.on_damaged=skip"
             raise UserError(Problem("data.root", f"cannot decode {found[0]}", remedy))
         self.in_epoch += len(found)
         for text in found:

@@ -19,6 +19,7 @@ from distdl.data.shards import ShardImages, TrainPlan
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.errors import Problem, UserError
+from distdl.prepare.bar import size
 from distdl.shards.ahead import Ahead
 from distdl.shards.cache import REMEDY, Cache, default_root
 from distdl.shards.format import MANIFEST, Manifest
@@ -133,8 +134,8 @@ class StoredImages(ImageData):
         if not local:
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return
-        root = _expanded(str(config["root"]))
         try:
+            root = _expanded(str(config["root"]))
             with readable("root"):
                 if not _is_prepared(root):
                     yield from check_folder(Path(root), config.get("num_classes"))
@@ -207,10 +208,10 @@ class StoredImages(ImageData):
                 cache.has(s) for split in data.manifest.splits.values() for s in split.shards
             )
             count = sum(len(split.shards) for split in data.manifest.splits.values())
-            text = "data: %s, %s GB in %d shards, of which %d are in %s"
+            text = "data: %s, %s in %d shards, of which %d are in %s"
             if data.note:
                 log.warning(data.note)
-            log.info(text, data.store.uri, f"{data.bytes / GB:.3g}", count, here, cache.folder)
+            log.info(text, data.store.uri, size(data.bytes), count, here, cache.folder)
         return cache
 
     def _used(self) -> tuple[int, int]:
@@ -273,7 +274,7 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
         yield Problem("root", f"{data.store.uri} has no sample in {name!r}", remedy)
     if num_classes is not None and num_classes != len(manifest.classes):
         count = len(manifest.classes)
-        what = f"is {num_classes}, but {data.store.uri} has {count} classes"
+        what = f"is {num_classes}, but {data.store.uri} has {count} class{'es' * (count > 1)}"
         yield Problem("num_classes", what, f"data.num_classes={count}")
 
 

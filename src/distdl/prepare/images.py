@@ -20,7 +20,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageFile
 
 from distdl.errors import Problem, UserError
 
@@ -34,6 +34,10 @@ ORIENTATION = 0x0112  # EXIF's tag
 
 class Damaged(ValueError):
     """No decoder can make an image of it."""
+
+
+class Unwritten(Exception):
+    """A whole image that cannot be encoded again."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class Treatment:
 
         Raises:
             Damaged: It cannot be decoded.
+            Unwritten: It can, and cannot be encoded again.
         """
         image = decode(data)
         size = self.size(*image.size)
@@ -152,9 +157,11 @@ class Treatment:
         if turned != 1:
             how["exif"] = Image.Exif()
             how["exif"][ORIENTATION] = turned
-        memory = io.BytesIO()
-        image.save(memory, "JPEG", optimize=True, **how)
-        return memory.getvalue()
+        # With `optimize` all must fit PIL's buffer. It takes 1 or 2 bytes a pixel, and noise needs
+        # 5 ("Suspension not allowed here"); a JPEG is whole blocks, of up to 16 x 16 pixels.
+        room = 4 * len(image.getbands()) * (image.width + 15) * (image.height + 15)
+        ImageFile.MAXBLOCK = max(ImageFile.MAXBLOCK, room)
+        return written(image, "JPEG", optimize=True, **how)
 
 
 def decode(data: bytes) -> Image.Image:
@@ -179,10 +186,22 @@ def plain(image: Image.Image) -> Image.Image:
 
 def png(image: Image.Image) -> bytes:
     """Lossless: PNG has all modes of the formats that come here, except CMYK and floats."""
-    memory = io.BytesIO()
     if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
         image = image.convert("RGB")
-    image.save(memory, "PNG")
+    return written(image, "PNG")
+
+
+def written(image: Image.Image, form: str, **how: Any) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        Unwritten: PIL cannot do it.
+    """
+    memory = io.BytesIO()
+    try:
+        image.save(memory, form, **how)
+    except (OSError, ValueError) as error:
+        raise Unwritten(f"cannot be written as {form}: {error}") from error
     return memory.getvalue()
 
 

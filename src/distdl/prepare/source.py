@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from distdl.stores.files import raised
+
 # By the word after `prepare`: the module, and one line for --help.
 KINDS = {
     "imagenet": ("distdl.prepare.imagenet", "ILSVRC2012, as its two tar files"),
@@ -93,8 +95,12 @@ def no_folder(path: Path) -> str:
 
 
 def files_below(folder: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[Path]:
-    """Sorted, also in folders inside, without the hidden ones."""
-    for inner, folders, names in os.walk(folder, followlinks=True):
+    """Sorted, also in folders inside, without the hidden ones.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    for inner, folders, names in os.walk(folder, onerror=raised, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if is_image(name, endings):

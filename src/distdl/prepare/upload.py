@@ -49,7 +49,7 @@ def upload(out: Path, url: str, progress: Progress) -> None:
             store.upload(out / MANIFEST, MANIFEST)
     except StoreError as error:
         again = "the same command goes on where it was"
-        raise Unfinished(_failed(error, url, again)) from error
+        raise Unfinished(_failed(error, again)) from error
 
 
 def look(url: str, out: Path | None) -> None:
@@ -71,7 +71,7 @@ def look(url: str, out: Path | None) -> None:
         else:
             _missing(store, out, _files(read_manifest(out)))
     except StoreError as error:
-        raise UserError(_failed(error, url, "check the address and the network")) from error
+        raise UserError(_failed(error, "check the address and the network")) from error
 
 
 def _files(manifest: Manifest) -> list[File]:
@@ -89,21 +89,9 @@ def _refuse(store: Store, others: list[str]) -> None:
         raise UserError(Problem("--upload", what, "choose an empty place"))
 
 
-def _failed(error: StoreError, url: str, again: str = "") -> Problem:
-    """What a store said, and what to do about it.
-
-    Args:
-        error: From the store.
-        url: Of the place.
-        again: The remedy where it may pass.
-    """
-    remedy = again if error.transient else ""
-    if "container does not exist" in str(error):
-        remedy = "make the container (az storage container create --name NAME), or name another"
-    elif "bucket does not exist" in str(error):
-        remedy = "make the bucket (aws s3 mb s3://NAME), or name another"
-    elif not error.transient and is_remote(url):
-        remedy = "which credentials are used: docs/data/reading.md"
+def _failed(error: StoreError, again: str) -> Problem:
+    """What a store said, and what to do about it: `again` where it may pass."""
+    remedy = error.remedy or (again if error.transient else "")
     return Problem("--upload", str(error), remedy)
 
 

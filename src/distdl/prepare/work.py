@@ -113,9 +113,8 @@ class Preparation:
             raise UserError(Problem("--to", what, "wait for it")) from None
         except OSError as error:
             remedy = "mend that, and the same command goes on where it was"
-            raise Unfinished(
-                Problem("--to", f"cannot write {self.out}: {error}", remedy)
-            ) from error
+            problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
+            raise (Unfinished if self.begun else UserError)(problem) from error
 
     def missing(self, plan: Plan, skip_damaged: bool) -> list[Part]:
         """What has not been written yet, or lacks images that may be readable by now."""
@@ -195,8 +194,15 @@ class Preparation:
 
     def empty_splits(self) -> list[str]:
         """Those that a complete data set has no images of."""
-        form = "{}-00000.tar" if self.settings["format"] == "shards" else "{}"
-        return [split for split in ("train", "val") if not (self.out / form.format(split)).exists()]
+        if self.settings["format"] != "shards":
+            return [split for split in ("train", "val") if not (self.out / split).exists()]
+        splits = json.loads(self.manifest.read_bytes())["splits"]
+        return [split for split in ("train", "val") if not splits[split]["samples"]]
+
+    def damaged(self, split: str) -> int:
+        """How many images of it a complete data set has not, since they are damaged."""
+        left_out = json.loads(self.manifest.read_bytes())["made"]["damaged"]
+        return sum(name.startswith(f"{split}: ") for name, _ in left_out)
 
     def tidy(self) -> None:
         """What a complete data set no longer needs, and a kill after its last step has left."""

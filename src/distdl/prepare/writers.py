@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from distdl.prepare.images import Damaged, Treatment
+from distdl.errors import Problem, UserError
+from distdl.prepare.images import Damaged, Treatment, Unwritten
 from distdl.prepare.plan import Part
 from distdl.prepare.source import Sample, Source
 from distdl.shards.format import ROW, WORK, Shard
@@ -77,6 +78,7 @@ class Writer:
 
         Raises:
             OSError: The disk is full, or cannot be written.
+            UserError: A whole image cannot be encoded again.
         """
         with warnings.catch_warnings():
             # PIL's, of broken EXIF data and the like: of no use to those who train.
@@ -120,6 +122,8 @@ class Writer:
         try:
             read = self.source.read(sample)
             data, extension, oddity = self.treatment.apply(read, sample.name)
+        except Unwritten as error:  # its source is whole, and --skip-damaged no remedy
+            raise UserError(Problem(sample.name, str(error))) from error
         except (Damaged, ValueError, OSError) as error:
             # Without the path of this machine, which Python's own message repeats.
             reason = getattr(error, "strerror", None) or str(error)

@@ -86,6 +86,9 @@ class Manifest:
         """Raises UserError when `where` (for the message) is no manifest that we can read."""
         try:
             found = json.loads(text)
+            if found["format"] == FORMAT and found["version"] > VERSION:
+                what = f"{where} was prepared by a newer distdl, as version {found['version']}"
+                raise UserError(Problem("data.root", what, "update distdl"))
             if found["format"] != FORMAT or found["version"] != VERSION:
                 raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
             splits = {

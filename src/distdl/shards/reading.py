@@ -16,7 +16,7 @@ import numpy as np
 from distdl.errors import Problem, UserError
 from distdl.shards.cache import Cache, NoRoom
 from distdl.shards.format import MANIFEST, File, Manifest, Split, load_index
-from distdl.stores import PATIENCE, Store, StoreError, is_remote, open_store
+from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 
 QUICK = 10.0  # seconds for a server without which it goes on as well
 MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
@@ -111,7 +111,7 @@ def open_data_set(
             note = f"{store.uri} cannot be reached; the copy of {date} is used ({kept})"
             return _data_set(kept.read_bytes(), store, note)
         remedy = error.remedy
-        if not remedy and not error.transient and is_remote(root):
+        if isinstance(error, Absent):
             remedy = "python -m distdl prepare ... --upload URL writes it last, after all else"
         raise UserError(Problem("data.root", str(error), remedy)) from error
     return _data_set(text, store)
@@ -275,7 +275,7 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
     if len(rows) != described.samples:
         said = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
     elif len(beyond):
-        said = f"holds label {beyond.max()}, {MANIFEST} names {classes} classes"
+        said = f"holds label {beyond.max()}, {MANIFEST} names {classes} class{'es' * (classes > 1)}"
     elif counted != [each.samples for each in described.shards] or np.any(np.diff(shard) < 0):
         said = f"does not fit the shards of {MANIFEST}"
     else:

@@ -11,6 +11,6 @@ after the fork. Files have names relative to the URI, with `/` between folders.
 from __future__ import annotations
 
 from distdl.stores.address import is_remote, open_store
-from distdl.stores.store import PATIENCE, Progress, Store, StoreError
+from distdl.stores.store import PATIENCE, Absent, Progress, Store, StoreError
 
-__all__ = ["PATIENCE", "Progress", "Store", "StoreError", "is_remote", "open_store"]
+__all__ = ["PATIENCE", "Absent", "Progress", "Store", "StoreError", "is_remote", "open_store"]

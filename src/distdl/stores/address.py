@@ -45,6 +45,8 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
         UserError: The URI has none of those forms, no account is told, or the package that speaks
             to such a store is missing (it says which extra to install).
     """
+    if not uri:  # a variable that is not set; to Path it is the current folder
+        raise UserError(Problem("", "an empty address", FORMS))
     found = _SCHEME.match(uri)
     scheme = found[1].lower() if found else "file"
     if scheme == "file":

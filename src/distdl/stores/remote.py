@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from distdl.redact import hide_shapes
 from distdl.stores.files import reserved, write_at
-from distdl.stores.store import PATIENCE, Progress, StoreError
+from distdl.stores.store import PATIENCE, Absent, Progress, StoreError
 
 PART = 8 << 20  # bytes that one request brings or takes
 THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s
@@ -97,13 +97,15 @@ class RemoteStore(ABC):
     def _is_transient(self, error: Exception) -> bool | None:
         """Whether the same request may succeed later; None: an error of something else."""
 
-    @abstractmethod
+    # And what it may know of errors.
+
     def _remedy(self, error: Exception) -> str:
         """What mends an error of credentials, container or bucket; "": it is another one."""
+        return ""
 
-    @abstractmethod
     def _is_absent(self, error: Exception) -> bool:
         """Whether the container or bucket does not exist."""
+        return False
 
     # What it then can.
 
@@ -186,7 +188,7 @@ class RemoteStore(ABC):
         size = self.retried(name, lambda: self._size(self._key(name)), progress)
         if size is None:
             self.retried(name, self._find_container)
-            raise StoreError(f"{self._uri} has no {name}")
+            raise Absent(f"{self._uri} has no {name}")
         return size
 
     def _find_container(self) -> None:

@@ -26,6 +26,10 @@ class StoreError(OSError):
         self.transient, self.remedy = transient, remedy
 
 
+class Absent(StoreError):
+    """There is no such file; its container is there."""
+
+
 class Store(Protocol):
     """A folder of files, somewhere.
 
