@@ -173,6 +173,8 @@ def build_optimizer(
     if "fused" in optimizer.defaults:
         optimizer.register_state_dict_post_hook(_without_kernels)
         optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
+        optimizer.register_load_state_dict_post_hook(_state_laid_out_alike)
+        optimizer.register_step_pre_hook(_gradients_laid_out_alike)
     return optimizer
 
 
@@ -204,6 +206,33 @@ def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, 
     for saved, mine in zip(groups, optimizer.param_groups, strict=False):
         saved.update({name: mine[name] for name in _KERNELS & mine.keys()})
     return {**state, "param_groups": groups}
+
+
+def _state_laid_out_alike(optimizer: Optimizer) -> None:
+    """After loading: what FSDP or DeepSpeed wrote is not channels_last."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = _like(parameter, value)
+
+
+def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: autograd lays a gradient out as its parameter; a hook or a user need not."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.grad is not None:
+                parameter.grad = _like(parameter, parameter.grad)
+
+
+def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, laid out as `parameter` is: on a CPU a fused kernel (torch 2.15) takes them for it
+    and does not look, so that each number would be added to another weight."""
+    if tensor.layout is not torch.strided or tensor.stride() == parameter.stride():
+        return tensor
+    sizes = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
+    if all(one == other for size, one, other in sizes if size > 1):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
 def _lr_terms(config: Mapping[str, Any]) -> tuple[float, str, int]:

@@ -105,6 +105,9 @@ def _follow(cls: type, result: Takes) -> bool:
             for name, parameter in (further.parameters if further else {}).items():
                 if name not in _OWN:
                     result.parameters.setdefault(name, parameter.replace(default=None))
+                    # torch's wrappers have no annotations; a switch is known by its default.
+                    if isinstance(parameter.default, bool):
+                        result.hints.setdefault(name, bool)
             return further is None or further.any_keyword
         if not _passes_on(init, keyword):
             return True

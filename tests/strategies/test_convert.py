@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distdl.commands import _convert_parts as parts
 from distdl.commands import convert
 from distdl.errors import UserError
 from tests.strategies.matrix import HALF, SAME_TO, STEPS, TOPOLOGIES, Runs, difference, step
@@ -71,11 +72,55 @@ def test_refusals(runs: Runs, here: Path) -> None:
     torch.save({"fc.weight": torch.ones(1)}, "weights.pth")
     with pytest.raises(UserError, match=r"model\.weights=weights\.pth"):
         convert.main(["weights.pth", "--to", "ddp"])
+    for typed, said in (
+        ("--to zero3", "did you mean --to deepspeed_zero3"),
+        ("--to weights --output z.bin", r"--output z\.pth"),
+        ("--to ddp --output z.pth", r"--output z\.ckpt"),
+    ):
+        with pytest.raises(UserError, match=said):
+            convert.main(["weights.pth", *typed.split()])
+
+
+def test_what_is_no_checkpoint(runs: Runs, here: Path) -> None:
+    """One line that names the file, and no advice to let it run code."""
+    whole = step(runs.whole("single"), STEPS).read_bytes()
+    files = {
+        "README.md": b"# A title\n\ntext\n",
+        "notes.ckpt": b"hello world\n",
+        "empty.ckpt": b"",
+        "half.ckpt": whole[: len(whole) // 2],
+        "end.ckpt": whole[:-10],
+        "bad.safetensors": b"garbage" * 10,
+    }
+    for name, content in files.items():
+        (here / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}: is no checkpoint, or not all of one") as told:
+            convert.main([name, "--to", "ddp"])
+        assert "weights_only" not in str(told.value)
+    torch.save({"state_dict": {}, "hparams": Path("x")}, "objects.ckpt")
+    with pytest.raises(UserError, match=r"holds an object of pathlib\."):
+        convert.main(["objects.ckpt", "--to", "ddp"])
+
+
+def test_what_is_said_of_an_average(
+    runs: Runs, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = step(runs.whole("single"), STEPS)
+    convert.main([str(source), "--to", "fsdp"])
+    said = capsys.readouterr().out
+    assert f"-> {here / f'{source.stem}-fsdp.ckpt'}\n" in said
+    assert "EMA" not in said and "equal: state of the callbacks" in said
+    saved = torch.load(source, weights_only=True)
+    torch.save({**saved, "current_model_state": saved["state_dict"]}, "ema.ckpt")
+    convert.main(["ema.ckpt", "--to", "ddp"])
+    assert "equal: weights behind the average (EMA), 62 tensors" in capsys.readouterr().out
+    convert.main(["ema.ckpt", "--to", "weights"])
+    assert "these are the averaged weights (EMA)" in capsys.readouterr().out
 
 
 def test_a_difference_is_found() -> None:
     one = {"a": [torch.tensor([1.0, float("nan")])], "b": 0.5}
-    assert convert.compare(one, {"a": [torch.tensor([1.0, float("nan")])], "b": 0.5}, "") == 1
+    assert parts.compare(one, {"a": [torch.tensor([1.0, float("nan")])], "b": 0.5}, "") == 1
     for other in (
         {"a": [torch.tensor([1.0, 2.0])], "b": 0.5},
         {"a": [torch.tensor([1.0, float("nan")])], "b": 0.25},
@@ -84,7 +129,7 @@ def test_a_difference_is_found() -> None:
         {"a": [torch.tensor([1.0, float("nan")], dtype=torch.float64)], "b": 0.5},
     ):
         with pytest.raises(RuntimeError, match="what was written"):
-            convert.compare(one, other, "checkpoint")
+            parts.compare(one, other, "checkpoint")
 
 
 def test_weights_of_another_network(here: Path) -> None:

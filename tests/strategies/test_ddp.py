@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from distdl import signatures
 from distdl.strategies.bucket_search import NOT_COUNTED, STEPS, BucketSearch
 from distdl.strategies.ddp import DDPStrategy
 from tests.strategies.two_ranks import results
@@ -103,6 +104,24 @@ def test_checkpoints_are_portable(found) -> None:
 def test_refusals(node, path, remedy) -> None:
     (problem,) = DDPStrategy.check(node, CONTEXT)
     assert problem.path == path and remedy in problem.remedy, problem
+
+
+def test_types_of_ddps_own_settings() -> None:
+    """They are in torch's signature, and are switches there by their defaults."""
+    takes = signatures.takes(DDPStrategy)
+    node = {
+        "static_graph": "maybe",
+        "gradient_as_bucket_view": 7,
+        "find_unused_parameters": True,
+        "process_group_backend": 3,
+        "bucket_view": True,
+    }
+    found = {name: what for name, what, _ in signatures.bind(takes, node)}
+    assert found.pop("bucket_view") == "unknown argument"
+    assert found.pop("process_group_backend") == "must be a string or null, not {}"
+    assert found == dict.fromkeys(
+        ("static_graph", "gradient_as_bucket_view"), "must be true or false, not {}"
+    )
 
 
 def test_what_is_accepted() -> None:

@@ -189,7 +189,7 @@ def problems(**node: Any) -> list[str]:
     world = node.pop("world", 2)
     config = {"data": {"batch_size": node.pop("rows", 8)}, **node.pop("config", {})}
     context = {"world_size": world, "config": config}
-    return [f"{p.path}: {p.what}" for p in checks.check(node, context)]
+    return [f"{p.path}: {p.what} {p.remedy}" for p in checks.check(node, context)]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,16 @@ def problems(**node: Any) -> list[str]:
         ({"schedule": "interleaved", "micro_batches": 5, "rows": 10}, "micro_batches", "rounds"),
         ({"schedule": "zero_bubble", "pieces_per_stage": 1}, "pieces_per_stage", "at least two"),
         ({"across": "racks"}, "across", "racks"),
+        ({"balance": "measurd"}, "balance", "did you mean strategy.balance=measured?"),
+        ({"balance": "evenly"}, "balance", "strategy.balance=[network.layer3.0]"),
+        # One sample in each of four would not divide either, for a batch norm.
+        ({"rows": 4}, "micro_batches", "strategy.micro_batches=2, or data.batch_size=16"),
+        ({"rows": 2}, "micro_batches", "into 8 micro-batches data.batch_size=16"),
+        (
+            {"schedule": "zero_bubble", "pieces_per_stage": 9, "config": {"model": "resnet"}},
+            "pieces_per_stage",
+            "at most strategy.pieces_per_stage=5",
+        ),
         ({"config": {"trainer": {"precision": "16-mixed"}}}, "", "fp16"),
         ({"config": {"trainer": {"sync_batchnorm": True}}}, "", "batch norm"),
         ({"balance": ["network.layer9.0"], "config": {"model": "resnet"}}, "balance", "layer9"),
@@ -237,6 +247,16 @@ def test_the_command_line_refuses_it(tmp_path: Path) -> None:
     done = distdl(*PIPELINE, "strategy.micro_batches=3", "data.batch_size=10", cwd=tmp_path)
     assert done.returncode == 2 and "strategy.micro_batches" in done.stderr + done.stdout
     assert not (tmp_path / "outputs").exists()
+
+
+def test_one_sample_is_too_few_for_a_batch_norm(tmp_path: Path) -> None:
+    """Found before the training, timed or not: at 32 px the last layers have one value each."""
+    small = ("model.norm=batch", "strategy.micro_batches=8", "strategy.balance=parameters")
+    done = distdl(*PIPELINE, *small, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "strategy.micro_batches: batch norm in network.layer4" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "model.norm=group, or larger micro-batches" in done.stderr
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:

@@ -101,6 +101,11 @@ def test_refused_before_the_start(tmp_path: Path) -> None:
     file.write_text('{"gradient_accumulation_steps": 4}')
     (said,) = problems(DeepSpeedStrategy, {"config": str(file)})
     assert "write trainer.accumulate_grad_batches=" in said
+    # As files for Hugging Face's Trainer have it; DeepSpeed would compile its own for minutes.
+    params = {"lr": "auto", "betas": "auto"}
+    file.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}}))
+    (said,) = problems(DeepSpeedStrategy, {"config": str(file)})
+    assert "sets optimizer; leave it out, and write optimizer=adamw" in said
     file.write_text("{")
     with pytest.raises(UserError, match="is no JSON"):
         settings_of(file)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from lightning.pytorch import LightningModule, Trainer
 
+from distdl.callbacks.count_traffic import CountTraffic
 from distdl.traffic import Traffic, in_words
 from tests.strategies.two_ranks import results
 
@@ -77,6 +79,15 @@ def test_the_ring_sends_all_but_its_own_part_twice() -> None:
     traffic.add("recv_", ([tensor],), 4)
     traffic.add("allreduce_", ([tensor],), 1)
     assert traffic.sent == before
+
+
+@pytest.mark.parametrize(("steps", "words"), [(1, "(1 step counted)"), (2, "(2 steps counted)")])
+def test_the_line_at_the_end(steps, words, tmp_path, caplog) -> None:
+    counter = CountTraffic()
+    counter.steps = steps
+    with caplog.at_level("INFO"):
+        counter.on_train_end(Trainer(default_root_dir=tmp_path, logger=False), LightningModule())
+    assert words in caplog.text
 
 
 def test_sizes_in_words() -> None:

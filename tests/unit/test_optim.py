@@ -135,6 +135,26 @@ def test_a_fused_step_is_the_default_and_the_same_step(name, given):
         )
 
 
+def test_a_fused_step_looks_at_how_things_are_laid_out():
+    """torch's own takes a gradient's or momentum's numbers in the order of its parameter's."""
+    made = []
+    for fused in (None, False):
+        torch.manual_seed(0)
+        module = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)
+        optimizer = optim.build_optimizer(module, {**SGD, "fused": fused}, global_batch=256)
+        for step in range(3):
+            module.weight.grad = torch.arange(48.0).reshape(4, 3, 2, 2) / (step + 1)
+            if step == 1:  # as another strategy wrote it
+                saved = optimizer.state_dict()
+                (state,) = saved["state"].values()
+                state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+                optimizer.load_state_dict(saved)
+            optimizer.step()
+        made.append(module.weight)
+    assert made[0].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(*made)
+
+
 def test_nothing_is_fused_where_it_cannot_be():
     frozen = nn.Linear(2, 2).to("meta")
     assert not optim.can_fuse(torch.optim.SGD, [{"params": list(frozen.parameters())}])

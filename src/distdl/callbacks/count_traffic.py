@@ -58,9 +58,9 @@ class CountTraffic(Callback):
             for name, tally in most["collectives"].items()
         )
         log.info(
-            "traffic: a rank sends %s per step (%d steps counted)  %s",
+            "traffic: a rank sends %s per step (%s counted)  %s",
             in_words(most["sent"]),
-            self.steps,
+            "1 step" if self.steps == 1 else f"{self.steps} steps",
             parts,
         )
         path = Path(trainer.default_root_dir) / "logs" / "traffic.json"

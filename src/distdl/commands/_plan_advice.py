@@ -1,4 +1,7 @@
-"""Which strategy, and why: DDP if it fits, then what partitions, then a pipeline."""
+"""Which strategy, and why: DDP if it fits, then what partitions, then a pipeline.
+
+On a link that makes DDP wait: whatever takes the least time, one device alone included.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ SLOW = 0.25
 LITTLE = 1e-3
 # A batch may be cut into so many, which are accumulated, before devices are kept too idle by it.
 MOST_PARTS = 16
+# Steps alone, as in DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
+MOST_APART = 512
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ def _alone(found: Measured, single: Estimate, offload: Estimate, machine: Machin
 def _too_slow(found: Measured, by_name: dict[str, Estimate], machine: Machine) -> Advice | None:
     """For a link that makes DDP wait."""
     work = found.flops / machine.flops
-    ddp, half, staged = (by_name[n] for n in ("ddp", "ddp comm_hook=bf16", "pipeline"))
+    names = "single", "ddp", "ddp comm_hook=bf16", "pipeline"
+    single, ddp, half, staged = (by_name[name] for name in names)
     parts = 1 if ddp.fits(machine) else _parts(found, ddp, machine)
     if not parts:
         return None  # what to do about memory comes first
@@ -118,21 +124,26 @@ def _too_slow(found: Measured, by_name: dict[str, Estimate], machine: Machine) -
             ("strategy=ddp", "strategy.comm_hook=bf16", *smaller),
             waits + "half the bytes are few enough",
         )
-    if staged.fits(machine) and staged.seconds(found, machine) < half.seconds(found, machine):
-        faster = staged.seconds(found, machine)
-        return Advice(
-            ("strategy=pipeline",),
-            f"{waits}a pipeline sends activations only, and takes {faster:.2g} s, its bubble of "
-            f"{100 * staged.idle:.0f} % included",
-        )
-    # As many steps alone as make the wait for one meeting small.
-    sending = 8 * ddp.sent / machine.link
-    every = max(2, _power_of_two(sending / (SLOW * work)))
-    return Advice(
-        ("strategy=local_sgd", f"strategy.sync_every={every}", *smaller),
-        f"{waits}local SGD sends the weights every {every} steps. It is another algorithm: compare "
-        "its accuracy",
+    n = machine.devices
+    alone = "strategy=single", "trainer.devices=1", f"trainer.accumulate_grad_batches={n}"
+    choices = (
+        (single, alone, "one device that accumulates the same global batch sends nothing"),
+        (staged, ("strategy=pipeline",), "a pipeline sends activations only"),
+        (half, ("strategy=ddp", "strategy.comm_hook=bf16", *smaller), "half the bytes are best"),
     )
+    fitting = [choice for choice in choices if choice[0].fits(machine) or choice[0] is half]
+    row, overrides, why = min(fitting, key=lambda choice: choice[0].seconds(found, machine))
+    reason = f"{waits}{why}, and takes {row.seconds(found, machine):.2g} s"
+    if row.idle:
+        reason += f", its bubble of {100 * row.idle:.0f} % included"
+    # As many steps alone as make the wait for one meeting small.
+    every = max(2, _power_of_two(8 * ddp.sent / machine.link / (SLOW * work)))
+    if every <= MOST_APART:
+        reason += (
+            ". If you accept another algorithm, whose accuracy you compare: strategy=local_sgd "
+            f"strategy.sync_every={every}, about {(1 + SLOW) * work:.2g} s"
+        )
+    return Advice(overrides, reason)
 
 
 def _parts(found: Measured, row: Estimate, machine: Machine) -> int:

@@ -59,6 +59,7 @@ class Estimate:
     """One strategy: bytes on the fullest device, bytes that the busiest one sends per step.
 
     Args:
+        batches: Of `Measured.batch_size`, that a device works through in a step, one by one.
         other: Buckets and weights that are gathered for a while.
         overlap: The share of the computation behind which sending can hide.
         idle: The share of a step in which a device waits for another (a pipeline's bubble).
@@ -75,6 +76,7 @@ class Estimate:
     sent: float = 0.0
     overlap: float = BACKWARD
     idle: float = 0.0
+    batches: int = 1
     host: float = 0.0
     missing: str = ""
 
@@ -94,11 +96,12 @@ class Estimate:
         """A step, of which only what cannot hide behind the computation adds to it."""
         work = found.flops / machine.flops
         sending = 8 * self.sent / machine.link
-        return work / (1 - self.idle) + max(0.0, sending - self.overlap * work)
+        return self.batches * work / (1 - self.idle) + max(0.0, sending - self.overlap * work)
 
 
 def estimates(found: Measured, machine: Machine) -> list[Estimate]:
-    """Every strategy at the same global batch: `found.batch_size` on each device."""
+    """Every strategy at the same global batch: `found.batch_size` on each device, or one device
+    that accumulates as many of them."""
     n = machine.devices
     once = (n - 1) / n  # what a ring's half sends of S bytes [R]
     weights, gradients, state = found.weights, found.gradients, found.optimizer
@@ -111,7 +114,7 @@ def estimates(found: Measured, machine: Machine) -> list[Estimate]:
         "gradients": gradients / n,
         "activations": acts,
     }
-    rows = [Estimate("single", gradients=gradients, optimizer=state, **whole)]
+    rows = [Estimate("single", gradients=gradients, optimizer=state, batches=n, **whole)]
     if n == 1:
         # Alone, DeepSpeed's offload still takes the optimizer to the host.
         return [*rows, _offload(found, 1, 0.0)]

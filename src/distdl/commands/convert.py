@@ -12,59 +12,67 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from distdl import checkpoint as checkpoints
-from distdl import formats, portable
 from distdl.errors import Problem, UserError
+from distdl.suggest import closest
 
 WEIGHTS = "weights"
 STRATEGIES = (
     *("single", "ddp", "fsdp", "pipeline", "deepspeed_zero1", "deepspeed_zero2"),
     *("deepspeed_zero3", "deepspeed_offload", "local_sgd"),
 )
-# What of a checkpoint is neither weights nor optimizer state, and how people call it.
-PARTS = {
-    "lr_schedulers": "schedulers",
-    "loops": "loops",
-    "callbacks": "callbacks (EMA)",
-    "current_model_state": "weights behind the average (EMA)",
-    "distdl": "position in the data",
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes one file, and says what in it is equal to the source.
 
     Raises:
-        UserError: The source cannot be read, or the target is there already.
+        UserError: The source cannot be read, or the target is there already or of no known form.
     """
-    parser = argparse.ArgumentParser("python -m distdl convert", description=__doc__)
+    known = (*STRATEGIES, WEIGHTS)
+    parser = argparse.ArgumentParser(
+        "python -m distdl convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
-    parser.add_argument("--to", required=True, choices=(*STRATEGIES, WEIGHTS))
+    parser.add_argument("--to", required=True, help=f"one of {', '.join(known)}")
     parser.add_argument("--world-size", type=int, help="check that the batch divides by it")
-    parser.add_argument("--output", type=Path, help=".ckpt; of weights .pth or .safetensors")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=".ckpt; of weights .pth or .safetensors. By default the checkpoint's name, in the "
+        "current folder: epoch_002-fsdp.ckpt, epoch_002.pth",
+    )
     options = parser.parse_args(argv)
+    if options.to not in known:
+        near = closest(options.to, known) or next((n for n in known if options.to in n), "")
+        remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
+        raise UserError(Problem("--to", f"there is no {options.to!r}", remedy))
     source = checkpoints.find(options.checkpoint)
     target = options.output or default_target(source, options.to)
-    if target.exists():
-        raise UserError(Problem("--output", f"{target} exists", "name another: --output FILE"))
+    free(target, options.to)
+
+    from distdl import formats
+    from distdl.commands import _convert_parts as parts
+
     found = formats.read(source)
     if options.to == WEIGHTS:
-        weights = plain_weights(found["state_dict"])
-        write_weights(weights, target)
-        compared = {"weights": compare(weights, formats.read(target)["state_dict"], WEIGHTS)}
+        weights = parts.plain_weights(found["state_dict"])
+        parts.write_weights(weights, target)
+        written = formats.read(target)["state_dict"]
+        compared = {"weights": parts.compare(weights, written, WEIGHTS)}
     else:
         fits(found, source, options.world_size)
-        store = checkpoints.CheckpointStore(target.parent)
-        torch.save(found, store.temporary(target.name))
-        store.publish(target.name, step=found.get("global_step"), converted_from=str(source))
-        compared = compare_all(found, formats.read(target))
-    print(f"{source} -> {target}")
+        parts.write_checkpoint(found, source, target)
+        compared = parts.compare_all(found, formats.read(target))
+    print(f"{source} -> {target.resolve()}")
     for part, count in compared.items():
         print(f"  equal: {part}{f', {count} tensors' if count else ''}")
     if options.to != WEIGHTS:
         print_use(found, target, options.to, options.world_size)
+    elif parts.BEHIND_THE_AVERAGE in found:
+        print("  note: these are the averaged weights (EMA), which validations have seen")
     return 0
 
 
@@ -72,6 +80,20 @@ def default_target(source: Path, to: str) -> Path:
     """In the current folder: among a run's checkpoints it would be taken for one of the run's."""
     named = source.name.removesuffix(source.suffix) or source.name
     return Path(f"{named}.pth" if to == WEIGHTS else f"{named}-{to}.ckpt")
+
+
+def free(target: Path, to: str) -> None:
+    """Refuses a target that is there, or whose name says another form than it would have.
+
+    Raises:
+        UserError: One or the other.
+    """
+    forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
+    if target.suffix not in forms:
+        what = f"{target} is not called {' or '.join(forms)}"
+        raise UserError(Problem("--output", what, f"--output {target.with_suffix(forms[0])}"))
+    if target.exists():
+        raise UserError(Problem("--output", f"{target} exists", "name another: --output FILE"))
 
 
 def fits(found: Mapping[str, Any], source: Path, world_size: int | None) -> None:
@@ -100,6 +122,8 @@ def fits(found: Mapping[str, Any], source: Path, world_size: int | None) -> None
 
 
 def print_use(found: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:
+    from distdl import portable
+
     states = found["optimizer_states"]
     if not all(portable.is_named(state) for state in states):
         print(
@@ -108,74 +132,3 @@ def print_use(found: Mapping[str, Any], target: Path, to: str, world_size: int |
         )
     size = f" trainer.devices={world_size}" if world_size else ""
     print(f"  use: python -m distdl ... strategy={to}{size} checkpoint.resume_from={target}")
-
-
-def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The network's own weights: without the name that our classifier has put before them."""
-    prefix = "network."
-    if all(name.startswith(prefix) for name in state):
-        return {name.removeprefix(prefix): value for name, value in state.items()}
-    return dict(state)
-
-
-def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
-    if target.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        save_file({name: value.contiguous() for name, value in weights.items()}, target)
-    else:
-        torch.save(weights, target)
-
-
-def compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
-    """How many tensors of each part are equal, after making sure that all of it is."""
-    weights, statistics = split(before["state_dict"])
-    compared = {"weights": compare(weights, split(after["state_dict"])[0], "weights")}
-    if statistics:
-        label = "batch norm statistics"
-        compared[label] = compare(statistics, split(after["state_dict"])[1], label)
-    label = "optimizer state"
-    compared[label] = compare(before["optimizer_states"], after["optimizer_states"], label)
-    for key, label in PARTS.items():
-        if key in before:
-            compared[label] = compare(before[key], after[key], label)
-    rest = before.keys() - {"state_dict", "optimizer_states", *PARTS}
-    compared["everything else"] = sum(compare(before[k], after[k], k) for k in sorted(rest))
-    return compared
-
-
-def split(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights, and the running statistics of batch norm."""
-    last = ("running_mean", "running_var", "num_batches_tracked")
-    statistics = {k: v for k, v in state.items() if k.rpartition(".")[2] in last}
-    return {k: v for k, v in state.items() if k not in statistics}, statistics
-
-
-def compare(before: Any, after: Any, path: str) -> int:
-    """Counts the tensors in two nested containers that are equal in every bit.
-
-    Raises:
-        RuntimeError: Something differs; says where.
-    """
-    if isinstance(before, torch.Tensor):
-        same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
-        # By their bytes: NaN equals itself, and 0.0 is not -0.0.
-        if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
-            raise RuntimeError(f"what was written differs from what was read: {path}")
-        return 1
-    if isinstance(before, Mapping):
-        if not isinstance(after, Mapping) or before.keys() != after.keys():
-            raise RuntimeError(f"what was written has other keys: {path}")
-        return sum(compare(before[k], after[k], f"{path}.{k}") for k in before)
-    if isinstance(before, list | tuple):
-        if not isinstance(after, list | tuple) or len(before) != len(after):
-            raise RuntimeError(f"what was written has another length: {path}")
-        pairs = enumerate(zip(before, after, strict=True))
-        return sum(compare(a, b, f"{path}[{i}]") for i, (a, b) in pairs)
-    if before != after and not (before is after or before != before):
-        raise RuntimeError(f"what was written differs from what was read: {path}")
-    return 0
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -79,6 +79,11 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def digits(size: float) -> str:
+    """Two after the point, or as many as show that it is not nothing."""
+    return f"{size:.2f}" if size >= 0.005 or not size else f"{size:.1g}"
+
+
 def how_many(trainer: Any, given: int | None) -> tuple[int, str]:
     """Devices of the run: as told, as the config says, as there are here, or 8; and a note."""
     from distdl import resources
@@ -109,19 +114,22 @@ def show(
     from distdl.traffic import in_words
 
     gib = 2**30
+    # A small model has nothing to show in GiB.
+    unit, scale = ("GiB", gib) if rows[0].total >= gib else ("MiB", 2**20)
     # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(
         f"step    batch {found.batch_size} per device, {found.flops / 1e12:.3g} TFLOP, "
         f"{found.flops / machine.flops:.3g} s of work on each device",
-        f"size    {found.gradients / gib:.3g} GiB trained weights, "
-        f"{found.activations / gib:.3g} GiB activations",
+        f"size    {found.gradients / scale:.3g} {unit} trained weights, "
+        f"{found.activations / scale:.3g} {unit} activations",
         f"on      {machine.devices} devices of {machine.memory / gib:g} GiB, "
         f"{options.link:g} Gbit/s, {options.tflops:g} TFLOP/s",
         sep="\n",
         highlight=False,
     )
-    table = Table(title="GiB on the fullest device", title_justify="left", box=None, pad_edge=False)
+    title = f"{unit} on the fullest device"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     columns = "weights", "gradients", "optimizer", "activations", "other", "total", "fits"
     for name in (*columns, "sent per step", "step, s"):
@@ -131,19 +139,21 @@ def show(
             table.add_row(row.name, *"-" * (len(columns) + 2))
             continue
         parts = (row.weights, row.gradients, row.optimizer, row.activations, row.other, row.total)
-        sizes = [f"{part / gib:.2f}" for part in parts]
+        sizes = [digits(part / scale) for part in parts]
         fits = "yes" if row.fits(machine) else "[bold]no[/bold]"
         seconds = f"{row.seconds(found, machine):.3g}"
         table.add_row(row.name, *sizes, fits, in_words(row.sent), seconds)
     console.print(table, highlight=False)
     hosted = [
-        f"{row.name}: {row.host / gib:.2f} GiB of host memory per device; each step takes its "
+        f"{row.name}: {row.host / scale:.2f} {unit} of host memory per device; each step takes its "
         "gradients there and its weights back"
         for row in rows
         if row.host
     ]
     missing = [f"{row.name}: {row.missing}" for row in rows if row.missing]
-    for note in (*hosted, *missing, *notes):
+    several = machine.devices > 1
+    accumulates = [f"single: {machine.devices} batches, accumulated: one step of all the others"]
+    for note in (*(accumulates if several else ()), *hosted, *missing, *notes):
         console.print(f"note    {note}", highlight=False, markup=False)
     chosen = " ".join(advice.overrides)
     command = f"python -m distdl {' '.join(options.overrides)} {chosen}".replace("  ", " ")

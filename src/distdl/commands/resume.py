@@ -20,8 +20,8 @@ def main(argv: Sequence[str]) -> int:
     """Starts the next attempt of a run.
 
     Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`), and
-    of the recipe `strategy=`, `data.batch_size`, accumulation and the length; anything else is
-    another run.
+    of the recipe `strategy=`, `data.batch_size`, accumulation, the length and the form of the
+    checkpoints; anything else is another run.
 
     Raises:
         UserError: RUN is no run, or an override changes what a run is.
@@ -59,7 +59,8 @@ def plan(
     assert isinstance(where, DictConfig)
     # A validation in between was an errand: the run is what it was started as.
     where.task = run.attempts()[0].launch()["where"]["task"]
-    changes: dict[str, Any] = dict(before.get("changes") or {})
+    earlier: dict[str, Any] = dict(before.get("changes") or {})
+    changes = dict(earlier)
     problems: list[Problem] = []
     given: list[str] = []
     with compose.hydra_session():
@@ -93,12 +94,17 @@ def plan(
     elif where.launcher["_target_"] == external.TARGET:  # nobody has started ranks this time
         where.launcher = compose.compose([]).launcher
     config = configs.merge(recipe, where, changes)
-    size, notes = planning.check(config)
-    notes += [
-        f"{path} is {value['_target_'] if isinstance(value, dict) else value} from this attempt on"
-        for path, value in changes.items()
-        if path in given
+    so_far = configs.merge(recipe, where, earlier)
+    new = [
+        p
+        for p in changes
+        if p in given and OmegaConf.select(config, p) != OmegaConf.select(so_far, p)
     ]
+    # What is as it was is no change, and a finished run that is asked for it has still finished.
+    changes = {p: value for p, value in changes.items() if p in new or p in earlier}
+    size, notes = planning.check(config)
+    typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
+    notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
     return planning.proceed(planned, given)
 

@@ -55,7 +55,9 @@ class DDPStrategy(DriftingStrategy):
         self.hook_start_step, self.average_every = hook_start_step, average_every
         self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
         takes = inspect.signature(DistributedDataParallel).parameters
-        self._choose_first = "bucket_cap_mb_list" in takes and "bucket_cap_mb_list" not in kwargs
+        lists = "bucket_cap_mb_list"
+        # Not asked of `kwargs`, which only go on: validation follows them (distdl.signatures).
+        self._choose_first = lists in takes and lists not in self._ddp_kwargs
         self._hook: hooks.Hook | None = None
         self._search: BucketSearch | None = None
         self._steps = 0

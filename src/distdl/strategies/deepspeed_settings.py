@@ -10,12 +10,14 @@ from typing import Any
 from distdl.errors import Problem, UserError
 
 INSTALL = "pip install 'distdl[deepspeed]'"
-# What a file of DeepSpeed's settings may not say, since the Trainer or the data say it.
+# What a file of DeepSpeed's settings may not say, since the run says it. Its optimizers would be
+# compiled at the start, for minutes where that works at all, and know no `optimizer.*`.
 SAID_ELSEWHERE = {
-    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
-    "train_batch_size": "data.batch_size",
-    "train_micro_batch_size_per_gpu": "data.batch_size",
-    "scheduler": "schedule",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches=...",
+    "train_batch_size": "data.batch_size=...",
+    "train_micro_batch_size_per_gpu": "data.batch_size=...",
+    "optimizer": "optimizer=adamw (--help lists others)",
+    "scheduler": "schedule=cosine (--help lists others)",
 }
 
 
@@ -46,7 +48,7 @@ def settings_of(path: Path) -> dict[str, Any]:
         raise UserError(Problem("config", f"{path} is no JSON object"))
     settings = without_auto(settings)
     problems = [
-        Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}=...")
+        Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}")
         for key, remedy in SAID_ELSEWHERE.items()
         if key in settings
     ]

@@ -7,9 +7,11 @@ from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.meta import WEIGHTS
+from distdl.suggest import closest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 SEVERAL_PIECES = ("interleaved", "zero_bubble")  # several pieces of the model per device
+BALANCES = ("measured", "parameters")
 
 
 def pieces_per_stage(schedule: str, pieces: int) -> int:
@@ -38,6 +40,16 @@ def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
         return
     if node.get("across", "devices") not in ("devices", "nodes"):
         yield Problem("across", f"is {node['across']!r}", "devices or nodes")
+    cut = node.get("balance", "measured")
+    if isinstance(cut, str) and cut not in BALANCES:
+        near = closest(cut, BALANCES)
+        yield Problem(
+            "balance",
+            f"is {cut!r}",
+            f"did you mean strategy.balance={near}?"
+            if near
+            else "measured, parameters, or a list of blocks: strategy.balance=[network.layer3.0]",
+        )
     if world_size < 2:
         yield Problem(
             "", "a pipeline needs at least two devices, and there is one", "trainer.devices=2"
@@ -67,7 +79,7 @@ def _micro_batches(node: Mapping[str, Any], stages: int, schedule: str) -> Itera
             f"{count} are too few for {stages} stages: most of them would always wait",
             f"strategy.micro_batches={default_micro_batches(stages)}, at least {stages}",
         )
-    elif schedule in SEVERAL_PIECES and count % (count // stages):
+    elif not _equal_rounds(count, stages, schedule):
         yield Problem(
             "micro_batches",
             f"{count} do not make equal rounds of about {stages}, which schedule={schedule} needs",
@@ -79,6 +91,21 @@ def _micro_batches(node: Mapping[str, Any], stages: int, schedule: str) -> Itera
             f"schedule={schedule} needs at least two",
             "strategy.pieces_per_stage=2",
         )
+
+
+def _equal_rounds(count: int, stages: int, schedule: str) -> bool:
+    return schedule not in SEVERAL_PIECES or count % (count // stages) == 0
+
+
+def best_count(rows: int, count: int, stages: int, schedule: str) -> int | None:
+    """The number of micro-batches next to `count` that cuts a batch into equal ones of several
+    samples, of one of which a batch norm may not be able to train; None: there is none."""
+    fit = [
+        n
+        for n in range(stages, rows // 2 + 1)
+        if rows % n == 0 and _equal_rounds(n, stages, schedule)
+    ]
+    return min(fit, key=lambda n: abs(n - count), default=None)
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -111,13 +138,12 @@ def _batch(node: Mapping[str, Any], stages: int, data: Mapping[str, Any]) -> Ite
     rows = data.get("batch_size")
     count = node.get("micro_batches") or default_micro_batches(stages)
     if type(rows) is int and rows > 0 and rows % count:
-        fit = [n for n in range(stages, rows + 1) if rows % n == 0]
-        near = min(fit, key=lambda n: abs(n - count)) if fit else None
+        near = best_count(rows, count, stages, node.get("schedule", "1f1b"))
         more = f"strategy.micro_batches={near}, or " if near else ""
         yield Problem(
             "micro_batches",
             f"data.batch_size={rows} does not divide into {count} micro-batches",
-            f"{more}data.batch_size={max(1, round(rows / count)) * count}",
+            f"{more}data.batch_size={max(2, round(rows / count)) * count}",
         )
 
 
@@ -154,12 +180,16 @@ def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem
 
 def too_many(pieces: int, per_stage: int, blocks: int) -> Iterator[Problem]:
     if pieces > blocks:
-        of = f" of {per_stage} pieces" if per_stage > 1 else ""
-        yield Problem(
-            "stages",
-            f"{pieces // per_stage} stages{of} are more than the {blocks} blocks of the model",
-            f"at most strategy.stages={blocks // per_stage}",
-        )
+        stages, several = pieces // per_stage, per_stage > 1
+        of = f" of {per_stage} pieces" if several else ""
+        what = f"{stages} stages{of} are more than the {blocks} blocks of the model"
+        most = blocks // stages
+        if several and most > 1:
+            yield Problem("pieces_per_stage", what, f"at most strategy.pieces_per_stage={most}")
+        else:
+            most = blocks // 2 if several else blocks
+            fewer = " strategy.pieces_per_stage=2" if per_stage > 2 else ""
+            yield Problem("stages", what, f"at most strategy.stages={most}{fewer}")
 
 
 def at_strategy(problem: Problem) -> Problem:

@@ -77,14 +77,15 @@ def _found_out(
     module = trainer.lightning_module
     inputs, rows = _inputs(trainer, strategy.root_device)
     probe.check_chain(module, blocks, inputs)
-    measured = strategy.balance == "measured" and trainer.state.fn == TrainerFn.FITTING
+    trains = trainer.state.fn == TrainerFn.FITTING
     edges, seconds = probe.run_through(
         blocks,
         inputs,
         rows=max(1, rows // strategy.micro_batches),
+        trains=trains,
         convert=strategy.precision_plugin.convert_module,
         context=strategy.precision_plugin.forward_context,
-        measured=measured,
+        measured=trains and strategy.balance == "measured",
     )
     if isinstance(strategy.balance, str):
         costs = seconds or [float(block.size) for block in blocks]

@@ -110,6 +110,7 @@ def run_through(
     inputs: torch.Tensor,
     *,
     rows: int,
+    trains: bool,
     convert: Callable[[nn.Module], nn.Module],
     context: Callable[[], AbstractContextManager[Any]],
     measured: bool,
@@ -121,16 +122,20 @@ def run_through(
     Args:
         inputs: At least one sample, on the device.
         rows: Of a micro-batch.
+        trains: As training does; else one row, as a validation does.
         convert: Puts a module into the precision of the run.
         context: In which forward runs (autocast).
-        measured: Time each block, forward and backward; else one row, forward only.
+        measured: Time each block, forward and backward; else forward only.
 
     Returns:
         The edge before each block and behind the last, and seconds per block or None.
+
+    Raises:
+        UserError: A micro-batch is too small for a batch norm to train on.
     """
     device = inputs.device
     x = inputs[:1].detach()
-    if measured:
+    if trains:
         x = torch.cat([x] * rows)
     edges, costs = [], []
     devices = [device] if device.type == "cuda" else []
@@ -138,14 +143,28 @@ def run_through(
         for number, block in enumerate(blocks):
             edges.append(Edge.of(x))
             copied = convert(nn.Sequential(*(copy.deepcopy(m) for m in block.modules)))
-            copied.to(device).train(measured)  # one row is too few for a batch norm to train on
+            copied.to(device).train(trains)
+            try:
+                with torch.no_grad(), context():
+                    after = copied(x).detach()
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise UserError(_one_value(block, rows)) from error
             if measured:
                 costs.append(_seconds(copied, x, context, first=number == 0))
-            with torch.no_grad(), context():
-                x = copied(x).detach()
+            x = after
             del copied
     edges.append(Edge.of(x))
     return edges, costs if measured else None
+
+
+def _one_value(block: Block, rows: int) -> Problem:
+    return Problem(
+        "strategy.micro_batches",
+        f"batch norm in {block.name} sees one value per channel in a micro-batch of {rows} sample",
+        "model.norm=group, or larger micro-batches: fewer of them, or a larger data.batch_size",
+    )
 
 
 def _seconds(
