@@ -167,7 +167,8 @@ class Binding:
         target = node["_target_"]
         table = self.supplied.get(str(path[0]), {}) if len(path) == 1 else {}
         hidden = (*_SPECIAL, *table.get("consumed", ()))
-        given = {key: value for key, value in node.items() if key not in hidden}
+        unset = [key for key in table.get("null_is_absent", ()) if node.get(key) is None]
+        given = {k: v for k, v in node.items() if k not in hidden and k not in unset}
         signature = takes(called)
         if signature is None:
             return

@@ -37,11 +37,13 @@ _CHILD_SECONDS = 300.0
 
 # What the builder (distdl.build) passes besides the node's own keys. `supplied`: names of the
 # leading positional arguments; `consumed`: keys of the node that never reach the target;
-# `offered`: arguments passed if the signature takes them.
+# `null_is_absent`: keys that reach it if they are set; `offered`: arguments passed if the signature
+# takes them.
 SUPPLIED: dict[str, dict[str, list[str]]] = {
     "optimizer": {
         "supplied": ["params"],
         "consumed": ["lr_scaling", "lr_reference_batch", "decay_norm_and_bias"],
+        "null_is_absent": ["fused"],
     },
     "schedule": {
         "supplied": ["optimizer"],

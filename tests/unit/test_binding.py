@@ -415,3 +415,9 @@ def _child_of(project: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> di
     request = json.loads(asked[0])
     request["config"] = {"callbacks": {"x": {"_target_": target}}}
     return ask(json.dumps(request))
+
+
+def test_an_optimizer_without_fused_kernels_takes_the_presets_null() -> None:
+    node = {"_target_": "torch.optim.Rprop", "lr": 0.1, "fused": None}
+    assert messages({"optimizer": node}) == []
+    assert "optimizer.fused" in only({"optimizer": {**node, "fused": True}})
