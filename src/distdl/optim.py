@@ -36,7 +36,8 @@ OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_nor
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
 OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
 LR_RULES = ("linear", "sqrt", "none")
-_KERNELS = {"fused", "foreach"}
+# Of a parameter group; null in a checkpoint, and whoever goes on keeps its own.
+KERNELS = {"fused", "foreach"}
 
 # _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -198,13 +199,13 @@ def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
 def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Which kernels do a step is a matter of the device: a checkpoint says nothing about it."""
     for group in state["param_groups"]:
-        group.update(dict.fromkeys(_KERNELS & group.keys()))
+        group.update(dict.fromkeys(KERNELS & group.keys()))
 
 
 def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     groups = [dict(group) for group in state["param_groups"]]
     for saved, mine in zip(groups, optimizer.param_groups, strict=False):
-        saved.update({name: mine[name] for name in _KERNELS & mine.keys()})
+        saved.update({name: mine[name] for name in KERNELS & mine.keys()})
     return {**state, "param_groups": groups}
 
 

@@ -160,10 +160,12 @@ def test_a_new_run_goes_on_from_another_by_a_relative_path(uninterrupted) -> Non
     assert "share no file system" not in said
 
 
-def test_a_start_that_is_not_there_is_refused_before_anything(tmp_path) -> None:
-    done = distdl(*TINY, "checkpoint.resume_from=nowhere/x.ckpt", cwd=tmp_path)
-    assert done.returncode == 2 and not (tmp_path / "outputs").exists()
-    assert "checkpoint.resume_from=nowhere/x.ckpt: no such checkpoint" in done.stderr
-    there = "checkpoint.resume_from=start.ckpt"
-    done = distdl(*TINY, there, "launcher=mpi", "trainer.devices=2", cwd=tmp_path)
-    assert done.returncode == 2 and "an absolute path" in done.stderr
+def test_a_start_that_is_not_there_is_refused_before_anything(
+    command, without_stage_2, tmp_path
+) -> None:
+    said = command(*TINY, "checkpoint.resume_from=nowhere/x.ckpt")
+    assert said.code == 2 and not (tmp_path / "outputs").exists()
+    assert "checkpoint.resume_from=nowhere/x.ckpt: no such checkpoint" in said.err
+    mpi = ("launcher=mpi", "trainer.devices=2")
+    said = command(*TINY, "checkpoint.resume_from=start.ckpt", *mpi)
+    assert said.code == 2 and "an absolute path" in said.err

@@ -187,9 +187,15 @@ def test_nothing_half_written_has_its_name(tmp_path: Path) -> None:
     assert everything(tmp_path) == {"file": b"old"}
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More images than two idle cores prepare in a second or two."""
+    return imagenet(tmp_path_factory.mktemp("many"), 1000)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, tmp_path: Path) -> None:
-    source = imagenet(tmp_path / "in", 300)  # more than two idle cores do in a second
+def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, many: Path, tmp_path: Path) -> None:
+    source = many
     # While its workers start, and while they work.
     for sign in ("plan.jsonl", "*.json"):
         out = tmp_path / f"out-{sign[0]}"

@@ -386,9 +386,9 @@ def test_writing_puts_the_tables_between_the_marks(tmp_path: Any, monkeypatch: A
     monkeypatch.setattr(held_out, "PAGE", page)
     monkeypatch.setattr(held_out, "PLOT", plot)
     monkeypatch.setattr(held_out, "markdown", lambda: "new")
-    assert held_out.main(["--wirte"]) == 2
+    assert held_out.command(["--wirte"]) == 2
     assert "old" in page.read_text() and not plot.exists()
-    assert held_out.main(["--write"]) == 0
+    assert held_out.command(["--write"]) == 0
     assert page.read_text() == f"before\n{held_out.BEGIN}\n\nnew\n\n{held_out.END}\nafter\n"
     assert "<svg" in plot.read_text()
     with pytest.raises(ValueError, match="lacks"):

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from distdl import cluster, portable
 from distdl.errors import UserError
+from distdl.optim import KERNELS
 from distdl.strategies.sharing import on_host
 
 
@@ -137,7 +138,7 @@ def optimizer_state(
         if keep and entry:
             state[name] = entry
     groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": list(own_names)}
+        {**group, **dict.fromkeys(KERNELS & group.keys()), "params": list(own_names)}
         for group, own_names in zip(base.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
@@ -170,7 +171,8 @@ def load_optimizer_state(
         return
     base: Optimizer = engine.optimizer.optimizer
     for group, given in zip(base.param_groups, indexed["param_groups"], strict=True):
-        group.update({key: value for key, value in given.items() if key != "params"})
+        mine = {"params", *KERNELS}
+        group.update({key: value for key, value in given.items() if key not in mine})
     own = dict(module.named_parameters())
     for name in (name for group in names for name in group):
         part, given = fragment(engine, own[name]), named["state"].get(name, {})
