@@ -36,7 +36,6 @@ from distdl.stopping import Stopped, StopRequest
 
 log = logging.getLogger(__name__)
 
-TRAIN = "distdl.tasks.train"
 WARM_UP, MEASURED = 2, 5  # optimizer steps
 CUTS = 3  # how many times the batch is halved
 STAGES = (1, 2, 3)
@@ -95,7 +94,7 @@ def tuned(
     Raises:
         UserError: No candidate can train.
     """
-    if config.task._target_ != TRAIN:
+    if config.task._target_ != configs.TRAIN:
         return config
     say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
     found = []

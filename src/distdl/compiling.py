@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from distdl import autotune, cluster
+from distdl.config import BENCHMARK, TRAIN
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
@@ -32,7 +33,6 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 WARM_UP, STEPS = 5, 10
 # A compiled step must be so much shorter: below that it may be noise, and it starts later.
 LEAST_GAIN = 0.03
-TASKS = ("distdl.tasks.train", "distdl.tasks.benchmark")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def chosen(
     Raises:
         UserError: The step does not train as it is, or there is no compiler.
     """
-    if config.task._target_ not in TASKS:
+    if config.task._target_ not in (BENCHMARK, TRAIN):
         return config
     refuse_without_compiler(resources.accelerator)
     keep_results()

@@ -28,6 +28,8 @@ WHERE = (
     "trainer.num_nodes",
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
+# `task._target_` of what trains.
+TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     "data.batch_size",

@@ -21,8 +21,6 @@ from distdl.job import JobState, Resources
 from distdl.run_directory import RunDirectory, shown
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
-TRAIN = "distdl.tasks.train"
-BENCHMARK = "distdl.tasks.benchmark"
 # Groups without which nothing runs, whatever the task.
 REQUIRED = ("model", "strategy", "launcher")
 
@@ -53,7 +51,7 @@ class Plan:
     def finished(self) -> bool:
         """This very training has succeeded before: starting it again would do nothing."""
         task = self.config.task.get("_target_")
-        return task == TRAIN and any(
+        return task == configs.TRAIN and any(
             attempt.state() is JobState.SUCCEEDED
             and launch["where"]["task"]["_target_"] == task
             and (launch.get("changes") or {}) == self.changes
@@ -205,7 +203,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
     if uncounted:
         raise uncounted
     own_optimizer = facts.get("model_configures_optimizers")
-    trains = config.task.get("_target_") in (TRAIN, BENCHMARK)
+    trains = config.task.get("_target_") in (configs.TRAIN, configs.BENCHMARK)
     if trains and own_optimizer is False and not config.get("optimizer"):
         raise UserError(
             Problem(

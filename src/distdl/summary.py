@@ -12,13 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import batches, optim
 from distdl.build import Built
-from distdl.config import plain
+from distdl.config import TRAIN, plain
 from distdl.environment import Environment
 from distdl.job import Resources
 from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
 from distdl.tracking import RunInfo
-
-TRAIN = "distdl.tasks.train"
 
 # Few, and each useful as a column of a table of runs; the whole config is an artifact.
 PARAMETERS = (
