@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.table import Goal, Result, against_itself, row
+from benchmarks.table import Goal, Result, against_itself, paired, row
 
 REPEATS = 5
 # DRAM traffic of an image in a training step, in bytes, with BatchNorm, ReLU and the residual's
@@ -197,15 +197,14 @@ def main(repeats: int = REPEATS, size: Size | None = None) -> Result:
         raise RuntimeError("needs an NVIDIA GPU that torch can use, and there is none here")
     with tempfile.TemporaryDirectory() as folder:
         rates, copies = measured(torch.device("cuda"), size or Size(), repeats, Path(folder))
-    middle = {name: statistics.median(values) for name, values in rates.items()}
-    copy = statistics.median(copies)
-    name, ours = max(((n, middle[n]) for n in (PLAIN, FAST)), key=lambda pair: pair[1])
+    name = max((PLAIN, FAST), key=lambda arm: statistics.median(rates[arm]))
+    ours = rates[name]
     found = goals(
         {
-            AGAINST_LOOP: ours / middle[LOOP],
-            AGAINST_COMPILED: ours / middle[COMPILED],
-            OF_MEMORY: ours * BYTES_PER_IMAGE / copy,
-            DDP_ALONE: middle[DDP] / middle[PLAIN],
+            AGAINST_LOOP: paired(ours, rates[LOOP]),
+            AGAINST_COMPILED: paired(ours, rates[COMPILED]),
+            OF_MEMORY: BYTES_PER_IMAGE * paired(ours, copies),
+            DDP_ALONE: paired(rates[DDP], rates[PLAIN]),
         },
         against_itself(rates[LOOP], rates[AGAIN]),
     )

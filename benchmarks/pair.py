@@ -33,12 +33,9 @@ def start(code: str, plan: dict[str, Any]) -> None:
         logs = [stack.enter_context(open(Path(name) / f"{r}.log", "w+")) for r in range(RANKS)]
         ranks = []
         for rank, log in enumerate(logs):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": RANKS}
-            more = {**own, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1"}
-            more |= {"MASTER_PORT": 0, "DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": 1}
             process = subprocess.Popen(
                 [sys.executable, "-c", code, str(path)],
-                env={**os.environ, **{k: str(v) for k, v in more.items()}},
+                env={**os.environ, **variables(rank)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -46,6 +43,14 @@ def start(code: str, plan: dict[str, Any]) -> None:
             stack.callback(process.kill)
             ranks.append(process)
         _await(ranks, logs)
+
+
+def variables(rank: int, port: int = 0) -> dict[str, str]:
+    """What `launcher=local` tells a rank."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": RANKS}
+    more = {**own, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    more |= {"DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": 1}
+    return {name: str(value) for name, value in more.items()}
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from distdl.run_directory import RunDirectory
 
 CONF = Path(__file__).with_name("conf")
+# A process that does nothing else: python -c CODE RUN
+CODE = "import sys; from benchmarks import runs; runs.rank_main(sys.argv[1])"
 
 
 def lay_out(folder: Path, *overrides: str) -> RunDirectory:
@@ -39,3 +41,8 @@ def work(run: RunDirectory) -> None:
         code = worker.main([str(run.path), str(run.path)])
     if code:
         raise RuntimeError(f"the worker ended with {code}: {said.getvalue()[-2000:]}")
+
+
+def rank_main(path: str) -> None:
+    """See `CODE`."""
+    work(RunDirectory(Path(path)))

@@ -23,7 +23,7 @@ class Goal:
     Args:
         what: Of what to what.
         goal: Begins with "at most" or "at least" and a number.
-        measured: The ratio of the medians; None: not run.
+        measured: The ratio of the medians, or `paired` where there is `same`; None: not run.
         same: What the competitor's own ratio to itself may be by chance (`against_itself`).
         where: CPU or GPU.
     """
@@ -70,8 +70,7 @@ class Result:
     """One ratio against a named competitor.
 
     Args:
-        ratio: Of the medians.
-        same: See `Goal`.
+        ratio, same: See `Goal`.
         more: Further goals that were measured with it.
         where: CPU or GPU.
         what: The ratio in the table of goals; by default the title.
@@ -99,8 +98,8 @@ class Result:
         said = [f"{g.what}: **{g.measured:.3f}** ({_how(g)})." for g in more if g.measured]
         parts = [
             f"## {self.title}",
-            f"Competitor: {self.competitor}. Ratio of medians **{self.ratio:.3f}** "
-            f"({_how(first)}).",
+            f"Competitor: {self.competitor}. Ratio{'' if self.same else ' of medians'} "
+            f"**{self.ratio:.3f}** ({_how(first)}).",
             *([" ".join(said)] if said else []),
             "| | median | min | max | unit | repeats |\n|---|---|---|---|---|---|\n"
             + "\n".join(self.rows),
@@ -118,8 +117,13 @@ def _how(goal: Goal) -> str:
     return said
 
 
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios: what slows down a whole round is in neither of them."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
 def against_itself(first: Sequence[float], again: Sequence[float]) -> tuple[float, float]:
-    """What a ratio of medians comes to by chance alone, from A and A in the same rounds.
+    """What `paired` comes to by chance alone, from A and A in the same rounds.
 
     In each of 2000 draws every round is taken from the same rounds at random, and either of its two
     values is the first; the result holds 95 % of the ratios (percentile bootstrap, Efron 1979).
@@ -131,16 +135,19 @@ def against_itself(first: Sequence[float], again: Sequence[float]) -> tuple[floa
         The lowest and the highest ratio.
     """
     draw = random.Random(0)
-    rounds = list(zip(first, again, strict=True))
+    rounds = [a / b for a, b in zip(first, again, strict=True)]
     ratios = []
     for _ in range(2000):
-        pairs = [draw.choice(rounds) for _ in rounds]
-        pairs = [p if draw.random() < 0.5 else (p[1], p[0]) for p in pairs]
-        ratios.append(
-            statistics.median(p[0] for p in pairs) / statistics.median(p[1] for p in pairs)
-        )
+        drawn = [draw.choice(rounds) for _ in rounds]
+        ratios.append(statistics.median(r if draw.random() < 0.5 else 1 / r for r in drawn))
     ratios.sort()
     return ratios[int(0.025 * len(ratios))], ratios[int(0.975 * len(ratios))]
+
+
+def turned(names: Sequence[str], number: int) -> list[str]:
+    """The arms in the order of this round: each is first in its turn."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def row(name: str, values: Sequence[float], unit: str) -> str:

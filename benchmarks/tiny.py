@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,22 +15,25 @@ FEATURES = 32
 
 
 class Tiny(LightningModule):
-    """An MLP of two layers that times its own steps, between its own training steps.
+    """An MLP that times its own steps, between its own training steps.
 
     Args:
         self_log: Log the loss by `self.log`, as Lightning's users do.
-        width: Of the hidden layer.
+        width: Of the hidden layers.
+        depth: How many there are.
         warm_up: Steps before the clock starts.
     """
 
-    # Of the newest run: the mean of its timed steps, and when the last one ended.
+    # Of the newest run: the mean of its timed steps.
     seconds_per_step = 0.0
-    ended = 0.0
 
-    def __init__(self, self_log: bool = False, width: int = FEATURES, warm_up: int = 200) -> None:
+    def __init__(
+        self, self_log: bool = False, width: int = FEATURES, depth: int = 1, warm_up: int = 200
+    ) -> None:
         super().__init__()
-        layers = (nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, 2))
-        self.network = nn.Sequential(*layers)
+        sizes = [FEATURES, *[width] * depth]
+        hidden = [part for s in pairwise(sizes) for part in (nn.Linear(*s), nn.ReLU())]
+        self.network = nn.Sequential(*hidden, nn.Linear(width, 2))
         self.self_log, self.warm_up, self.steps, self.started = self_log, warm_up, 0, 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -42,8 +46,8 @@ class Tiny(LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        Tiny.ended = time.perf_counter()
-        Tiny.seconds_per_step = (Tiny.ended - self.started) / (self.steps - self.warm_up)
+        timed = max(1, self.steps - self.warm_up)
+        Tiny.seconds_per_step = (time.perf_counter() - self.started) / timed
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -1,10 +1,10 @@
 """What an MLflow server that takes 0.7 s for every request costs a training step.
 
 A real `mlflow server`, behind a proxy that lets every request wait (benchmarks.delay), both in
-processes of their own. The same model, data and Trainer, interleaved: distdl's worker with
-`tracking=none`, twice in every round (A/A), and with `tracking=mlflow`; in some rounds also with a
-log at every step, and Lightning with its own MLFlowLogger. A step is the mean of all steps after
-the warm-up; what a run waits for at its end is told beside it.
+processes of their own. The same model, data and Trainer take turns (benchmarks.turns): distdl's
+worker with `tracking=none`, twice (A/A), and with `tracking=mlflow`; in some rounds also with a log
+at every step, and Lightning with its own MLFlowLogger. A block is 50 steps and lasts longer than a
+request; its fifth step is logged. What a run waits for at its end is told beside it.
 
 Azure ML's tracking server answers as slowly: about 700 ms for a metric
 (https://github.com/Azure/azure-sdk-for-python/issues/45403).
@@ -13,54 +13,48 @@ Azure ML's tracking server answers as slowly: about 700 ms for a metric
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from benchmarks import delay, runs
-from benchmarks.table import Result, against_itself, row
+from benchmarks import delay, runs, turns
+from benchmarks.table import Result, against_itself, paired, row
 from benchmarks.tiny import Tiny, TinyData
 
 LATENCY = 0.7
-# An MLP whose step takes tens of milliseconds on one thread.
-WIDTH, BATCH, WARM_UP, STEPS = 16384, 128, 20, 130
-REPEATS, EVERY = 5, 50
+# A step takes tens of milliseconds on one thread, and its activations fit the cache: with wide ones
+# a run is as fast as the memory pages that it happened to get.
+WIDTH, DEPTH, BATCH = 512, 4, 256
+WARM_UP, STEPS, EVERY = 45, 50, 50
+REPEATS, SOMETIMES = 40, 4  # rounds; the last two arms take part in every fourth of them
+SETTLED = 12  # as many requests may be open when an arm stops for the first time
 BACKEND = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "AZUREML_RUN_ID")
-
-Arm = Callable[[Path, str], None]
-
-
-def distdl(*overrides: str) -> Arm:
-    """The real worker."""
-
-    def arm(folder: Path, uri: str) -> None:
-        settings = [setting.replace("SERVER", uri) for setting in overrides]
-        run = runs.lay_out(
-            folder,
-            *("model=tiny", f"model.width={WIDTH}", f"model.warm_up={WARM_UP}"),
-            *("data=tiny", f"data.steps={WARM_UP + STEPS}", f"data.batch_size={BATCH}"),
-            *("optimizer=none", "schedule=none"),
-            *("trainer.accelerator=cpu", "trainer.max_epochs=1", *settings),
-        )
-        runs.work(run)
-
-    return arm
+NONE, AGAIN = "distdl, tracking=none", "distdl, tracking=none, again"
+OURS = f"distdl, tracking=mlflow, every {EVERY} steps"
+ALWAYS = "distdl, tracking=mlflow, every step"
+THEIRS = f"Lightning's MLFlowLogger, every {EVERY} steps"
 
 
-def lightning(folder: Path, uri: str) -> None:
+def lay_out(folder: Path, total: int, *overrides: str) -> Path:
+    """A run of distdl, for its worker."""
+    run = runs.lay_out(
+        folder,
+        *("model=tiny", f"model.width={WIDTH}", f"model.depth={DEPTH}", "data=tiny"),
+        *(f"data.steps={total}", f"data.batch_size={BATCH}", "optimizer=none", "schedule=none"),
+        *("trainer.accelerator=cpu", "trainer.max_epochs=1", f"trainer.log_every_n_steps={EVERY}"),
+        *(*turns.overrides(WARM_UP, STEPS), *overrides),
+    )
+    return run.path
+
+
+def lightning(folder: str, uri: str, total: str) -> None:
     """Trainer and MLFlowLogger of Lightning, as its documentation has it."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import MLFlowLogger
@@ -73,21 +67,26 @@ def lightning(folder: Path, uri: str) -> None:
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[turns.Stops(WARM_UP, STEPS)],
     )
-    module = Tiny(self_log=True, width=WIDTH, warm_up=WARM_UP)
-    trainer.fit(module, TinyData(BATCH, WARM_UP + STEPS))
+    module = Tiny(self_log=True, width=WIDTH, depth=DEPTH)
+    trainer.fit(module, TinyData(BATCH, int(total)))
 
 
-MLFLOW = ("tracking=mlflow", "tracking.mlflow.tracking_uri=SERVER")
-ALWAYS: dict[str, Arm] = {
-    "distdl, tracking=none": distdl("tracking=none"),
-    "distdl, tracking=none, again": distdl("tracking=none"),
-    f"distdl, tracking=mlflow, every {EVERY} steps": distdl(*MLFLOW),
-}
-SOMETIMES: dict[str, Arm] = {
-    "distdl, tracking=mlflow, every step": distdl(*MLFLOW, "trainer.log_every_n_steps=1"),
-    f"Lightning's MLFlowLogger, every {EVERY} steps": lightning,
-}
+def arms(folder: Path, uri: str, repeats: int) -> dict[str, turns.Arm]:
+    """Each a process of its own."""
+    total = turns.steps_in_all(WARM_UP, STEPS, repeats)
+    fewer = turns.steps_in_all(WARM_UP, STEPS, repeats, SOMETIMES)
+    mlflow = ("tracking=mlflow", f"tracking.mlflow.tracking_uri={uri}")
+    always = lay_out(folder, fewer, *mlflow, "trainer.log_every_n_steps=1")
+    theirs = "import sys; from benchmarks import tracking; tracking.lightning(*sys.argv[1:])"
+    return {
+        NONE: turns.Arm(runs.CODE, [str(lay_out(folder, total, "tracking=none"))]),
+        AGAIN: turns.Arm(runs.CODE, [str(lay_out(folder, total, "tracking=none"))]),
+        OURS: turns.Arm(runs.CODE, [str(lay_out(folder, total, *mlflow))]),
+        ALWAYS: turns.Arm(runs.CODE, [str(always)], every=SOMETIMES),
+        THEIRS: turns.Arm(theirs, [str(folder), uri, str(fewer)], every=SOMETIMES),
+    }
 
 
 @contextlib.contextmanager
@@ -143,71 +142,46 @@ def requests(uri: str) -> int:
         return int(answer.read())
 
 
-def measured(arm: Arm, folder: Path, uri: str) -> tuple[float, float, float]:
-    """(milliseconds per step, seconds from the last step to the end, requests) of one run."""
-    before = requests(uri)
-    arm(folder, uri)
-    ended = time.perf_counter()
-    return 1000 * Tiny.seconds_per_step, ended - Tiny.ended, requests(uri) - before
-
-
-def rounds(folder: Path, uri: str, repeats: int) -> dict[str, list[tuple[float, float, float]]]:
-    found: dict[str, list[tuple[float, float, float]]] = {n: [] for n in (*ALWAYS, *SOMETIMES)}
-    # Imports and caches; and mlflow's own import, which is no part of a step.
-    for arm in ALWAYS.values():
-        arm(folder, uri)
-    for number in range(repeats):
-        for name, arm in {**ALWAYS, **(SOMETIMES if number % 4 == 0 else {})}.items():
-            found[name].append(measured(arm, folder, uri))
-    return found
-
-
 def main(repeats: int = REPEATS, latency: float = LATENCY) -> Result:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     hidden = {name: os.environ.pop(name) for name in BACKEND if name in os.environ}
-    logging.disable(logging.WARNING)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            server, folder = Path(name) / "server", Path(name) / "runs"
-            server.mkdir(), folder.mkdir()
+        with tempfile.TemporaryDirectory() as name:
+            server, logs, folder = (Path(name) / part for part in ("server", "logs", "runs"))
+            for each in (server, logs, folder):
+                each.mkdir()
             with slow_server(server, latency) as uri:
-                found = rounds(folder, uri, repeats)
+                blocks, ends = turns.take(
+                    arms(folder, uri, repeats),
+                    repeats,
+                    logs,
+                    settled=lambda: time.sleep(SETTLED * latency),
+                )
+                sent = requests(uri)
     finally:
-        logging.disable(logging.NOTSET)
-        torch.set_num_threads(threads)
         os.environ.update(hidden)
-
-    def column(name: str, place: int) -> list[float]:
-        return [run[place] for run in found[name]]
-
-    def middle(name: str, place: int) -> float:
-        return statistics.median(column(name, place))
-
-    none, again, ours = ALWAYS
-    every, theirs = SOMETIMES
-    rows: list[Any] = []
-    for name in found:
-        rows.append(row(f"{name}: a step", column(name, 0), "ms"))
-    for name in (none, ours, every, theirs):
-        rows.append(row(f"{name}: from the last step to the end", column(name, 1), "s"))
-    for name in (ours, every, theirs):
-        rows.append(row(f"{name}: requests", column(name, 2), ""))
-    base = middle(none, 0)
+    steps = {arm: [1000 * s / STEPS for s in seconds] for arm, seconds in blocks.items()}
+    none, ours = steps[NONE], steps[OURS]
+    # The rounds that these took part in.
+    always, theirs = (paired(steps[arm], none[::SOMETIMES]) for arm in (ALWAYS, THEIRS))
     return Result(
         title=f"A step with an MLflow server that takes {latency:g} s for a request (ms)",
         what=f"step time with an MLflow backend of {latency:g} s latency against no logger",
         competitor="the same run with tracking=none",
         goal="at most 1.01",
-        ratio=middle(ours, 0) / base,
-        same=against_itself(column(none, 0), column(again, 0)),
-        rows=rows,
-        notes=f"With a log at every step the ratio is {middle(every, 0) / base:.3f}; Lightning's "
-        f"MLFlowLogger, which waits for the server in the training thread, comes to "
-        f"{middle(theirs, 0) / base:.2f} with a log every {EVERY} steps. What distdl has not sent "
-        "by the last step it sends at the end, for at most `tracking.mlflow.flush_timeout` "
-        "seconds (60); runs of a few seconds, as these, wait there for what connecting takes.",
+        ratio=paired(ours, none),
+        same=against_itself(none, steps[AGAIN]),
+        rows=[
+            *(row(f"{arm}: a step", steps[arm], "ms") for arm in ends),
+            *(
+                row(f"{arm}: from the last step to the process's end", [ends[arm]], "s")
+                for arm in ends
+            ),
+        ],
+        notes=f"In turn, {STEPS} steps each; {sent} requests came in all. With a log at every step "
+        f"the ratio is {always:.3f}; Lightning's MLFlowLogger, which waits for the server in the "
+        f"training thread, comes to {theirs:.2f} with a log every {EVERY} steps. What distdl has "
+        "not sent by the last step it sends at the end, for at most "
+        "`tracking.mlflow.flush_timeout` seconds (60).",
         command="python -m benchmarks.run tracking",
     )

@@ -24,9 +24,9 @@ from benchmarks import (
     table,
     tracking,
     traffic,
+    turns,
 )
 from benchmarks.table import Goal, Result
-from benchmarks.tiny import Tiny
 
 
 def result(**more: object) -> Result:
@@ -83,6 +83,9 @@ def test_the_spread_of_the_competitor_against_itself() -> None:
     wide = table.against_itself([100, 150, 60, 100, 120], [60, 100, 130, 90, 110])
     assert wide[0] < low and high < wide[1]
     assert table.against_itself([5.0] * 5, [5.0] * 5) == (1, 1)
+    # What slows a whole round is in neither.
+    assert table.paired([2, 40, 6], [1, 20, 3]) == 2
+    assert table.against_itself([1, 20, 3], [1, 20, 3]) == (1, 1)
 
 
 # --- the whole ---
@@ -233,16 +236,63 @@ def test_the_proxy_lets_a_request_wait_and_passes_it_on() -> None:
         behind.server_close()
 
 
-def test_a_run_of_the_tracking_benchmark_times_its_steps(
+# Trains nothing; says when it is its turn, and for how long.
+STEPPER = """
+import sys, time
+from benchmarks.turns import stop_before
+name, seconds, steps, file, dies = sys.argv[1:]
+for step in range(int(steps)):
+    stop_before(step, 2, 3)
+    if step == int(dies):
+        sys.exit("broken in step " + dies)
+    with open(file, "a") as said:
+        print(name, step, file=said)
+    time.sleep(float(seconds))
+"""
+
+
+def test_arms_take_turns(tmp_path: Path) -> None:
+    file, logs = tmp_path / "said", tmp_path / "logs"
+    logs.mkdir()
+
+    def arm(name: str, seconds: float, every: int = 1, dies: int = -1) -> turns.Arm:
+        steps = turns.steps_in_all(2, 3, 4, every)
+        arguments = [name, str(seconds), str(steps), str(file), str(dies)]
+        return turns.Arm(STEPPER, arguments, every=every)
+
+    settled: list[str] = []
+    arms = {"a": arm("a", 0.0), "b": arm("b", 0.05), "c": arm("c", 0.0, every=2)}
+    blocks, ends = turns.take(arms, 4, logs, lambda: settled.extend(file.read_text().splitlines()))
+    assert {name: len(found) for name, found in blocks.items()} == {"a": 4, "b": 4, "c": 2}
+    assert min(blocks["b"]) >= 0.15 > min(blocks["a"]) and ends.keys() == arms.keys()
+    # The first block of each does not count; then everyone is first in his turn.
+    assert len(settled) == 3 * (2 + 3)
+    said = [line.split()[0] for line in file.read_text().splitlines()[len(settled) :]]
+    order = "abc" + "ba" + "cab" + "ab"
+    assert "".join(said) == "".join(3 * name for name in order) + "abc"
+
+    broken = {"a": arm("a", 0.0), "d": arm("d", 0.0, dies=6)}
+    with pytest.raises(RuntimeError, match="broken in step 6"):
+        turns.take(broken, 4, logs)
+
+
+def test_distdl_and_lightning_stop_before_each_block_of_the_tracking_benchmark(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tracking, "WARM_UP", 1)
-    monkeypatch.setattr(tracking, "STEPS", 3)
-    monkeypatch.setattr(tracking, "BATCH", 2)
-    monkeypatch.setattr(tracking, "WIDTH", 8)
-    started, Tiny.ended = time.perf_counter(), 0.0
-    tracking.ALWAYS["distdl, tracking=none"](tmp_path, "nowhere")
-    assert started < Tiny.ended < time.perf_counter() and 0 < Tiny.seconds_per_step < 5
+    """Their last block is followed by one step, and the step that is logged lies in a block."""
+    small = {"WARM_UP": 1, "STEPS": 2, "EVERY": 2, "BATCH": 2, "WIDTH": 8, "DEPTH": 1}
+    for name, value in small.items():
+        monkeypatch.setattr(tracking, name, value)
+    stops: list[int] = []
+    monkeypatch.setattr(
+        turns, "stop_before", lambda step, first, steps: stops.append((step - first) % steps)
+    )
+    total = turns.steps_in_all(1, 2, 3)
+    assert total == 1 + 2 * 4 + 1
+    runs.rank_main(str(tracking.lay_out(tmp_path, total, "tracking=none")))
+    assert len(stops) == total and stops[-1] == 0
+    tracking.lightning(str(tmp_path), f"sqlite:///{tmp_path}/mlflow.db", str(total))
+    assert stops[total:] == stops[:total]
 
 
 def test_the_loop_by_hand_runs_on_a_cpu() -> None:

@@ -1,0 +1,181 @@
+"""Trainings that take turns, a block of steps each.
+
+Two runs of the same thing, one after the other, differ by 5 to 10 % on a shared machine, because it
+is slower for seconds at a stretch. So every arm is started at once, each rank a process of its own,
+and waits in a read of a pipe, which costs nothing, until it is its turn to train some steps. What
+is compared are neighbours, a second or two apart.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from benchmarks import pair
+from benchmarks.table import turned
+
+PIPES = "DISTDL_BENCH_TURNS"  # the file numbers that a rank reads from and writes to
+
+
+def stop_before(step: int, first: int, steps: int) -> None:
+    """What a rank calls before each of its steps: says that a block has ended, and awaits its turn.
+
+    Args:
+        step: From 0.
+        first: Steps before the first block, the warm-up.
+        steps: Steps of a block.
+    """
+    if step >= first and (step - first) % steps == 0:
+        read, write = map(int, os.environ[PIPES].split(","))
+        os.write(write, b".")
+        os.read(read, 1)
+
+
+class Stops(Callback):
+    """`stop_before` in a Trainer. A block ends with all that callbacks and loggers do in it."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self.first, self.steps = first, steps
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        stop_before(batch_idx, self.first, self.steps)
+
+
+def overrides(first: int, steps: int) -> list[str]:
+    """So that a run of distdl takes turns."""
+    given = {"_target_": "benchmarks.turns.Stops", "first": first, "steps": steps}
+    return [f"+callbacks.turns.{key}={value}" for key, value in given.items()]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of those that take turns.
+
+    Args:
+        code: Python that trains and calls `stop_before`, for each of `ranks` processes (1 or 2).
+        arguments: `sys.argv[1:]` of it.
+        every: 2: it takes part in every second round.
+    """
+
+    code: str
+    arguments: Sequence[str]
+    ranks: int = 1
+    every: int = 1
+
+
+@dataclass
+class _Started:
+    """An arm's processes, stopped."""
+
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    logs: list[Path] = field(default_factory=list)
+    go: list[int] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+
+    def await_stop(self) -> None:
+        for told, log in zip(self.told, self.logs, strict=True):
+            if os.read(told, 1) != b".":
+                raise RuntimeError(f"a rank ended before its time: {log.read_text()[-3000:]}")
+
+    def proceed(self) -> None:
+        for go in self.go:
+            os.write(go, b".")
+
+    def block(self) -> float:
+        """Seconds of a block, of its slowest rank."""
+        started = time.perf_counter()
+        self.proceed()
+        self.await_stop()
+        return time.perf_counter() - started
+
+    def end(self) -> float:
+        """Seconds from the last stop to the end of its last process."""
+        started = time.perf_counter()
+        self.proceed()
+        for process, log in zip(self.ranks, self.logs, strict=True):
+            if process.wait():
+                raise RuntimeError(f"ended with {process.returncode}: {log.read_text()[-3000:]}")
+        return time.perf_counter() - started
+
+
+def _start(arm: Arm, folder: Path, stack: ExitStack) -> _Started:
+    started, port = _Started(), pair.free_ports(1)[0]
+    for rank in range(arm.ranks):
+        (read, told), (waits, go) = os.pipe(), os.pipe()
+        started.logs.append(folder / f"{len(list(folder.iterdir()))}.log")
+        with open(started.logs[-1], "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", arm.code, *arm.arguments],
+                env={
+                    **os.environ,
+                    **(pair.variables(rank, port) if arm.ranks == pair.RANKS else {}),
+                    "OMP_NUM_THREADS": "1",
+                    PIPES: f"{waits},{told}",
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(told, waits),
+            )
+        for number in (told, waits):  # the child's: a pipe of one that died has an end
+            os.close(number)
+        for number in (read, go):
+            stack.callback(os.close, number)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        started.ranks.append(process)
+        started.told.append(read)
+        started.go.append(go)
+    return started
+
+
+def take(
+    arms: Mapping[str, Arm],
+    rounds: int,
+    folder: Path,
+    settled: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Starts all arms and lets them take turns, each first in its own.
+
+    Args:
+        arms: By name; each trains `steps_in_all`.
+        rounds: In each of them, every arm trains a block.
+        folder: Empty; for what the arms print.
+        settled: Called once, after one block of each that does not count.
+
+    Returns:
+        Seconds of each block, and from the last one to the end of the process.
+
+    Raises:
+        RuntimeError: An arm ended before its time; what it said.
+    """
+    with ExitStack() as stack:
+        started = {name: _start(arm, folder, stack) for name, arm in arms.items()}
+        for each in started.values():
+            each.await_stop()
+        for each in started.values():
+            each.block()
+        settled()
+        blocks: dict[str, list[float]] = defaultdict(list)
+        for number in range(rounds):
+            for name in turned(list(arms), number):
+                if number % arms[name].every == 0:
+                    blocks[name].append(started[name].block())
+        return blocks, {name: each.end() for name, each in started.items()}
+
+
+def steps_in_all(first: int, steps: int, rounds: int, every: int = 1) -> int:
+    """How many steps an arm trains: a block that does not count, and one step after the last."""
+    return first + steps * (1 + math.ceil(rounds / every)) + 1
