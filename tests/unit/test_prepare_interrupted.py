@@ -203,7 +203,9 @@ def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, many: Path, tmp_
         wait_for(lambda: list((out / ".preparing").glob(sign)))  # noqa: B023
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         text, _ = process.communicate(timeout=60)
-        assert process.returncode == 130, text
+        # Python ends by the signal itself if it came while a class was being made from text, as
+        # dataclasses are: a shell shows both as 130.
+        assert process.returncode in (130, -signal.SIGINT), text
         assert text.endswith("interrupted: the same command goes on where it was\n"), text
         wait_for(lambda: not is_alive(process.pid))  # noqa: B023
 
