@@ -7,6 +7,7 @@ may happen to the command line itself.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -291,6 +292,7 @@ def origin(error: BaseException) -> str:
 
 
 def main() -> None:
+    gc.disable()  # a child that lives for seconds, most of which are imports
     # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -304,6 +306,8 @@ def main() -> None:
     problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
     json.dump({"problems": problems, "notes": binding.notes, "facts": binding.facts}, answer)
     answer.close()
+    sys.stderr.flush()
+    os._exit(0)  # taking torch and Lightning apart again takes another second
 
 
 if __name__ == "__main__":

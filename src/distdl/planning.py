@@ -17,10 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from distdl import batches, checkpoint, checks, provenance, resources, validate
 from distdl import config as configs
 from distdl.errors import Problem, UserError
+from distdl.importing import uncollected
 from distdl.job import JobState, Resources
 from distdl.run_directory import RunDirectory, shown
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
+AGENT = "torch.distributed.launcher.api"  # starts several ranks here
 # Groups without which nothing runs, whatever the task.
 REQUIRED = ("model", "strategy", "launcher")
 
@@ -194,9 +196,9 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
     if problems:  # where the first stage speaks of the same key, it says it better
         told = {p.path for p in validate.problems_of(config, local=local)}
         problems = [p for p in problems if p.path not in told]
-    alone = local and size is not None and size.world_size == 1
-    in_process = alone and not apart and written.get("dry_run") is False
-    with imported_meanwhile("distdl.build") if in_process else nullcontext():
+    here = local and size is not None and not apart and written.get("dry_run") is False
+    needed = "distdl.build" if size and size.world_size == 1 else AGENT
+    with imported_meanwhile(needed) if here else nullcontext():
         notes, facts = validate.validate(
             config, size, local=local, project_root=str(root), further=problems
         )
@@ -242,7 +244,7 @@ def imported_meanwhile(module: str) -> Iterator[None]:
 
 
 def suppressed_import(module: str) -> None:
-    with suppress(Exception):
+    with suppress(Exception), uncollected():
         importlib.import_module(module)
 
 

@@ -22,6 +22,7 @@ from distdl import config as configs
 from distdl import environment as environments
 from distdl.bundle import Bundle
 from distdl.errors import UserError
+from distdl.importing import uncollected
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.leaving import leave
 from distdl.redact import RedactingFilter, redact
@@ -100,8 +101,9 @@ def perform(
     stop: StopRequest,
 ) -> dict[str, float]:
     """Environment -> process group -> build -> task -> tracking; returns the task's metrics."""
-    from distdl import birth, cluster, fetching, summary, tracking
-    from distdl.build import build, make
+    with uncollected():
+        from distdl import birth, cluster, fetching, summary, tracking
+        from distdl.build import build, make
 
     adopt_lightnings_loggers()
     launch = attempt.launch()

@@ -186,6 +186,23 @@ def test_validation_loads_neither_torch_nor_lightning() -> None:
     assert shown.stdout.strip() == "[]"
 
 
+def test_what_lightnings_import_leaves_is_not_collected_again() -> None:
+    code = (
+        "import gc\n"
+        "from distdl.importing import uncollected\n"
+        "with uncollected():\n"
+        "    assert not gc.isenabled()\n"
+        "    import lightning.pytorch\n"
+        "put_aside = gc.get_freeze_count()\n"
+        "with uncollected():\n"
+        "    assert gc.isenabled(), 'nothing is left to import'\n"
+        "print(gc.isenabled(), put_aside > 100_000, gc.get_freeze_count() == put_aside)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "True True True"
+    assert "leaked" not in shown.stderr, "libraries look for it when the process ends"
+
+
 def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
     path = SOURCE / "models" / "__init__.py"
     assert name_of(path) == "distdl.models"
