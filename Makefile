@@ -17,7 +17,7 @@ train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
 
 test: setup  ## the whole suite, a file at a time on each of two processes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 setup: $(READY)  ## .venv with distdl, all extras and the development tools
 

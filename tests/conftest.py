@@ -17,6 +17,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
+
+# A shell without job control starts what is in the background with Ctrl-C ignored, and everything
+# below it inherits that: a test of Ctrl-C would wait for what cannot come.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A real ResNet-18 with GroupNorm on 32-pixel images: 40 ms a step, and SyncBatchNorm, which does
 # not run on a CPU, is not needed for one and two ranks to agree.
@@ -36,6 +42,22 @@ TINY = (
     "tracking=none",
     "callbacks=[default,record_samples]",
 )
+
+# What is run with `python`: the command line, and the same without the child process that imports
+# torch to validate (6 s of a core), for trainings in tests of something else: every kind of command
+# is validated for real somewhere.
+DISTDL = ("-m", "distdl")
+UNCHECKED = (
+    "-c",
+    "import sys\n"
+    "from distdl import __main__, validate\n"
+    "validate._ask_child = lambda request: {'problems': [], 'notes': [], 'facts': {}}\n"
+    "sys.argv[0] = __main__.__file__\n"
+    "sys.exit(__main__.main())\n",
+)
+# These wait for their processes, for minutes. They come first, and what is quick fills the rest of
+# the time of whichever process is free.
+FIRST = ("cluster", "multiprocess", "strategies", "cli", "packaging")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +80,9 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
     """A file is run by one process, which then makes its fixtures once; so is a group of tests that
-    shares host names or ports (`xdist_group`)."""
+    shares host names or ports (`xdist_group`). The slow ones are started first, for which
+    pytest-xdist must be told to keep the order (`--no-loadscope-reorder`)."""
+    items.sort(key=lambda item: _place(item.path))  # the order within a file stays
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
@@ -67,9 +91,16 @@ def pytest_collection_modifyitems(
         pytest.exit("this pytest-xdist does not group tests: install pytest<9.2", returncode=4)
 
 
+def _place(path: Path) -> int:
+    """Of a file of tests among the others."""
+    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+
 def environment(**more: str) -> dict[str, str]:
     """The variables of a test process: no rank variables, one thread, loopback."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "DISTDL_", "TORCHELASTIC", "MLFLOW_")
+    drop += ("NODE_RANK", "PL_GLOBAL_SEED")  # Lightning sets them in the process of a test
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
 
@@ -78,10 +109,10 @@ def distdl(
     *arguments: str,
     cwd: Path,
     env: dict[str, str] | None = None,
-    module: tuple[str, ...] = ("-m", "distdl"),
+    module: tuple[str, ...] = DISTDL,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m distdl ...` to its end."""
+    """Runs `python -m distdl ...` to its end, or what else `module` says."""
     return subprocess.run(
         [sys.executable, *module, *arguments],
         cwd=cwd,
@@ -92,9 +123,9 @@ def distdl(
     )
 
 
-def trained(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
-    """Runs a training that must succeed, and returns what it printed."""
-    done = distdl(*TINY, *arguments, cwd=cwd, env=env)
+def trained(*arguments: str, cwd: Path) -> str:
+    """Runs a training that must succeed, unchecked, and returns what it printed."""
+    done = distdl(*TINY, *arguments, cwd=cwd, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -156,10 +187,16 @@ def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> No
 class Background:
     """A command that is under way, to be signalled."""
 
-    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        module: tuple[str, ...] = DISTDL,
+    ) -> None:
         self.log = (cwd / f"background-{time.monotonic_ns()}.log").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "distdl", *arguments],
+            [sys.executable, *module, *arguments],
             cwd=cwd,
             env=environment(**(env or {})),
             stdout=self.log,
@@ -194,8 +231,8 @@ def background() -> Iterator[Callable[..., Background]]:
     """Starts commands and leaves none of them behind."""
     started: list[Background] = []
 
-    def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Background:
-        started.append(Background(*arguments, cwd=cwd, env=env))
+    def start(*arguments: str, cwd: Path, **more: Any) -> Background:
+        started.append(Background(*arguments, cwd=cwd, **more))
         return started[-1]
 
     yield start

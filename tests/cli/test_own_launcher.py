@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY, distdl, last_step, losses, status
+from tests.conftest import ROOT, TINY, UNCHECKED, distdl, last_step, losses, status
 
 PAGE = ROOT / "docs/own_launcher.md"
 FENCE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,7 +98,8 @@ def test_it_trains_and_later_shells_find_it(run, project, env) -> None:
 
 def test_a_cancelled_job_has_saved_and_is_known_as_such(project, env) -> None:
     given = (*TINY, "launcher=background", ALLOW, "trainer.devices=1", "trainer.max_epochs=99")
-    said = distdl(*given, "follow=false", "name=long", cwd=project, env=env)
+    given += ("follow=false", "name=long")
+    said = distdl(*given, cwd=project, env=env, module=UNCHECKED)
     assert said.returncode == 0, said.stdout + said.stderr
     run = project / "outputs/default/long"
     deadline = time.monotonic() + 120
@@ -145,7 +146,8 @@ def test_where_nothing_queues_a_sweep_goes_in_turn(project, env) -> None:
     )
     given = ("launcher=background", "launcher._target_=alone.Alone", ALLOW, "trainer.devices=1")
     short = ("trainer.max_epochs=1", "data.train_samples=8", "seed=1,2", "name=turns")
-    done = distdl("-m", *TINY, *given, *short, "follow=false", cwd=project, env=env)
+    given = ("-m", *TINY, *given, *short, "follow=false")
+    done = distdl(*given, cwd=project, env=env, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = sorted(
         (status(run) for run in (project / "outputs/default/turns").iterdir()),

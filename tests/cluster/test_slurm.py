@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm_cluster import SlurmCluster, free_ports, slurm, until
-from tests.conftest import TINY, Background, Said, distdl, last_step, losses, samples, status
+from tests.conftest import (
+    TINY,
+    UNCHECKED,
+    Background,
+    Said,
+    distdl,
+    last_step,
+    losses,
+    samples,
+    status,
+)
 
 __all__ = ["slurm"]
 
@@ -61,7 +71,8 @@ def env(cluster: SlurmCluster, **more: str) -> dict[str, str]:
 
 def started(cluster: SlurmCluster, cwd: Path, *arguments: str, **more: str) -> str:
     """Submits a run and returns the number of its job."""
-    done = distdl(*TINY, *SLURM, *arguments, cwd=cwd, env=env(cluster, **more))
+    given = (*TINY, *SLURM, *arguments)
+    done = distdl(*given, cwd=cwd, env=env(cluster, **more), module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("submitted"))
     return line.split("slurm://")[1].split()[0]
@@ -87,7 +98,10 @@ def test_two_nodes_train_as_two_processes_here(
     same = (*SHORT, "name=a", "+callbacks.probe._target_=probe.Probe")
     same += (f"+callbacks.probe.file={proof}", "tracking=csv")
     here = background(
-        *TINY, *same, "trainer.devices=2", "output_dir=here", cwd=folder, env={"CANARY": SECRET}
+        *(*TINY, *same, "trainer.devices=2", "output_dir=here"),
+        cwd=folder,
+        env={"CANARY": SECRET},
+        module=UNCHECKED,
     )
     done = distdl(
         *(*TINY, *SLURM, *same, "follow=true", "trainer.num_nodes=2", "launcher.walltime=0:10:00"),
@@ -204,6 +218,7 @@ def test_a_sweep_is_one_array(slurm: SlurmCluster, tmp_path: Path) -> None:
         *("data.train_samples=24", "trainer.max_epochs=1"),
         cwd=tmp_path,
         env=env(slurm),
+        module=UNCHECKED,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted((tmp_path / "outputs/default/s").iterdir())

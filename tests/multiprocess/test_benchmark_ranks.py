@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY, distdl, status
+from tests.conftest import DISTDL, TINY, UNCHECKED, distdl, status
 
 SHORT = ("task=benchmark", "task.warmup=2", "task.windows=1", "task.steps=3", "task.trace=2")
 # A batch takes longer than a step: no benchmark may overlook that.
@@ -33,8 +33,8 @@ class Sleepy:
 """
 
 
-def measured(cwd: Path, *overrides: str) -> dict[str, Any]:
-    done = distdl(*TINY, "name=b", *SHORT, *overrides, cwd=cwd)
+def measured(cwd: Path, *overrides: str, module: tuple[str, ...] = UNCHECKED) -> dict[str, Any]:
+    done = distdl(*TINY, "name=b", *SHORT, *overrides, cwd=cwd, module=module)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((cwd / "outputs/default/b/benchmark.json").read_text())
     assert found["verdict"]["bound"] in done.stdout
@@ -60,7 +60,8 @@ STRATEGIES = ("ddp", "pipeline", "fsdp", "deepspeed_zero2")
 def test_under_every_strategy_communication_is_seen(tmp_path: Path, strategy: str) -> None:
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    found = measured(tmp_path, f"strategy={strategy}", "trainer.devices=2")
+    two = (f"strategy={strategy}", "trainer.devices=2")
+    found = measured(tmp_path, *two, module=DISTDL if strategy == "ddp" else UNCHECKED)
     check(found)
     assert found["setting"]["strategy"] == strategy
     assert found["held"]["split"]["communication"] > 0
@@ -84,7 +85,8 @@ def test_a_slow_loader_is_data_bound(tmp_path: Path) -> None:
 
 def test_a_run_is_measured_and_stays_what_it_was(tmp_path: Path) -> None:
     run = tmp_path / "outputs/default/b"
-    trained = distdl(*TINY, "name=b", "trainer.max_epochs=1", cwd=tmp_path)
+    short = (*TINY, "data.train_samples=40", "name=b", "trainer.max_epochs=1")
+    trained = distdl(*short, cwd=tmp_path, module=UNCHECKED)
     assert trained.returncode == 0, trained.stdout + trained.stderr
 
     def history() -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ def test_a_run_is_measured_and_stays_what_it_was(tmp_path: Path) -> None:
         return [m for m in map(json.loads, lines) if "train/loss" in m["metrics"]]
 
     before = history(), sorted(p.name for p in (run / "checkpoints").rglob("*"))
-    done = distdl("resume", "outputs/default/b", *SHORT, cwd=tmp_path)
+    done = distdl("resume", "outputs/default/b", *SHORT, cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (history(), sorted(p.name for p in (run / "checkpoints").rglob("*"))) == before
     assert status(run, 2)["metrics"]["benchmark/images_per_second"] > 0
@@ -104,7 +106,7 @@ def test_a_run_is_measured_and_stays_what_it_was(tmp_path: Path) -> None:
 
 def test_scale_measures_one_and_two_ranks_once(tmp_path: Path) -> None:
     given = ("scale", *TINY[:-2], "tracking=none", *SHORT[1:], "--devices", "1,2", "--mode", "weak")
-    done = distdl(*given, cwd=tmp_path)
+    done = distdl(*given, cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     again = distdl(*given, cwd=tmp_path)
     assert again.returncode == 0 and again.stdout.count("measured before") == 2

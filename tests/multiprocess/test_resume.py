@@ -12,33 +12,44 @@ from pathlib import Path
 import pytest
 
 from distdl.checkpoint import CheckpointStore, manifest_of
-from tests.conftest import TINY, distdl, last_step, losses, samples, status, trained
+from tests.conftest import (
+    TINY,
+    UNCHECKED,
+    Background,
+    distdl,
+    last_step,
+    losses,
+    samples,
+    status,
+    trained,
+)
 
-# 20 steps an epoch, three epochs; a checkpoint every third step, so one at step 24 inside epoch 2.
-EVERY = "checkpoint.every_n_steps=3"
+# Three epochs; a checkpoint every third step, so some inside the second epoch. When the one of step
+# 21 is begun, that of step 18 is written.
+SAMPLES, STEPS = 128, 16
+MANY = f"data.train_samples={SAMPLES}"
+EVERY = (MANY, "checkpoint.every_n_steps=3")
 RANKS = {1: ("data.batch_size=8",), 2: ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> dict[int, Path]:
-    """The same run of one and of two ranks at the same global batch."""
+    """The same run of one and of two ranks at the same global batch, with few checkpoints."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     for ranks, overrides in RANKS.items():
-        trained(*overrides, EVERY, f"name=r{ranks}", cwd=folder)
+        trained(*overrides, MANY, f"name=r{ranks}", cwd=folder)
     return {ranks: folder / f"outputs/default/r{ranks}" for ranks in RANKS}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> dict[int, Path]:
     """Runs that a kill -9 ended in the middle of their second epoch."""
-    from tests.conftest import Background
-
     found = {}
     for ranks, overrides in RANKS.items():
         folder = tmp_path_factory.mktemp(f"killed{ranks}")
         run = folder / "outputs/default/k"
-        job = Background(*TINY, *overrides, EVERY, "name=k", cwd=folder)
-        job.until(lambda run=run: last_step(run) >= 28)
+        job = Background(*TINY, *overrides, *EVERY, "name=k", cwd=folder, module=UNCHECKED)
+        job.until(lambda run=run: last_step(run) >= 22)
         job.kill_all()
         found[ranks] = run
     return found
@@ -46,7 +57,7 @@ def killed(tmp_path_factory) -> dict[int, Path]:
 
 def test_one_and_two_ranks_lose_alike(uninterrupted) -> None:
     one, two = losses(uninterrupted[1]), losses(uninterrupted[2])
-    assert list(one) == list(two) == list(range(1, 61))
+    assert list(one) == list(two) == list(range(1, 3 * STEPS + 1))
     assert max(abs(one[s] - two[s]) for s in one) < 1e-5
     assert samples(uninterrupted[1])[1].keys() == samples(uninterrupted[2])[1].keys()
 
@@ -56,9 +67,10 @@ def test_goes_on_exactly(before, after, uninterrupted, killed, tmp_path) -> None
     run = tmp_path / "outputs/default/k"
     shutil.copytree(killed[before], run)
     newest = max(json.loads(m.read_text())["step"] for m in run.glob("checkpoints/*.json"))
-    assert 20 < newest < 40, "a checkpoint from inside the second epoch"
+    assert STEPS < newest < 2 * STEPS, "a checkpoint from inside the second epoch"
 
-    done = distdl("resume", str(run), f"trainer.devices={after}", cwd=tmp_path)
+    again = ("resume", str(run), f"trainer.devices={after}")
+    done = distdl(*again, cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
 
     first, second = samples(run)[1], samples(run)[2]
@@ -66,9 +78,9 @@ def test_goes_on_exactly(before, after, uninterrupted, killed, tmp_path) -> None
     surviving = {k: v for k, v in first.items() if k[1] <= newest} | second
     for epoch in range(3):
         ids = [i for (e, _), row in surviving.items() if e == epoch for i in row]
-        assert sorted(ids) == list(range(160)), f"epoch {epoch}: each sample once"
+        assert sorted(ids) == list(range(SAMPLES)), f"epoch {epoch}: each sample once"
     got, wanted = losses(run), losses(uninterrupted[after])
-    steps = range(newest + 1, newest + 21)
+    steps = range(newest + 1, 3 * STEPS + 1)
     tolerance = 1e-5 if before != after else 0.0
     assert max(abs(got[s] - wanted[s]) for s in steps) <= tolerance
     if before != after:
@@ -85,7 +97,7 @@ def test_a_damaged_checkpoint_is_skipped(killed, tmp_path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
-    done = distdl("resume", str(run), cwd=tmp_path)
+    done = distdl("resume", str(run), cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped a damaged checkpoint" in done.stderr and "sha256 differs" in done.stderr
     assert min(step for _, step in samples(run)[2]) == older + 1
@@ -99,7 +111,7 @@ def test_another_batch_is_said_and_scales_the_rate(killed, tmp_path) -> None:
     assert "the global batch changes from 8 to 16, as asked for" in done.stdout
     assert "the learning rate goes from 0.003125 to 0.00625 (linear)" in done.stderr
     ids = [i for (e, _), row in samples(run)[2].items() if e == 2 for i in row]
-    assert sorted(ids) == list(range(160))
+    assert sorted(ids) == list(range(SAMPLES))
     second = [i for (e, _), row in samples(run)[2].items() if e == 1 for i in row]
     assert len(second) == len(set(second)), "no sample twice in the epoch that went on"
     assert status(run, 2)["state"] == "SUCCEEDED"
@@ -108,8 +120,8 @@ def test_another_batch_is_said_and_scales_the_rate(killed, tmp_path) -> None:
 def test_a_kill_in_the_middle_of_a_write(background, tmp_path) -> None:
     run = tmp_path / "outputs/default/w"
     folder = run / "checkpoints"
-    short = ("data.batch_size=8", "trainer.max_epochs=1", "trainer.limit_val_batches=0", "name=w")
-    job = background(*TINY, *short, EVERY, cwd=tmp_path)
+    short = ("checkpoint.every_n_steps=3", "trainer.max_epochs=1", "trainer.limit_val_batches=0")
+    job = background(*TINY, *short, "name=w", cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: (folder / "last.ckpt.manifest.json").exists())
     job.until(lambda: any(folder.glob(".epoch*.tmp")))
     job.kill_all()
@@ -118,7 +130,7 @@ def test_a_kill_in_the_middle_of_a_write(background, tmp_path) -> None:
     assert newest is not None and newest.name != half.name.removeprefix(".").removesuffix(".tmp")
     step = json.loads(manifest_of(newest).read_text())["step"]
 
-    done = distdl("resume", str(run), cwd=tmp_path)
+    done = distdl("resume", str(run), cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert min(each for _, each in samples(run)[2]) == step + 1
     assert not list(folder.glob(".*")), "the half of a file is gone"
@@ -137,7 +149,8 @@ def test_a_write_that_fails_ends_all_ranks(tmp_path) -> None:
         "                    thread.join()\n"
         "            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     )
-    done = distdl(*TINY, *RANKS[2], EVERY, "model._target_=full.Full", "name=f", cwd=tmp_path)
+    every = ("checkpoint.every_n_steps=3", "model._target_=full.Full", "name=f")
+    done = distdl(*TINY, *RANKS[2], *every, cwd=tmp_path, module=UNCHECKED)
     run = tmp_path / "outputs/default/f"
     assert done.returncode == 1, done.stdout + done.stderr
     said = "epoch_000_step_00000006.ckpt could not be saved: OSError: [Errno 27] File too large"
@@ -155,8 +168,8 @@ def test_a_new_run_goes_on_from_another_by_a_relative_path(uninterrupted) -> Non
     """At a path below the current folder, as `convert` and the docs print it."""
     folder = uninterrupted[2].parents[2]
     more = ("trainer.max_epochs=4", "checkpoint.resume_from=outputs/default/r2", "name=on")
-    said = trained(*RANKS[2], *more, cwd=folder)
-    assert list(losses(folder / "outputs/default/on")) == list(range(61, 81))
+    said = trained(*RANKS[2], MANY, *more, cwd=folder)
+    assert list(losses(folder / "outputs/default/on")) == list(range(3 * STEPS + 1, 4 * STEPS + 1))
     assert "share no file system" not in said
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from distdl.data.sampling import stable_seed
 from distdl.job import EXIT_PREEMPTED
-from tests.conftest import TINY, distdl, last_step, losses, samples, status, trained
+from tests.conftest import TINY, UNCHECKED, distdl, last_step, losses, samples, status, trained
 
 TWO = ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")
 
@@ -36,9 +36,10 @@ def workers(parent: int) -> dict[int, int]:
     [(1, signal.SIGUSR1, "all"), (2, signal.SIGTERM, "launcher"), (2, signal.SIGTERM, 1)],
 )
 def test_a_signal_in_training(ranks, number, to, background, tmp_path) -> None:
+    """The last one leaves a checkpoint as the second does, and is not gone on from as well."""
     run = tmp_path / "outputs/default/s"
     short = (*(TWO if ranks == 2 else ()), "trainer.max_epochs=2", "name=s")
-    job = background(*TINY, *short, cwd=tmp_path)
+    job = background(*TINY, *short, cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: last_step(run) >= 5)
     if to == 1:
         os.kill(workers(job.process.pid)[1], number)
@@ -52,8 +53,10 @@ def test_a_signal_in_training(ranks, number, to, background, tmp_path) -> None:
     steps = {max(step for _, step in rows) for rows in per_rank(run).values()}
     assert steps == {manifest["step"]}, "all ranks ended at the step that was saved"
     assert "python -m distdl resume" in job.output()
+    if to == 1:
+        return
 
-    done = distdl("resume", str(run), cwd=tmp_path)
+    done = distdl("resume", str(run), cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert min(step for _, step in samples(run)[2]) == manifest["step"] + 1
     assert sorted(losses(run)) == list(range(1, 41))
@@ -74,7 +77,7 @@ def test_a_signal_in_validation(background, tmp_path) -> None:
     """Validation starts again from its first batch, and then the next epoch follows."""
     run = tmp_path / "outputs/default/v"
     long = ("data.val_samples=800", "trainer.max_epochs=2", "name=v")
-    job = background(*TINY, *TWO, *long, cwd=tmp_path)
+    job = background(*TINY, *TWO, *long, cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: last_step(run) >= 20)
     job.until(lambda: "step 20 " in job.output())
     os.kill(job.process.pid, signal.SIGTERM)
@@ -82,7 +85,7 @@ def test_a_signal_in_validation(background, tmp_path) -> None:
     manifest = json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
     assert (manifest["step"], manifest["reason"]) == (20, "signal")
 
-    done = distdl("resume", str(run), cwd=tmp_path)
+    done = distdl("resume", str(run), cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("val/acc1") == 2, "the first epoch was validated after all"
     assert min(step for _, step in samples(run)[2]) == 21
@@ -93,7 +96,7 @@ def test_a_signal_in_validation(background, tmp_path) -> None:
 def test_a_signal_to_every_process_of_the_job(background, tmp_path) -> None:
     """As Slurm and `timeout` send it: the loaders' workers get it too, and must not die first."""
     run = tmp_path / "outputs/default/g"
-    job = background(*TINY, "data.num_workers=2", "name=g", cwd=tmp_path)
+    job = background(*TINY, "data.num_workers=2", "name=g", cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: last_step(run) >= 5)
     os.killpg(job.process.pid, signal.SIGTERM)
     assert job.wait() == EXIT_PREEMPTED, job.output()
@@ -104,8 +107,8 @@ def test_a_signal_to_every_process_of_the_job(background, tmp_path) -> None:
 
 def test_a_signal_in_set_up(background, tmp_path) -> None:
     run = tmp_path / "outputs/default/u"
-    short = (*TWO, "trainer.max_epochs=1", "name=u")
-    job = background(*TINY, *short, cwd=tmp_path)
+    short = (*TWO, "data.train_samples=40", "trainer.max_epochs=1", "name=u")
+    job = background(*TINY, *short, cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: status(run).get("state") == "RUNNING")
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait() == EXIT_PREEMPTED, job.output()

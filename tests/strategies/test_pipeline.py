@@ -22,7 +22,16 @@ from distdl.models import ImageClassifier
 from distdl.models.blocks import blocks_of
 from distdl.strategies.pipeline import balance, checks, splitting
 from distdl.strategies.pipeline.place import Place
-from tests.conftest import TINY, Background, distdl, environment, last_step, losses, status
+from tests.conftest import (
+    TINY,
+    UNCHECKED,
+    Background,
+    distdl,
+    environment,
+    last_step,
+    losses,
+    status,
+)
 from tests.strategies.pipeline_cases import CASES, run
 
 SCRIPT = Path(__file__).with_name("pipeline_cases.py")
@@ -252,7 +261,7 @@ def test_the_command_line_refuses_it(tmp_path: Path) -> None:
 def test_one_sample_is_too_few_for_a_batch_norm(tmp_path: Path) -> None:
     """Found before the training, timed or not: at 32 px the last layers have one value each."""
     small = ("model.norm=batch", "strategy.micro_batches=8", "strategy.balance=parameters")
-    done = distdl(*PIPELINE, *small, cwd=tmp_path)
+    done = distdl(*PIPELINE, *small, cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "strategy.micro_batches: batch norm in network.layer4" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -340,11 +349,11 @@ def test_a_signal_stops_it_and_it_goes_on_exactly(tmp_path: Path, background: An
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "predicted bubble" in whole.stdout + whole.stderr
     run = tmp_path / "outputs" / "default" / "cut"
-    job: Background = background(*arguments, "name=cut", cwd=tmp_path)
+    job: Background = background(*arguments, "name=cut", cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: last_step(run) >= 2)
     job.process.terminate()
     assert job.wait() != 0
     assert status(run)["state"] == "PREEMPTED", job.output()
-    again = distdl("resume", str(run), cwd=tmp_path)
+    again = distdl("resume", str(run), cwd=tmp_path, module=UNCHECKED)
     assert again.returncode == 0, again.stdout + again.stderr
     assert losses(run) == losses(tmp_path / "outputs" / "default" / "whole")

@@ -217,11 +217,15 @@ def test_what_is_allowed_and_hardly_meant_is_noted() -> None:
     assert SageMakerLauncher(**NODE).request(spec()).notes() == []
 
 
-def test_the_command_line_refuses_and_shows(command, tmp_path) -> None:
+def test_the_command_line_refuses(command, tmp_path) -> None:
     said = command("launcher=sagemaker", "launcher.instance_type=ml.g5.12xlarg")
     assert said.code == 2
     for text in ("launcher.role: missing", "did you mean ml.g5.12xlarge?"):
         assert text in said.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_command_line_shows(command, without_stage_2, tmp_path) -> None:
     given = [f"launcher.{key}={value}" for key, value in NODE.items()]
     said = command("launcher=sagemaker", *given, "dry_run=true", "trainer.num_nodes=2")
     assert said.code == 0, said
