@@ -88,6 +88,9 @@ def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
 
 
 def main(names: list[str]) -> int:
+    if {"-h", "--help"} & set(names):
+        print(f"{__doc__}\nparts: {', '.join(ALL)}")
+        return 0
     unknown = set(names) - set(ALL)
     if unknown:
         print(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(ALL)}")

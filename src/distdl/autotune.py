@@ -30,7 +30,7 @@ from distdl.build import build
 from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
-from distdl.job import Resources
+from distdl.job import JobState, Resources
 from distdl.run_directory import Attempt, RunDirectory, write_text
 from distdl.stopping import Stopped, StopRequest
 
@@ -158,6 +158,9 @@ def measure(
     Args:
         warm_up, steps: Optimizer steps before those that count, and those.
         survivable: What rules the candidate out and no more; out of memory always does.
+
+    Raises:
+        Stopped: A rank was asked to end meanwhile; nothing was measured then.
     """
     settings = configs.merge(
         config,
@@ -201,10 +204,14 @@ def measure(
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     torch.cuda.empty_cache()
-    each = cluster.gather((clock.seconds, memory, why))
-    why = next((reason for _, _, reason in each if reason), "")
-    seconds = None if why else max(taken for taken, _, _ in each)
-    return Measured(candidate, seconds, max(used for _, used, _ in each), why)
+    each = cluster.gather((clock.seconds, memory, why, str(stop.state or ""), stop.signal))
+    # What failed may have failed by that very signal: the compiler has got it, too.
+    state, signal = max(asked[3:] for asked in each)
+    if state:
+        raise Stopped(JobState(state), f"{signal} before training began")
+    why = next((asked[2] for asked in each if asked[2]), "")
+    seconds = None if why else max(asked[0] for asked in each)
+    return Measured(candidate, seconds, max(asked[1] for asked in each), why)
 
 
 class Clock(Callback):

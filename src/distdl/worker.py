@@ -241,6 +241,8 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     logging.captureWarnings(True)
     for category in (DeprecationWarning, FutureWarning):  # for the authors of libraries
         warnings.filterwarnings("ignore", category=category)
+    # It cannot see that our loaders do go on; distdl.data.loading names those that do not.
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
     # Lightning knows only its own way to Slurm.
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     if rank:

@@ -72,6 +72,7 @@ def test_goes_on_exactly(before, after, uninterrupted, killed, tmp_path) -> None
     again = ("resume", str(run), f"trainer.devices={after}")
     done = distdl(*again, cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "not resumable" not in done.stdout + done.stderr, "Lightning says so, and it is"
 
     first, second = samples(run)[1], samples(run)[2]
     assert min(step for _, step in second) == newest + 1

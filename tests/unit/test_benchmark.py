@@ -9,9 +9,21 @@ import pytest
 import torch
 
 from distdl.benchmark import collectives, limits, result, verdict
-from distdl.benchmark.clock import BACKWARD, COMMUNICATION, DATA, FORWARD, OTHER, PHASES, Timeline
+from distdl.benchmark.clock import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OTHER,
+    PHASES,
+    Clock,
+    Timeline,
+)
 from distdl.benchmark.input import EndlessLoader, Input
+from distdl.benchmark.phases import PhaseProfiler
+from distdl.callbacks.timing import Timing
 from distdl.commands import _report_benchmark
+from distdl.stopping import StopRequest
 from distdl.tasks.benchmark import check
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
@@ -171,6 +183,42 @@ def test_over_several_ranks_the_slowest_counts() -> None:
     assert found["step_seconds"]["median"] == 2 and found["step_seconds"]["p95"] == 3
 
 
+@pytest.mark.parametrize(
+    ("world_size", "trace", "staged", "seen"),
+    [
+        (1, None, 0.0, True),
+        (2, None, 0.0, False),
+        (2, {"calls": 3}, 0.0, True),
+        (2, None, 0.1, True),
+    ],
+)
+def test_communication_that_nobody_looked_at_is_not_counted(
+    world_size: int, trace: dict[str, int] | None, staged: float, seen: bool
+) -> None:
+    split = {**dict.fromkeys(PHASES, 0.1), "communication": staged}
+    step = {"median": 1.0, "p95": 1.0}
+    side = {"images_per_second": 8.0, "step_seconds": step, "split": split}
+    found = {
+        "real": side,
+        "held": side,
+        "communication": trace,
+        "memory_gib": 1.0,
+        "setting": {"world_size": world_size},
+        "limits": {"matrix_flops": 1e12, "copy_bytes": 1e9},
+        "model": {"mfu": None},
+    }
+    assert result.looked_at(found) == seen
+    assert ("benchmark/share_communication" in result.metrics(found)) == seen
+    assert "benchmark/share_forward" in result.metrics(found)
+
+
+def test_an_error_before_the_first_step_is_the_one_that_is_told() -> None:
+    timeline = Timeline(Clock(torch.device("cpu")))
+    given = (timeline, PhaseProfiler(timeline), Input(), StopRequest())
+    timing = Timing([], *given, tell=lambda window: None)
+    timing.on_exception(None, None, RuntimeError("the strategy cannot split this"))
+
+
 def judge(**given: Any) -> verdict.Verdict:
     setting = {"strategy": "ddp", "comm_hook": "none", "data_batch": 8, **given.pop("setting", {})}
     plain = {
@@ -192,6 +240,13 @@ def test_verdicts() -> None:
     # Slower, and nobody waited: a busy machine is no slow loader.
     busy = judge(lost_to_data=0.4, waiting=0.01)
     assert busy.bound == verdict.COMPUTE and "machine was busy" in busy.remedies[0]
+    assert "num_workers" not in busy.remedies[0], "there are none to take away"
+    crowded = judge(lost_to_data=0.4, waiting=0.01, setting={"workers": 2})
+    assert "data.num_workers=<fewer>" in crowded.remedies[0]
+    # Nobody looked: that is no 0 %.
+    unseen = judge(communication=None)
+    assert unseen.bound == verdict.NOT_DATA and "task.trace=3" in unseen.remedies[0]
+    assert judge(lost_to_data=0.4, waiting=0.4, communication=None).bound == verdict.DATA
     sent = judge(lost_to_data=0.2, waiting=0.2, communication=0.3)
     assert sent.bound == verdict.COMMUNICATION and "comm_hook=bf16" in sent.remedies[0]
     out = judge(communication=0.3, setting={"nodes": 2, "comm_hook": "bf16"})

@@ -117,6 +117,7 @@ def test_a_part_that_fails_leaves_the_others_alone(
         capsys.readouterr().out
     )
     assert run.main(["startups"]) == 2
+    assert run.main(["--help"]) == 0 and "parts: startup, overhead" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

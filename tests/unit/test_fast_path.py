@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,9 @@ from distdl.data import SyntheticImages
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.errors import UserError
+from distdl.job import JobState
 from distdl.models import ImageClassifier, compilers
-from distdl.stopping import StopRequest
+from distdl.stopping import Stopped, StopRequest
 from tests.conftest import distdl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -165,6 +167,22 @@ def test_the_fastest_way_wins_unless_the_gain_is_noise():
     assert choose(found({False: None, "default": 5.0})).compile == "default"
     with pytest.raises(UserError, match="broken"):
         choose(found({False: None, "default": None}))
+
+
+def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
+    """The compiler may have got it, too: that it failed then says nothing about the mode."""
+    stop = StopRequest()
+
+    def killed(*_):
+        stop._note(signal.SIGTERM, None)
+        raise RuntimeError("CppCompileError: C++ compile error")
+
+    monkeypatch.setattr(autotune, "build", killed)
+    monkeypatch.setattr(autotune.configs, "merge", lambda *_: OmegaConf.create({}))
+    with pytest.raises(Stopped, match="SIGTERM before training began") as ended:
+        way = compiling.Way("default")
+        autotune.measure({}, way, None, None, stop, survivable=Exception)
+    assert ended.value.state is JobState.PREEMPTED
 
 
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():

@@ -227,6 +227,12 @@ def use(
     }
 
 
+def looked_at(found: dict[str, Any]) -> bool:
+    """Whether anything could see communication: a trace, or the phases of a pipeline."""
+    alone = found["setting"]["world_size"] == 1
+    return bool(alone or found["communication"] or found["held"]["split"][COMMUNICATION])
+
+
 def judged(found: dict[str, Any], context: Built) -> verdict.Verdict:
     real, held, setting, model = (found[key] for key in ("real", "held", "setting", "model"))
     whole = sum(held["split"].values())
@@ -235,13 +241,14 @@ def judged(found: dict[str, Any], context: Built) -> verdict.Verdict:
         # Medians of steps: one that was disturbed does not decide.
         lost_to_data=1 - held["step_seconds"]["median"] / real["step_seconds"]["median"],
         waiting=real["split"][DATA] / sum(real["split"].values()),
-        communication=held["split"][COMMUNICATION] / whole,
+        communication=held["split"][COMMUNICATION] / whole if looked_at(found) else None,
         other=(held["split"][OTHER] + held["split"][DATA]) / whole,
         mfu=model["mfu"],
         bandwidth_use=model["bandwidth_use"],
         setting={
             **setting,
             "data_batch": data.get("batch_size"),
+            "workers": data.get("num_workers"),
             "compile": context.config.model.get("compile", "unknown"),
         },
         data_remedy=remedy(context.datamodule),
@@ -266,7 +273,11 @@ def metrics(found: dict[str, Any]) -> dict[str, float]:
         "images_per_second_held": held["images_per_second"],
         "step_ms": 1000 * real["step_seconds"]["median"],
         "step_ms_p95": 1000 * real["step_seconds"]["p95"],
-        **{f"share_{phase}": real["split"][phase] / whole for phase in PHASES},
+        **{
+            f"share_{phase}": real["split"][phase] / whole
+            for phase in PHASES
+            if phase != COMMUNICATION or looked_at(found)
+        },
         "memory_gib": found["memory_gib"],
         "matrix_tflops": found["limits"]["matrix_flops"] / 1e12,
         "copy_gb_per_second": found["limits"]["copy_bytes"] / 1e9,

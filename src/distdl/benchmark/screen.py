@@ -71,7 +71,7 @@ def facts(found: dict[str, Any]) -> list[str]:
     else:
         lines.append(
             f"model    {model['flops_per_sample'] / 1e9:.3g} GFLOP a sample: "
-            f"{100 * model['mfu']:.1f} % of the matrix rate (MFU)"
+            f"{100 * model['mfu']:.1f} % of the matrix rate (MFU) with held input"
         )
         if model["bandwidth_use"] is not None:
             lines[-1] += f", at least {100 * model['bandwidth_use']:.1f} % of the copy bandwidth"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPUTE, DATA, COMMUNICATION = "compute-bound", "data-bound", "communication-bound"
+NOT_DATA = "not data-bound"  # and no more is known: nobody looked at the communication
 # Below this share of the step neither data nor communication is worth a change.
 WORTH = 0.1
 # Above it the matrix units are well used.
@@ -28,7 +29,7 @@ def judge(
     *,
     lost_to_data: float,
     waiting: float,
-    communication: float,
+    communication: float | None,
     other: float,
     mfu: float | None,
     bandwidth_use: float | None,
@@ -40,23 +41,28 @@ def judge(
     Args:
         lost_to_data: Share of the speed that real input costs against held input (0 to 1).
         waiting: Share of a step with real input in which it waits for its batch.
-        communication: Share of a step with held input in which a rank only communicates.
+        communication: Share of a step with held input in which a rank only communicates; None: of
+            several ranks, and not looked at.
         other: Share of it outside of forward, backward and optimizer.
         mfu: Of the measured matrix rate, or None.
         bandwidth_use: Of the measured copy bandwidth at least, or None.
         setting: `accelerator`, `precision`, `strategy` (name), `comm_hook`, `world_size`, `nodes`,
-            `accumulate`, `compile` (None: the model has no such setting).
+            `accumulate`, `workers` (of the loader), `compile` (None: the model has none).
         data_remedy: What to do if data binds.
     """
-    if lost_to_data > WORTH and lost_to_data >= communication and waiting > lost_to_data / 2:
+    seen = communication or 0.0
+    if lost_to_data > WORTH and lost_to_data >= seen and waiting > lost_to_data / 2:
         why = (
-            f"real input is {100 * lost_to_data:.0f} % slower than a batch held ready; "
+            f"real input costs {100 * lost_to_data:.0f} % of the speed with a batch held ready; "
             f"{100 * waiting:.0f} % of a step waits for its batch"
         )
         return Verdict(DATA, why, [data_remedy])
-    if communication > WORTH:
+    if communication is None:
+        why = f"a step waits {100 * waiting:.0f} % for its batch; communication was not looked at"
+        return Verdict(NOT_DATA, why, ["task.trace=3 sees how long ranks only communicate"])
+    if seen > WORTH:
         why = (
-            f"{100 * communication:.0f} % of a step passes in communication that no computation "
+            f"{100 * seen:.0f} % of a step passes in communication that no computation "
             "hides (waiting for the slowest rank included)"
         )
         return Verdict(COMMUNICATION, why, communication_remedies(setting))
@@ -67,14 +73,15 @@ def judge(
         parts.append(f"at least {100 * bandwidth_use:.0f} % of the measured copy bandwidth")
     used = f"; it uses {' and '.join(parts)}" if parts else ""
     why = f"a step waits {100 * waiting:.0f} % for its batch and communicates unhidden for "
-    why += f"{100 * communication:.0f} %{used}"
+    why += f"{100 * seen:.0f} %{used}"
     remedies = compute_remedies(setting, other, mfu)
     if lost_to_data > WORTH:  # and most of it is no waiting
+        fewer = "loader workers take cores from the training (data.num_workers=<fewer>), or "
         remedies.insert(
             0,
-            f"real input is {100 * lost_to_data:.0f} % slower, and waiting for it is only "
-            f"{100 * waiting:.0f} %: loader workers take cores from the training "
-            "(data.num_workers=<fewer>), or the machine was busy (the windows tell)",
+            f"real input costs {100 * lost_to_data:.0f} % of the speed, and waiting for it is only "
+            f"{100 * waiting:.0f} %: {fewer if setting.get('workers') else ''}"
+            "the machine was busy (the windows tell)",
         )
     return Verdict(COMPUTE, why, remedies)
 

@@ -68,6 +68,7 @@ class Timing(Callback):
     # Of a batch, under manual optimization: such a step runs inside its trainer alone.
     live_flops: float | None = None
     _counter: FlopCounterMode | None = None
+    _trace: Trace | None = None
 
     # Lightning puts callbacks into sets of their keys.
     __hash__ = object.__hash__
@@ -85,7 +86,6 @@ class Timing(Callback):
             for s in self.plan
         ]
         self._last_step = trainer.global_step
-        self._trace: Trace | None = None
         self._begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
