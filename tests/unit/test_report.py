@@ -221,3 +221,13 @@ def test_it_says_how_to_open_the_trackers(run: Path) -> None:
     text = Page((run / "report.html").read_text()).text
     assert f"sqlite:///{run.parents[1]}/mlflow.db" in text
     assert "tensorboard --logdir" in text
+
+
+def test_an_attempt_that_trained_nothing_is_called_what_it_was(run: Path) -> None:
+    assert "<th>task</th>" not in report.render(data.load(run)), "all of them trained"
+    before = dict(data.summary(data.load(run)))["duration"]
+    where = "where: {task: {_target_: distdl.tasks.benchmark}}\n"
+    attempt(run, 3, where, state="SUCCEEDED", started=5000.0, ended=9000.0)
+    page = report.render(data.load(run))
+    assert "<th>task</th>" in page and "<td>benchmark</td>" in page
+    assert dict(data.summary(data.load(run)))["duration"] == before

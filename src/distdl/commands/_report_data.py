@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from distdl.config import TRAIN
 from distdl.tracking.records import journals, read
 
 
@@ -24,9 +25,10 @@ class Series:
 
 @dataclass
 class Attempt:
-    """One start of the run; times are seconds since 1970."""
+    """One start of the run; times are seconds since 1970. `task`: "" is the training."""
 
     number: int
+    task: str
     state: str
     started: float | None
     ended: float | None
@@ -74,8 +76,11 @@ def _attempt(folder: Path, launch: dict[str, Any]) -> Attempt:
     if isinstance(error, dict):
         error = error.get("message") or json.dumps(error)
     metrics = status.get("metrics") or {}
+    task = (launch.get("where") or {}).get("task") or {}
+    target = str(task.get("_target_") or TRAIN)
     return Attempt(
         number=int(folder.name),
+        task="" if target == TRAIN else target.rpartition(".")[2],
         state=str(status.get("state") or "UNKNOWN"),
         started=_number(status.get("started")),
         ended=_number(status.get("ended")),
@@ -128,7 +133,8 @@ def summary(run: Run) -> list[tuple[str, str]]:
     wait = run.series.get("perf/data_wait")
     if wait:
         rows.append(("data_wait", f"{100 * _median(wait.values):.1f} % of the time (median)"))
-    seconds = sum(end - a.started for a in run.attempts if a.started and (end := _end(run, a)))
+    trained = [a for a in run.attempts if not a.task]
+    seconds = sum(end - a.started for a in trained if a.started and (end := _end(run, a)))
     if seconds:
         rows.append(("duration", duration(seconds)))
     return rows

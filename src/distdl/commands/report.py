@@ -156,9 +156,19 @@ def _attempts(run: data.Run) -> str:
         # The first line of an error; the whole of it is in the attempt's own folder.
         error = a.error.strip().split("\n")[0][:300]
         rows.append(
-            (str(a.number), a.state, _clock(a.started), _clock(a.ended), took, changed, error)
+            (
+                str(a.number),
+                a.task,
+                a.state,
+                _clock(a.started),
+                _clock(a.ended),
+                took,
+                changed,
+                error,
+            )
         )
-    return _table("Attempts", ["", "state", "start", "end", "took", "changed", "error"], rows)
+    head = ("", "task", "state", "start", "end", "took", "changed", "error")
+    return _table("Attempts", head, rows)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
