@@ -66,8 +66,9 @@ class Piece(nn.Module):
 def to_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
     if edge.channels_last:
         x = x.permute(0, 2, 3, 1)
-    # torch detaches what was sent in place, and that no view allows.
-    if x._is_view() or not x.is_contiguous():
+    # torch detaches what was sent in place, and that no view allows; and before 2.13 it compares
+    # strides, which of sides of length 1 may be anything in a contiguous tensor.
+    if x._is_view() or x.stride() != torch.empty(x.shape, device="meta").stride():
         x = x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -228,10 +229,11 @@ class Engine:
         """What passes before each piece and behind the last for one micro-batch, on `meta`."""
         rows = len(inputs) // self.micro_batches
         x = torch.empty(rows, *inputs.shape[1:], device="meta")
-        flows = []
+        flows: list[torch.Tensor] = []
         with torch.no_grad():
             for piece, edge in zip(self.shapes, self.edges, strict=False):
-                flows.append(_on_wire(x, edge))
+                # The first piece is given the batch itself, and torch < 2.13 compares the two.
+                flows.append(_on_wire(x, edge) if flows else inputs[:rows].detach().to("meta"))
                 dtype = next((p.dtype for p in piece.parameters()), x.dtype)
                 x = piece(x.to(dtype))
         last = self.edges[-1]
