@@ -11,13 +11,13 @@ and among equally good ones the highest is taken: where all communication hides,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distdl.errors import Problem, UserError
+from distdl.scaling.checks import FROM_1, amiss
 from distdl.scaling.links import Link
 from distdl.scaling.predict import predict
 from distdl.scaling.setting import Setting
@@ -53,15 +53,15 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
             there, and one number of devices that fits a node.
 
     Raises:
-        UserError: Too little was measured, or a time is not positive.
+        UserError: Too little was measured, or a time is not positive, or no number.
     """
-    measured = dict(sorted(measured.items()))
+    measured = _checked(measured)
     inside = {n: s for n, s in measured.items() if 1 < n <= setting.devices_per_node}
     across = {n: s for n, s in measured.items() if n > setting.devices_per_node}
     problems = [
-        Problem("measured", f"{n} devices: a step takes more than 0 s, not {s}")
+        Problem("measured", f"{n} devices: a step takes more than 0 s, not {s!r}")
         for n, s in measured.items()
-        if not (s > 0 and math.isfinite(s))
+        if amiss(s)
     ]
     if 1 not in measured:
         problems.append(Problem("measured", "one device is missing", "measure it alone, too"))
@@ -103,6 +103,20 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
         {n: s / predict(found, n).step_seconds - 1 for n, s in measured.items()},
         tuple(notes),
     )
+
+
+def _checked(measured: Mapping[int, float]) -> dict[int, float]:
+    """By the number of devices, which must be one before it can be sorted by."""
+    if not isinstance(measured, Mapping):
+        what = f"must be seconds of a step by the number of devices, not {measured!r}"
+        raise UserError(Problem("measured", what, "{1: 0.104, 2: 0.106}"))
+    said = {n: amiss(n, FROM_1, whole=True) for n in measured}
+    problems = [
+        Problem("measured", f"a number of devices {what}") for what in said.values() if what
+    ]
+    if problems:
+        raise UserError(*problems)
+    return {int(n): measured[n] for n in sorted(measured)}
 
 
 def _overhead(setting: Setting, measured: Mapping[int, float]) -> float:

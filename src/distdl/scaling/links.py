@@ -18,6 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from distdl.errors import Problem, UserError
+from distdl.scaling.checks import FROM_0, MORE_THAN_0, amiss
+
 RING, HIERARCHICAL, TREE = "ring", "hierarchical", "tree"
 ALGORITHMS = (RING, HIERARCHICAL, TREE)
 
@@ -29,10 +32,22 @@ class Link:
     Args:
         bandwidth: Bytes per second in each direction, as sustained.
         latency: Seconds that an empty message takes.
+
+    Raises:
+        UserError: A value makes no sense.
     """
 
     bandwidth: float
     latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        said = {
+            "Link.bandwidth": amiss(self.bandwidth, MORE_THAN_0),
+            "Link.latency": amiss(self.latency, FROM_0),
+        }
+        problems = [Problem(name, what) for name, what in said.items() if what]
+        if problems:
+            raise UserError(*problems)
 
 
 @dataclass(frozen=True)
@@ -42,10 +57,22 @@ class Links:
     Args:
         inside: Between the devices of a node; what *one device* sends.
         between: Between nodes; what *one node* sends, all its adapters together.
+
+    Raises:
+        UserError: One of them is no Link.
     """
 
     inside: Link
     between: Link
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(f"Links.{name}", f"must be a Link, not {value!r}", "Link(bandwidth, latency)")
+            for name, value in (("inside", self.inside), ("between", self.between))
+            if not isinstance(value, Link)
+        ]
+        if problems:
+            raise UserError(*problems)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distdl.errors import Problem, UserError
+from distdl.scaling.checks import FROM_1, amiss
 from distdl.scaling.links import Group, all_reduce, exposed, fastest
 from distdl.scaling.setting import FASTEST, Setting
 from distdl.strategies.pipeline.balance import bubble
@@ -69,8 +70,11 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
     """The step on `num_devices` devices.
 
     Raises:
-        UserError: So many do not fill nodes, or do not divide into pipelines.
+        UserError: So many do not fill nodes, or do not divide into pipelines; it is no number.
     """
+    if what := amiss(num_devices, FROM_1, whole=True):
+        raise UserError(Problem("num_devices", what))
+    num_devices = int(num_devices)
     group = _group(setting, num_devices)
     if num_devices == 1:
         return Prediction(setting.step_seconds, 1.0, 0.0, 0.0, "one device")
@@ -97,7 +101,15 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
 
 
 def table(setting: Setting, counts: Iterable[int]) -> list[Row]:
-    """A row for each number of devices, with the reason where there is no prediction."""
+    """A row for each number of devices, with the reason where there is no prediction.
+
+    Raises:
+        UserError: It is one number, and not several.
+    """
+    # Text would be taken digit by digit.
+    if isinstance(counts, (str, bytes)) or not isinstance(counts, Iterable):
+        what = f"must be several numbers of devices, not {counts!r}"
+        raise UserError(Problem("counts", what, "[8, 64]"))
     rows = []
     for count in counts:
         try:
@@ -188,9 +200,7 @@ def _group(setting: Setting, count: int) -> Group:
     problems = []
     stages = setting.stages if setting.strategy == "pipeline" else 1
     per_node = min(setting.devices_per_node, count)
-    if count < 1:
-        problems.append(Problem("num_devices", f"must be at least 1, not {count}"))
-    elif count % per_node:
+    if count % per_node:
         problems.append(
             Problem(
                 "num_devices",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
 
 from distdl.errors import Problem, UserError
+from distdl.scaling.checks import FROM_0, MORE_THAN_0, amiss
 from distdl.scaling.links import ALGORITHMS, Links
 from distdl.strategies.pipeline.balance import FILLING
+from distdl.strategies.pipeline.checks import SEVERAL_PIECES
 from distdl.suggest import closest
 
 FASTEST = "fastest"
@@ -17,6 +19,20 @@ BACKWARD_SHARE = 2 / 3
 STRATEGIES = ("ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "pipeline")
 # Of these nothing could be said: told apart from misspelt names.
 NOT_PREDICTED = ("single", "local_sgd", "deepspeed_offload")
+# Fields that say something of a pipeline only.
+OF_A_PIPELINE = ("stages", "micro_batches", "schedule", "pieces_per_stage", "activation_bytes")
+WHOLE = ("devices_per_node", "stages", "micro_batches", "pieces_per_stage")
+POSITIVE = ("step_seconds", "bucket_bytes", *WHOLE)
+# The sizes of what travels may be 0, overheads too.
+NOT_NEGATIVE = (
+    "backward_share",
+    "weight_bytes",
+    "gradient_bytes",
+    "overhead_seconds",
+    "spread_seconds",
+    "activation_bytes",
+)
+OPTIONAL = ("weight_bytes", "micro_batches")
 
 
 @dataclass(frozen=True)
@@ -39,12 +55,13 @@ class Setting:
         spread_seconds: Standard deviation of one device's step; all wait for the slowest.
         stages: Of a pipeline: devices that share one copy of the model, cut evenly.
         micro_batches: Of a pipeline and step; by default 4 per stage.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
-        pieces_per_stage: Of the latter two.
+        schedule: Of a pipeline: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+        pieces_per_stage: Of the latter two; the others take 1.
         activation_bytes: Of a pipeline: of one device's batch, at a cut, in one direction.
 
     Raises:
-        UserError: A value makes no sense.
+        UserError: A value makes no sense, alone or with another (a pipeline's under another
+            strategy).
     """
 
     step_seconds: float
@@ -66,8 +83,13 @@ class Setting:
 
     def __post_init__(self) -> None:
         problems = [*_numbers(self), *_names(self)]
+        problems += _together(self, {problem.path for problem in problems})
         if problems:
             raise UserError(*problems)
+        # What multiplies a list or is printed as a count must be an int, and 8.0 is as good as 8.
+        for name in WHOLE:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
 
     @property
     def buckets(self) -> int:
@@ -75,36 +97,19 @@ class Setting:
 
 
 def _numbers(setting: Setting) -> Iterator[Problem]:
-    links = setting.links
-    # The sizes of what travels may be 0, latencies and overheads too.
-    positive = {
-        "step_seconds": setting.step_seconds,
-        "bucket_bytes": setting.bucket_bytes,
-        "devices_per_node": setting.devices_per_node,
-        "stages": setting.stages,
-        "micro_batches": 1 if setting.micro_batches is None else setting.micro_batches,
-        "pieces_per_stage": setting.pieces_per_stage,
-        "links.inside.bandwidth": links.inside.bandwidth,
-        "links.between.bandwidth": links.between.bandwidth,
-    }
-    either = {
-        "links.inside.latency": links.inside.latency,
-        "links.between.latency": links.between.latency,
-        "backward_share": setting.backward_share,
-        "weight_bytes": setting.weight_bytes or 0.0,
-        "gradient_bytes": setting.gradient_bytes,
-        "overhead_seconds": setting.overhead_seconds,
-        "spread_seconds": setting.spread_seconds,
-        "activation_bytes": setting.activation_bytes,
-    }
-    for name, value in positive.items():
-        if not (value > 0 and math.isfinite(value)):
-            yield Problem(name, f"must be more than 0, not {value}")
-    for name, value in either.items():
-        if not (value >= 0 and math.isfinite(value)):
-            yield Problem(name, f"must be 0 or more, not {value}")
-    if setting.backward_share > 1:
-        yield Problem("backward_share", f"is a share of the step, not {setting.backward_share}")
+    for names, bound in ((POSITIVE, MORE_THAN_0), (NOT_NEGATIVE, FROM_0)):
+        for name in names:
+            value = getattr(setting, name)
+            if value is None and name in OPTIONAL:
+                continue
+            if what := amiss(value, bound, name in WHOLE):
+                yield Problem(name, what)
+            elif name == "backward_share" and value > 1:
+                yield Problem(name, f"is a share of the step, not {value}")
+    if not isinstance(setting.links, Links):
+        yield Problem(
+            "links", f"must be Links, not {setting.links!r}", "Links(inside=Link(...), between=...)"
+        )
 
 
 def _names(setting: Setting) -> Iterator[Problem]:
@@ -113,9 +118,47 @@ def _names(setting: Setting) -> Iterator[Problem]:
         ("algorithm", setting.algorithm, (*ALGORITHMS, FASTEST)),
         ("schedule", setting.schedule, tuple(FILLING)),
     ):
-        if value in NOT_PREDICTED and path == "strategy":
-            yield Problem(path, f"{value} is not predicted", f"one of {', '.join(known)}")
-        elif value not in known:
+        remedy = f"one of {', '.join(known)}"
+        if not isinstance(value, str):
+            yield Problem(path, f"must be a name, not {value!r}", remedy)
+        elif value in known:
+            continue
+        elif value in NOT_PREDICTED and path == "strategy":
+            yield Problem(path, f"{value} is not predicted", remedy)
+        else:
             near = closest(value, known)
-            remedy = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
-            yield Problem(path, f"there is no {value!r}", remedy)
+            yield Problem(
+                path, f"there is no {value!r}", f"did you mean {near}?" if near else remedy
+            )
+
+
+def _together(setting: Setting, wrong: Collection[str]) -> Iterator[Problem]:
+    """Values that would go unused, or be used for what they do not mean.
+
+    Args:
+        wrong: Fields that were refused by themselves: what is wrong with them together nobody
+            knows before they are mended.
+    """
+    name, schedule, pieces = setting.strategy, setting.schedule, setting.pieces_per_stage
+    if "strategy" in wrong:
+        return
+    if name != "pipeline":
+        for field in fields(setting):
+            if field.name not in OF_A_PIPELINE or field.name in wrong:
+                continue
+            value = getattr(setting, field.name)
+            if value != field.default:
+                yield Problem(
+                    field.name,
+                    f"{value} belongs to a pipeline, and {name} has none",
+                    f"strategy='pipeline', or leave {field.name} out",
+                )
+    elif "schedule" in wrong or "pieces_per_stage" in wrong or schedule in SEVERAL_PIECES:
+        return
+    elif pieces != 1:
+        yield Problem(
+            "pieces_per_stage",
+            f"{pieces} pieces need a schedule that interleaves them, and {schedule} does not",
+            " or ".join(f"schedule='{each}'" for each in SEVERAL_PIECES)
+            + ", or leave pieces_per_stage out",
+        )
