@@ -207,7 +207,7 @@ def test_communication_that_nobody_looked_at_is_not_counted(
         "limits": {"matrix_flops": 1e12, "copy_bytes": 1e9},
         "model": {"mfu": None},
     }
-    assert result.looked_at(found) == seen
+    assert verdict.looked_at(found) == seen
     assert ("benchmark/share_communication" in result.metrics(found)) == seen
     assert "benchmark/share_forward" in result.metrics(found)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from distdl import jobs
 from distdl.benchmark.clock import PHASES
-from distdl.commands import _scale_members, _scale_plot, _scale_rows
+from distdl.commands import _scale_members, _scale_plot, _scale_rows, _scale_table
 from distdl.commands._scale_rows import Rented
 from distdl.errors import UserError
 from distdl.job import JobState
@@ -39,6 +40,7 @@ def bench(world: int = 1, nodes: int = 1, rate: float = 100.0, **more: Any) -> d
         "real": side,
         "held": side,
         "link": link,
+        "communication": more.pop("trace", {"calls": 3.0} if world > 1 else None),
         "epoch_samples": 36_000,
         "setting": {
             "strategy": more.pop("strategy", "ddp" if world > 1 else "single"),
@@ -179,6 +181,8 @@ def test_advice() -> None:
     assert "scale up before out (weak): 95 % inside a node, 62 %" in out
     assert "communicates 25 % of a step: do this" in of(member(bench(2, communication=0.04)))
     assert "without communication being the cause" in of(member(bench(2, rate=120)))
+    unseen = of(member(bench(2, rate=120, trace=None)))
+    assert "ddp on 1 x 2 (weak): do this" in unseen and "without communication" not in unseen
     assert "cheapest: single" in of(member(bench(2)), rented=Rented("VM", 1, 1.0, 0))
 
 
@@ -229,6 +233,147 @@ def test_only_what_is_missing_is_measured(
     assert (folder / "scale.png").stat().st_size > 10_000
     rows = json.loads((folder / "scale.json").read_text())["rows"]
     assert [r["efficiency"] for r in rows] == [1.0, 1.0] and rows[1]["predicted"]
+
+
+@pytest.fixture
+def started(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs that were started; each of them writes a result at once."""
+    names: list[str] = []
+
+    def run_one(plan: Any) -> JobState:
+        from distdl import launch
+
+        names.append(plan.run.path.name)
+        attempt = launch.lay_down(plan, ["x"], None)
+        world, batch = plan.resources.world_size, plan.config.data.batch_size
+        found = bench(world, rate=45 * world if world > 1 else 100, batch=batch * world)
+        found["attempt"] = attempt.number
+        (plan.run.path / "benchmark.json").write_text(json.dumps(found))
+        attempt.end(JobState.SUCCEEDED)
+        return JobState.SUCCEEDED
+
+    monkeypatch.setattr("distdl.sweeps.run_one", run_one)
+    return names
+
+
+@pytest.mark.parametrize("left", ["", "{", "[1]", '{"attempt": 1}'])
+def test_a_result_that_is_gone_or_damaged_is_measured_again(
+    command: Callable[..., Any], started: list[str], left: str
+) -> None:
+    given = ("scale", *TINY, "name=mine", "--devices", "1", "--mode", "weak")
+    assert command(*given).code == 0
+    result = Path("outputs/default/mine/single-1x1-batch12/benchmark.json")
+    result.write_text(left) if left else result.unlink()
+    said = command(*given)
+    assert said.code == 0 and started == ["single-1x1-batch12"] * 2
+    assert "jobs fetch" not in said.out and "once more" in said.out
+    assert json.loads(result.read_text())["attempt"] == 2
+    damaged = result.with_name("benchmark.json.damaged")
+    assert ("could not be read" in said.out) == damaged.exists() == bool(left)
+    assert not left or damaged.read_text() == left
+
+
+def test_a_result_that_lies_elsewhere_is_not_measured_again(
+    command: Callable[..., Any], started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("scale", *TINY, "name=mine", "--devices", "1", "--mode", "weak")
+    assert command(*given).code == 0
+    run = Path("outputs/default/mine/single-1x1-batch12")
+    (run / "benchmark.json").unlink()
+    (run / "attempts/001/job.json").write_text('{"handle": "far://1"}')
+    status = json.loads((run / "attempts/001/status.json").read_text())
+    (run / "attempts/001/status.json").write_text(json.dumps({**status, "concluded": True}))
+
+    class Far:
+        def fetch(self, to: Path) -> None: ...
+
+    monkeypatch.setattr(jobs, "of", lambda attempt: Far())
+    said = command(*given)
+    # Nothing is shown, and nothing of it will come by itself.
+    assert said.code == 1 and len(started) == 1
+    assert "jobs fetch outputs/default/mine/single-1x1-batch12\n" in said.out
+    assert "not here: single-1x1-batch12; fetch them" in said.out
+    assert "goes on with them" not in said.out
+    # A store that is shared with us has nothing to fetch.
+    monkeypatch.setattr(jobs, "of", lambda attempt: object())
+    assert command(*given).code == 0 and len(started) == 2
+
+
+def test_what_is_under_way_is_no_failure(command: Callable[..., Any], started: list[str]) -> None:
+    given = ("scale", *TINY, "name=mine", "--devices", "1", "--mode", "weak")
+    assert command(*given).code == 0
+    run = Path("outputs/default/mine/single-1x1-batch12")
+    status = json.loads((run / "attempts/001/status.json").read_text())
+    running = {**status, "state": "RUNNING", "host": "another"}
+    (run / "attempts/001/status.json").write_text(json.dumps(running))
+    said = command(*given)
+    assert said.code == 0 and len(started) == 1
+    assert "under way: single-1x1-batch12; once they have ended" in said.out
+    assert "not measured" not in said.out
+
+
+def test_one_device_is_measured_by_itself(command: Callable[..., Any], started: list[str]) -> None:
+    said = command("scale", *TINY, "--devices", "2", "--mode", "weak", "--predict", "64")
+    assert said.code == 0 and started == ["single-1x1-batch12", "ddp-1x2-batch12"]
+    assert "one device is measured as well" in said.out
+    assert "most efficient of several: ddp on 1 x 2 (weak), 45 %" in said.out
+    # The prediction knows nothing of what made it so slow, and says so where it is read.
+    (folder,) = Path("outputs/default").glob("scale-*")
+    (note,) = json.loads((folder / "scale.json").read_text())["notes"]
+    assert "measured 45.0 %, predicted " in note and f"note    {note}\n" in said.out
+
+
+def test_what_was_measured_before_stays_in_the_table(
+    command: Callable[..., Any], started: list[str]
+) -> None:
+    given = ("scale", *TINY, "name=mine")
+    assert command(*given, "--devices", "1,2,4").code == 0
+    folder, count = Path("outputs/default/mine"), len(started)
+
+    def rows() -> set[tuple[str, str, int]]:
+        found = json.loads((folder / "scale.json").read_text())["rows"]
+        return {(r["strategy"], r["mode"], r["devices"]) for r in found}
+
+    whole = rows()
+    assert len(whole) == 2 * (1 + 2)
+    said = command(*given, "--devices", "1,2", "--mode", "weak")
+    assert said.code == 0 and len(started) == count and rows() == whole
+    assert "strong scaling" in said.out
+    # What has no result any more is gone from both, with a word.
+    (gone,) = folder.glob("ddp-1x4-batch12")
+    (gone / "benchmark.json").unlink()
+    said = command(*given, "--devices", "1,2")
+    assert rows() == whole - {("ddp", "weak", 4)}
+    assert "left out: ddp-1x4-batch12, there is no benchmark.json" in said.out
+    # Other settings of the task: nothing of before can stand beside them, and no plot of it.
+    said = command(*given, "task.steps=7", "--devices", "1", "--mode", "weak")
+    assert rows() == {("single", "weak", 1)} | {("single", "strong", 1)}
+    assert "it was measured with other settings" in said.out
+    assert not (folder / "scale.png").exists()
+
+
+def test_a_refuted_prediction_is_said() -> None:
+    def rows(efficiency: float) -> list[_scale_rows.Row]:
+        two = member(bench(2, rate=200 * efficiency))
+        return _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+
+    guess = rows(1.0)[1].predicted
+    assert guess and guess.efficiency > 0.5
+    assert _scale_table.gaps(rows(guess.efficiency), {}) == []
+    # More than a few points, and less than the windows of one measurement are apart.
+    near = rows(guess.efficiency - 1.5 * _scale_table.CLOSE)
+    assert near[1].spread > 0.1 and _scale_table.gaps(near, {}) == []
+    (text,) = _scale_table.gaps(rows(0.2), {})
+    said = f"measured 20.0 %, predicted {100 * guess.efficiency:.1f} %, "
+    assert text.startswith(f"ddp on 1 x 2 (weak): {said}")
+    assert "what slows it here" in text
+    (text,) = _scale_table.gaps(rows(0.2), {"ddp": {1: 1.0, 2: 0.85, 64: 0.5}})
+    assert "do not believe what is predicted beyond 2 devices either" in text
+
+
+def test_a_problem_is_said_once(command: Callable[..., Any]) -> None:
+    said = command("scale", *TINY, "--devices", "2,4", "--strategy", "dpp")
+    assert said.code == 2 and said.err.count("did you mean") == 1
 
 
 def test_other_settings_of_the_task_are_measured_again(
@@ -283,6 +428,33 @@ def test_nothing_is_cut_off_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plt.close(figure)
 
 
+def test_the_plot_names_only_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.pyplot as plt
+    from matplotlib.text import Text
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    two = member(bench(2, rate=160))
+    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+    _scale_plot.draw(tmp_path / "a.png", rows, {"ddp": {1: 1.0, 2: 0.8}}, "Scaling")
+    ahead = {2**i: 0.97**i for i in range(13)}
+    _scale_plot.draw(tmp_path / "b.png", rows, {"ddp": ahead}, "Scaling")
+    monkeypatch.undo()
+    near, far = drawn
+    legends = [[t.get_text() for t in f.legends[0].get_texts()] for f in drawn]
+    assert [any("beyond" in text for text in each) for each in legends] == [False, True]
+    # To the labels lead rows of dots, and none of them across decades where nothing was published.
+    for figure, reach in ((near, 32 * 1.2), (far, 32 * 2)):
+        figure.canvas.draw()
+        (axes,) = figure.axes
+        for text in axes.texts:
+            assert text.arrow_patch.get_linestyle() == _scale_plot.DOTS
+            start = Text.get_window_extent(text).x0  # an annotation's own has its arrow in it
+            assert axes.transData.inverted().transform((start, 0))[0] < reach, text
+            assert text.get_window_extent().x1 <= figure.bbox.width
+        plt.close(figure)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -294,11 +466,13 @@ def test_nothing_is_cut_off_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (("strategy.comm_hook=bf16",), "belongs to a strategy"),
         (("--strategy", "dpd"), "did you mean strategy=ddp"),
         (("--between", "-1"), "more than 0"),
+        (("--between", "nan"), "more than 0"),
         (("--predict", "1"), "2 or more"),
+        (("--low-priority",), "--vm Standard_ND40rs_v2"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    command: Callable[..., Any], arguments: tuple[str, ...], words: str
+    command: Callable[..., Any], started: list[str], arguments: tuple[str, ...], words: str
 ) -> None:
     said = command("scale", *TINY, *arguments)
-    assert said.code == 2 and words in said.err and not Path("outputs").exists()
+    assert said.code == 2 and words in said.err and not started and not Path("outputs").exists()

@@ -227,12 +227,6 @@ def use(
     }
 
 
-def looked_at(found: dict[str, Any]) -> bool:
-    """Whether anything could see communication: a trace, or the phases of a pipeline."""
-    alone = found["setting"]["world_size"] == 1
-    return bool(alone or found["communication"] or found["held"]["split"][COMMUNICATION])
-
-
 def judged(found: dict[str, Any], context: Built) -> verdict.Verdict:
     real, held, setting, model = (found[key] for key in ("real", "held", "setting", "model"))
     whole = sum(held["split"].values())
@@ -241,7 +235,7 @@ def judged(found: dict[str, Any], context: Built) -> verdict.Verdict:
         # Medians of steps: one that was disturbed does not decide.
         lost_to_data=1 - held["step_seconds"]["median"] / real["step_seconds"]["median"],
         waiting=real["split"][DATA] / sum(real["split"].values()),
-        communication=held["split"][COMMUNICATION] / whole if looked_at(found) else None,
+        communication=held["split"][COMMUNICATION] / whole if verdict.looked_at(found) else None,
         other=(held["split"][OTHER] + held["split"][DATA]) / whole,
         mfu=model["mfu"],
         bandwidth_use=model["bandwidth_use"],
@@ -276,7 +270,7 @@ def metrics(found: dict[str, Any]) -> dict[str, float]:
         **{
             f"share_{phase}": real["split"][phase] / whole
             for phase in PHASES
-            if phase != COMMUNICATION or looked_at(found)
+            if phase != COMMUNICATION or verdict.looked_at(found)
         },
         "memory_gib": found["memory_gib"],
         "matrix_tflops": found["limits"]["matrix_flops"] / 1e12,

@@ -25,6 +25,16 @@ class Verdict:
     remedies: list[str]
 
 
+def looked_at(found: Mapping[str, Any]) -> bool:
+    """Whether anything could see communication: a trace, or the phases of a pipeline.
+
+    Args:
+        found: What `task=benchmark` writes.
+    """
+    alone = found["setting"]["world_size"] == 1
+    return bool(alone or found["communication"] or found["held"]["split"]["communication"])
+
+
 def judge(
     *,
     lost_to_data: float,

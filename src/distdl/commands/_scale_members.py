@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ WEAK, STRONG = "weak", "strong"
 MODES = (WEAK, STRONG)
 FILE = "benchmark.json"
 BASE = "single"
+# Without them a result is none.
+NEEDED = {"device", "model", "setting", "real", "held", "verdict"}
+
+Wanted = tuple[str, int, int, str]  # strategy, nodes, devices of each, mode
 
 
 @dataclass
@@ -34,6 +39,9 @@ class Member:
         overrides: For Hydra.
         config: As composed.
         run: Where it lies, or will lie.
+        found: What it measured, once that was read.
+        under_way: It waits in a queue, or runs.
+        elsewhere: It has ended, and its result is still where it ran.
     """
 
     strategy: str
@@ -44,6 +52,8 @@ class Member:
     config: DictConfig
     run: RunDirectory
     found: dict[str, Any] = field(default_factory=dict)
+    under_way: bool = False
+    elsewhere: bool = False
 
     @property
     def world_size(self) -> int:
@@ -60,12 +70,32 @@ class Member:
 
     def read(self) -> bool:
         """Takes in what the last attempt measured; False if there is nothing yet."""
-        found = read_json(self.run.path / FILE)
+        found = self._result()
         last = self.run.last_attempt() if found else None
         # An older file is that of other settings, or was here before an attempt that failed.
         stale = last is not None and found.get("attempt", last.number) != last.number
         self.found = {} if stale else found
         return bool(self.found)
+
+    def _result(self) -> dict[str, Any]:
+        found = read_json(self.run.path / FILE)
+        return found if isinstance(found, dict) and found.keys() >= NEEDED else {}
+
+    def damaged(self) -> bool:
+        """Whether there is a file of a result, and none can be read from it."""
+        return (self.run.path / FILE).exists() and not self._result()
+
+    def set_damaged_aside(self) -> Path | None:
+        """Keeps a damaged file from being overwritten by a new attempt; where it is then."""
+        if not self.damaged():
+            return None
+        aside = self.run.path / f"{FILE}.damaged"
+        return (self.run.path / FILE).replace(aside)
+
+    def can_be_fetched(self) -> bool:
+        """Whether the last attempt ran where its files are not ours (`jobs fetch` brings them)."""
+        last = self.run.last_attempt()
+        return bool(last and last.job() and hasattr(jobs.of(last), "fetch"))
 
     def other_task(self) -> list[str]:
         """What the last attempt's task was told otherwise than this one's: `task.steps=5`."""
@@ -93,35 +123,85 @@ def members(
         UserError: A batch does not divide, or an override names what is measured here.
     """
     _refuse(overrides)
+    wanted = [
+        (strategy, nodes, devices, mode)
+        for nodes, devices in counts
+        for strategy in (strategies if nodes * devices > 1 else (BASE,))
+        for mode in modes
+    ]
+    found, problems = _composed(overrides, wanted)
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def kept(
+    overrides: Sequence[str], found: Sequence[Member], rows: Sequence[dict[str, Any]]
+) -> tuple[list[Member], list[str]]:
+    """What an earlier call measured in this folder and this one does not ask for; what to say.
+
+    Args:
+        overrides: Of this call, and so of the folder.
+        found: What is asked for; gets the modes that it had before.
+        rows: Of the scale.json that lies there.
+    """
+    asked = {(m.strategy, m.nodes, m.devices, mode) for m in found for mode in m.modes}
+    then = [(r["strategy"], r["nodes"], r["devices"], r["mode"]) for r in rows]
+    same = {m.name: m for m in found}
+    more, notes = [], []
+    for member in _composed(overrides, [each for each in then if each not in asked])[0]:
+        if member.name in same:
+            same[member.name].modes += member.modes
+        elif not member.run.exists or not member.read():
+            notes.append(f"left out: {member.name}, there is no {FILE} of it any more")
+        elif member.run.recipe() != configs.recipe_of(member.config) or member.other_task():
+            notes.append(f"left out: {member.name}, it was measured with other settings")
+        else:
+            more.append(member)
+    return more, notes
+
+
+def _composed(
+    overrides: Sequence[str], wanted: Sequence[Wanted]
+) -> tuple[list[Member], list[Problem]]:
+    """A member for each run, and every problem once."""
     first = compose.compose(list(overrides))
     batch = (first.get("data") or {}).get("batch_size")
-    problems = []
-    if STRONG in modes and batch is None:
+    problems: list[Problem] = []
+    if batch is None and any(mode == STRONG for *_, mode in wanted):
         what = "strong scaling needs a batch that can be divided, and the data names none"
-        problems.append(Problem("--mode", what, "--mode weak"))
-        raise UserError(*problems)
+        return [], [Problem("--mode", what, "--mode weak")]
     folder = first.name or f"scale-{configs.hash_of(chr(10).join(sorted(overrides)), 6)}"
     above = Path(first.output_dir).resolve() / str(first.experiment_name) / str(folder)
     found: dict[str, Member] = {}
-    for nodes, devices in counts:
-        for strategy in strategies if nodes * devices > 1 else (BASE,):
-            for mode in modes:
-                try:
-                    given = list(_overrides(overrides, strategy, nodes, devices, mode, batch))
-                except UserError as error:
-                    problems += error.problems
-                    continue
-                config = compose.compose(given)
-                per = (config.get("data") or {}).get("batch_size")
-                name = _slug(f"{strategy}-{nodes}x{devices}" + (f"-batch{per}" if per else ""))
-                if name in found:
-                    found[name].modes.append(mode)
-                else:
-                    run = RunDirectory(above / name)
-                    found[name] = Member(strategy, nodes, devices, [mode], given, config, run)
-    if problems:
-        raise UserError(*problems)
-    return list(found.values())
+
+    @functools.cache
+    def node_of(strategy: str) -> Any:
+        return configs.plain(compose.compose([*overrides, *_chosen(strategy)]).strategy)
+
+    for strategy, nodes, devices, mode in wanted:
+        try:
+            given = [
+                "task=benchmark",
+                *overrides,
+                *_chosen(strategy),
+                f"trainer.devices={devices}",
+                f"trainer.num_nodes={nodes}",
+            ]
+            if batch is not None:
+                given.append(_batch(node_of(strategy), nodes * devices, mode, batch))
+        except UserError as error:
+            problems += [p for p in error.problems if p not in problems]
+            continue
+        config = compose.compose(given)
+        per = (config.get("data") or {}).get("batch_size")
+        name = _slug(f"{strategy}-{nodes}x{devices}" + (f"-batch{per}" if per else ""))
+        if name in found:
+            found[name].modes.append(mode)
+        else:
+            run = RunDirectory(above / name)
+            found[name] = Member(strategy, nodes, devices, [mode], given, config, run)
+    return list(found.values()), problems
 
 
 def _refuse(overrides: Sequence[str]) -> None:
@@ -143,24 +223,13 @@ def _refuse(overrides: Sequence[str]) -> None:
         raise UserError(*problems)
 
 
-def _overrides(
-    overrides: Sequence[str],
-    strategy: str,
-    nodes: int,
-    devices: int,
-    mode: str,
-    batch: int | None,
-) -> Iterator[str]:
+def _chosen(strategy: str) -> list[str]:
     option, *settings = shlex.split(strategy)
-    own = [f"strategy={option}", *settings]
-    yield "task=benchmark"
-    yield from overrides
-    yield from own
-    yield from (f"trainer.devices={devices}", f"trainer.num_nodes={nodes}")
-    if batch is None:
-        return
-    world = nodes * devices
-    node = configs.plain(compose.compose([*overrides, *own]).strategy)
+    return [f"strategy={option}", *settings]
+
+
+def _batch(node: Any, world: int, mode: str, batch: int) -> str:
+    """The override of a rank's batch, for a strategy's node."""
     # The ranks of a pipeline share one batch.
     shares = resources.replicas(node, world)
     whole = batch * world if mode == WEAK else batch
@@ -173,7 +242,7 @@ def _overrides(
                 f"data.batch_size={above}, or --mode weak",
             )
         )
-    yield f"data.batch_size={whole // shares}"
+    return f"data.batch_size={whole // shares}"
 
 
 def _slug(text: str) -> str:

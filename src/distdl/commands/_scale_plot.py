@@ -12,6 +12,8 @@ from distdl.scaling import published
 
 GREY = "#8a94a0"
 TOP, GAP = 108.0, 4.2  # per cent: of the axis at least, and between two labels
+FAR = 6.0  # times the devices of the last published number: room for its name inside the axes
+DOTS = (0, (1, 5))
 
 
 def draw(path: Path, rows: Sequence[Row], ahead: dict[str, dict[int, float]], title: str) -> None:
@@ -91,6 +93,8 @@ def predicted(axes: Any, rows: Sequence[Row], ahead: dict[str, dict[int, float]]
     for strategy, found in ahead.items():
         mine = [i for i, (name, _) in enumerate(lines) if name == strategy]
         colour = plots.LINES[(mine or [len(lines)])[0] % len(plots.LINES)]
+        if max(found) <= max((r.world_size for r in rows if r.strategy == strategy), default=1):
+            continue  # no network is known to go on with
         points = {n: 100 * efficiency for n, efficiency in found.items()}
         label = f"{strategy}, weak: predicted beyond"
         axes.plot(*_xy(points), color=colour, linestyle=":", linewidth=2.0, label=label)
@@ -110,20 +114,35 @@ def references(axes: Any) -> list[tuple[float, float, str]]:
 
 
 def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Names at the right of the axes, none over another, each with a thin line to its end."""
+    """Names at the right of the axes, none over another, each led to its end by a row of dots.
+
+    Where the axes go on far beyond the ends, the names are inside and beside them: what leads
+    from there to the right would look like a curve.
+    """
     at, top = -100.0, axes.get_ylim()[1]
+    last = max(x for x, _, _ in ends)
+    inside = axes.get_xlim()[1] > FAR * last
     for x, y, name in sorted(ends, key=lambda end: end[1]):
         at = max(y, at + GAP * top / TOP)
         axes.annotate(
             f"{name} (Azure, published)",
             xy=(x, y),
-            xytext=(1.015, at / top),
-            textcoords="axes fraction",
+            xytext=(1.25 * last if inside else 1.015, at / top),
+            textcoords=axes.get_xaxis_transform() if inside else "axes fraction",
             color="#5b6876",
             fontsize=8.5,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "alpha": 0.6},
+            # Under the curves: those are what the plot is for.
+            zorder=1.5,
+            bbox={"boxstyle": "square,pad=0.05", "color": "white", "linewidth": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "relpos": (0.0, 0.5),  # from the start of the name, not from behind it
+                "color": GREY,
+                "linewidth": 0.6,
+                "linestyle": DOTS,
+            },
         )
 
 

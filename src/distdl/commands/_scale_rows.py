@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from distdl.benchmark.verdict import looked_at
 from distdl.errors import UserError
 from distdl.scaling import Link, Links, Prediction, Setting, predict
 from distdl.scaling.setting import STRATEGIES
@@ -26,7 +27,8 @@ class Row:
         rate: Images per second of all devices, with real input: the median of the windows.
         spread: From the slowest to the fastest window, as a share of it.
         efficiency: Of one device's rate, what each still does; None: one device was not measured.
-        communication: Share of a step in which a rank only communicates (held input).
+        communication: Share of a step in which a rank only communicates (held input); None: nobody
+            looked.
         predicted: The same from one device's step and the measured link; None: not predicted.
         price: Of an epoch, in USD; None: unknown.
     """
@@ -40,7 +42,7 @@ class Row:
     spread: float
     step_seconds: float
     efficiency: float | None
-    communication: float
+    communication: float | None
     data_wait: float
     bound: str
     predicted: Prediction | None
@@ -94,7 +96,7 @@ def rows(
                     spread=(max(own["real"]["windows"]) - min(own["real"]["windows"])) / rate,
                     step_seconds=own["real"]["step_seconds"]["median"],
                     efficiency=rate / member.world_size / _rate(base) if base else None,
-                    communication=share(own["held"], "communication"),
+                    communication=share(own["held"], "communication") if looked_at(own) else None,
                     data_wait=share(own["real"], "data"),
                     bound=own["verdict"]["bound"],
                     predicted=prediction(base, own, links, per_node(measured, rented)),
@@ -238,7 +240,7 @@ def advise(found: Sequence[Row]) -> list[str]:
         return ["measure more than one device: --devices 1,2,4"]
     slow = [r for r in several if r.bound == DATA_BOUND]
     if slow:
-        said.append(f"input first, it binds at {_at(slow[0])}: {slow[0].remedies[0]}")
+        said.append(f"input first, it binds at {at(slow[0])}: {slow[0].remedies[0]}")
     best = max(several, key=lambda r: (r.efficiency or 0, r.world_size))
     for mode in dict.fromkeys(r.mode for r in several):
         same = [r for r in several if r.mode == mode]
@@ -249,29 +251,36 @@ def advise(found: Sequence[Row]) -> list[str]:
                 f"scale up before out ({mode}): {100 * max(inside):.0f} % inside a node, "
                 f"{100 * max(across):.0f} % over several"
             )
-    poor = [r for r in several if (r.efficiency or 0) < GOOD and r.communication > 1 - GOOD]
+    poor = [r for r in several if (r.efficiency or 0) < GOOD and (r.communication or 0) > 1 - GOOD]
     if poor:
         worst = min(poor, key=lambda r: r.efficiency or 0)
         said.append(
-            f"{_at(worst)} communicates {100 * worst.communication:.0f} % of a step: "
+            f"{at(worst)} communicates {100 * (worst.communication or 0):.0f} % of a step: "
             + "; ".join(r for r in worst.remedies if not r.startswith("scale up"))
         )
-    idle = [r for r in several if (r.efficiency or 0) < GOOD and r not in poor and r not in slow]
+    said += [
+        f"{at(r)}: {r.remedies[0]}"
+        for r in several
+        if r.communication is None and (r.efficiency or 0) < GOOD and r not in slow
+    ]
+    told = [*poor, *slow, *(r for r in several if r.communication is None)]
+    idle = [r for r in several if (r.efficiency or 0) < GOOD and r not in told]
     if idle:
         worst = min(idle, key=lambda r: r.efficiency or 0)
         said.append(
-            f"{_at(worst)} is at {100 * (worst.efficiency or 0):.0f} % without communication being "
+            f"{at(worst)} is at {100 * (worst.efficiency or 0):.0f} % without communication being "
             "the cause: devices that share cores, memory or power, or batches too small for them"
         )
     priced = [r for r in found if r.price is not None]
     if priced:
         cheap, fast = min(priced, key=lambda r: r.price or 0), max(priced, key=lambda r: r.rate)
-        said.append(f"cheapest: {_at(cheap)}, ${dollars(cheap.price or 0)} an epoch")
+        said.append(f"cheapest: {at(cheap)}, ${dollars(cheap.price or 0)} an epoch")
         if fast is not cheap:
-            said.append(f"fastest: {_at(fast)}, ${dollars(fast.price or 0)} an epoch")
-    said.append(f"most efficient of several: {_at(best)}, {100 * (best.efficiency or 0):.0f} %")
+            said.append(f"fastest: {at(fast)}, ${dollars(fast.price or 0)} an epoch")
+    said.append(f"most efficient of several: {at(best)}, {100 * (best.efficiency or 0):.0f} %")
     return said
 
 
-def _at(row: Row) -> str:
+def at(row: Row) -> str:
+    """As it is named in a sentence."""
     return f"{row.strategy} on {row.nodes} x {row.devices} ({row.mode})"

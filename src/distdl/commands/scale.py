@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for a run")
     parser.add_argument("--devices", help="of one node: 1,2,4 (up to what is here)")
     parser.add_argument("--nodes", default="", help="with all devices of a node: 2,4,8")
-    parser.add_argument("--strategy", action="append", help="may be repeated (ddp)")
-    parser.add_argument("--mode", default="weak,strong", help="weak,strong")
+    parser.add_argument("--strategy", action="append", help="may be repeated; without it ddp")
+    parser.add_argument("--mode", default="weak,strong", help="weak or strong; without it both")
     parser.add_argument("--vm", help="an Azure VM size, for prices; that of launcher=azureml")
-    parser.add_argument("--low-priority", action="store_true", help="its low-priority price")
+    parser.add_argument("--low-priority", action="store_true", help="the low-priority price of it")
     parser.add_argument("--between", type=float, help="Gbit/s of a node's network, to predict with")
-    parser.add_argument("--predict", type=int, metavar="N", help="on paper, up to N devices (4096)")
+    parser.add_argument(
+        "--predict", type=int, metavar="N", help="on paper, up to N devices, as 4096"
+    )
     options = parser.parse_intermixed_args(list(argv))
     modes = options.mode.split(",")
     problems = [
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         for mode in modes
         if mode not in ("weak", "strong")
     ]
-    if options.between is not None and options.between <= 0:
+    if options.between is not None and not 0 < options.between < math.inf:
         problems.append(Problem("--between", f"must be more than 0, not {options.between}"))
     if options.predict is not None and options.predict < 2:
         problems.append(Problem("--predict", f"must be 2 or more, not {options.predict}"))
@@ -65,17 +67,20 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise UserError(*problems)
 
-    from distdl.commands import _scale_members
+    from distdl.commands import _scale_measure, _scale_members
 
     strategies = options.strategy or ["ddp"]
     counts = _scale_members.sizes(devices, nodes)
+    if (1, 1) not in counts:
+        print("note    one device is measured as well: the others are held against it")
+        counts.insert(0, (1, 1))
     found = _scale_members.members(options.overrides, strategies, counts, modes)
     rented = rented_of(options, found[0])
-    state = measure(found)
+    code = _scale_measure.measure(found)
     if found[0].config.dry_run:
         return 0
     show(found, modes, rented, options)
-    return state
+    return code or int(any(not m.found and not m.under_way for m in found))
 
 
 def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
@@ -101,7 +106,7 @@ def rented_of(options: argparse.Namespace, member: Member) -> Rented | None:
     """The VM whose price counts: as told, or the launcher's.
 
     Raises:
-        UserError: There is no such size.
+        UserError: There is no such size, or a price is asked for of none.
     """
     from distdl.commands._scale_rows import Rented
     from distdl.launchers.azureml import vm_sizes
@@ -109,6 +114,9 @@ def rented_of(options: argparse.Namespace, member: Member) -> Rented | None:
     launcher = member.config.launcher
     name = options.vm or launcher.get("vm_size")
     if not name:
+        if options.low_priority:
+            remedy = "name its VM size too: --vm Standard_ND40rs_v2"
+            raise UserError(Problem("--low-priority", "there is no VM that has a price", remedy))
         return None
     size = vm_sizes.find(name)
     if size is None:
@@ -118,55 +126,6 @@ def rented_of(options: argparse.Namespace, member: Member) -> Rented | None:
     return Rented(size.name, size.gpus, cost, size.infiniband_gbps * 1e9 / 8)
 
 
-def measure(found: Sequence[Member]) -> int:
-    """Starts what is missing, one after the other here, all at once on a cluster; an exit code."""
-    from distdl import config as configs
-    from distdl import launch, planning, sweeps
-    from distdl.job import JobState
-    from distdl.run_directory import shown
-
-    due = []
-    for member in found:
-        state = member.state()
-        if state is not None and configs.recipe_of(member.config) != member.run.recipe():
-            what = f"{shown(member.run.path)} was measured with another config"
-            raise UserError(Problem("name", what, "choose another name=, or leave it out"))
-        other = member.other_task() if state is JobState.SUCCEEDED else []
-        if other:
-            print(f"{member.name}: measured before, with {', '.join(other)}: once more")
-            due.append(member)
-        elif member.read() and state is JobState.SUCCEEDED:
-            print(f"{member.name}: measured before")
-        elif state in (JobState.PENDING, JobState.RUNNING):
-            print(f"{member.name}: {state.lower()}")
-        elif state is JobState.SUCCEEDED:
-            where = shown(member.run.path)
-            print(f"{member.name}: done, and not here: python -m distdl jobs fetch {where}")
-        else:
-            due.append(member)
-    # All are checked before the first one starts.
-    folder = found[0].run.path.parent.name
-    planned = [planning.plan(m.config, name=f"{folder}/{m.name}") for m in due]
-    code = 0
-    for number, (member, plan) in enumerate(zip(due, planned, strict=True), 1):
-        if plan.config.dry_run:
-            print(f"\n# {member.name}\n{launch.render(plan)}")
-            continue
-        print(f"\n[{number}/{len(due)}] {member.name}", flush=True)
-        if not launch.goes_in_turn(plan.config):
-            _, job = launch.submit(plan, sys.argv)
-            print(f"submitted  {job.handle}")
-            continue
-        plan.config.follow = True
-        state = sweeps.run_one(plan)
-        member.read()
-        if state is not JobState.SUCCEEDED:
-            code = code or 1
-        if state in (JobState.PREEMPTED, JobState.CANCELLED):
-            return state.exit_code
-    return code
-
-
 def show(
     found: Sequence[Member],
     modes: Sequence[str],
@@ -174,31 +133,37 @@ def show(
     options: argparse.Namespace,
 ) -> None:
     """The table, the advice, and their files beside the runs."""
-    from distdl.commands import _scale_plot, _scale_rows
-    from distdl.run_directory import shown, write_json
+    from distdl.commands import _scale_members, _scale_plot, _scale_rows, _scale_table
+    from distdl.run_directory import read_json, shown, write_json
     from distdl.scaling import Link
 
-    measured = [m for m in found if m.found]
+    folder = found[0].run.path.parent
+    before = read_json(folder / FILE).get("rows") or []
+    kept, notes = _scale_members.kept(options.overrides, found, before)
+    measured = [m for m in [*found, *kept] if m.found]
     missing = [m.name for m in found if not m.found]
     print()
-    if missing:
-        print(f"not measured: {', '.join(missing)}; this very command goes on with them")
+    say_missing(found)
     if not measured:
         return
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    rows = _scale_rows.rows(measured, rented, between, modes)
-    print_rows(rows, rented)
+    every = list(dict.fromkeys([*modes, *_scale_members.MODES]))  # kept ones may be of the other
+    rows = _scale_rows.rows(measured, rented, between, every)
+    _scale_table.print_rows(rows, rented)
     ahead = further(measured, rented, between, options.predict)
+    notes += _scale_table.gaps(rows, ahead)
     advice = _scale_rows.advise(rows)
+    for line in notes:
+        print(f"note    {line}")
     for line in advice:
         print(f"advice  {line}")
-    folder = found[0].run.path.parent
     first = measured[0].found
     record = {
         "time": time.time(),
         "device": first["device"],
         "rows": [as_json(row) for row in rows],
         "predicted": ahead,
+        "notes": notes,
         "advice": advice,
         "vm": rented.name if rented else None,
         "missing": missing,
@@ -209,6 +174,33 @@ def show(
         title = f"Scaling on {first['device']}, {first['setting']['precision']}"
         _scale_plot.draw(folder / PLOT, rows, ahead, title)
         print(f"plot    {shown(folder / PLOT)}")
+    else:  # an older one shows what is no longer in the table
+        (folder / PLOT).unlink(missing_ok=True)
+
+
+def say_missing(found: Sequence[Member]) -> None:
+    """Which sizes have nothing to show, and what it takes."""
+    lacking = [m for m in found if not m.found]
+    ways = (
+        (
+            "not measured",
+            "this very command goes on with them",
+            [m for m in lacking if not (m.under_way or m.elsewhere)],
+        ),
+        (
+            "under way",
+            "once they have ended, this very command shows them",
+            [m for m in lacking if m.under_way],
+        ),
+        (
+            "not here",
+            "fetch them (see above), then this very command shows them",
+            [m for m in lacking if m.elsewhere],
+        ),
+    )
+    for what, then, those in ways:
+        if those:
+            print(f"{what}: {', '.join(m.name for m in those)}; {then}")
 
 
 def further(
@@ -243,55 +235,6 @@ def further(
                 if guess:
                     print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
     return found
-
-
-def print_rows(rows: Sequence[Row], rented: Rented | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from distdl.commands._scale_rows import dollars
-
-    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for mode in dict.fromkeys(row.mode for row in rows):
-        what = "as much for each device" if mode == "weak" else "the same for all together"
-        table = Table(
-            title=f"{mode} scaling: {what}", title_justify="left", box=None, pad_edge=False
-        )
-        table.add_column("strategy", no_wrap=True)
-        names = ["nodes x devices", "batch", "img/s", "spread", "step", "efficiency", "predicted"]
-        names += ["communication", "data wait", "verdict"]
-        for name in [*names, *(["$ an epoch"] if rented else [])]:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in (r for r in rows if r.mode == mode):
-            cells = [
-                f"{row.nodes} x {row.devices}",
-                f"{row.global_batch:,}",
-                f"{row.rate:,.1f}",
-                percent(row.spread),
-                f"{1000 * row.step_seconds:,.4g} ms",
-                percent(row.efficiency),
-                percent(row.predicted.efficiency if row.predicted else None),
-                percent(row.communication),
-                percent(row.data_wait),
-                row.bound,
-            ]
-            if rented:
-                cells.append("-" if row.price is None else dollars(row.price))
-            table.add_row(row.strategy, *cells)
-        console.print(table)
-        console.print()
-    if rented and rented.price is None:
-        print(f"note    no price of {rented.name} is known here")
-    elif rented:
-        print(
-            f"note    prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative), "
-            "as if the device measured here were its own"
-        )
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def as_json(row: Row) -> dict[str, Any]:

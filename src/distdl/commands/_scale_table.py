@@ -1,0 +1,90 @@
+"""The table of a scaling measurement, and what is to be said of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from distdl.commands._scale_rows import Rented, Row, at, dollars
+
+# Share of one device: measured and predicted are taken to agree, beside the spread.
+CLOSE = 0.05
+
+
+def print_rows(rows: Sequence[Row], rented: Rented | None) -> None:
+    """A table for each mode."""
+    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for mode in dict.fromkeys(row.mode for row in rows):
+        what = "as much for each device" if mode == "weak" else "the same for all together"
+        table = Table(
+            title=f"{mode} scaling: {what}", title_justify="left", box=None, pad_edge=False
+        )
+        table.add_column("strategy", no_wrap=True)
+        names = ["nodes x devices", "batch", "img/s", "spread", "step", "efficiency", "predicted"]
+        names += ["communication", "data wait", "verdict"]
+        for name in [*names, *(["$ an epoch"] if rented else [])]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in (r for r in rows if r.mode == mode):
+            cells = [
+                f"{row.nodes} x {row.devices}",
+                f"{row.global_batch:,}",
+                f"{row.rate:,.1f}",
+                percent(row.spread),
+                f"{1000 * row.step_seconds:,.4g} ms",
+                percent(row.efficiency),
+                percent(row.predicted.efficiency if row.predicted else None),
+                percent(row.communication),
+                percent(row.data_wait),
+                row.bound,
+            ]
+            if rented:
+                cells.append("-" if row.price is None else dollars(row.price))
+            table.add_row(row.strategy, *cells)
+        console.print(table)
+        console.print()
+    if rented and rented.price is None:
+        print(f"note    no price of {rented.name} is known here")
+    elif rented:
+        print(
+            f"note    prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative), "
+            "as if the device measured here were its own"
+        )
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def gaps(rows: Sequence[Row], ahead: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """Where the measurement refutes the prediction: the worst of each strategy and mode.
+
+    Args:
+        rows: All of them.
+        ahead: Strategy to devices to what is predicted beyond (weak scaling).
+    """
+    worst: dict[tuple[str, str], tuple[float, str]] = {}
+    for row in rows:
+        if row.predicted is None or row.efficiency is None:
+            continue
+        gap, key = abs(row.efficiency - row.predicted.efficiency), (row.strategy, row.mode)
+        if gap <= row.spread * row.efficiency + CLOSE or gap <= worst.get(key, (0.0, ""))[0]:
+            continue
+        most = max(r.world_size for r in rows if (r.strategy, r.mode) == key)
+        beyond = row.mode == "weak" and max(ahead.get(row.strategy, {1: 1.0})) > most
+        said = (
+            f"do not believe what is predicted beyond {most} devices either"
+            if beyond
+            else "what slows it here is not in the prediction"
+            if row.efficiency < row.predicted.efficiency
+            else "the prediction is too careful here"
+        )
+        text = (
+            f"{at(row)}: measured {percent(row.efficiency)}, predicted "
+            f"{percent(row.predicted.efficiency)}, {100 * gap:.0f} points apart: {said}"
+        )
+        worst[key] = gap, text
+    return [text for _, text in worst.values()]
