@@ -20,7 +20,7 @@ from benchmarks.table import Result, against_itself, paired, row
 
 BATCH, SIZE, CLASSES, POOL = 8, 32, 10, 256
 # Blocks of five steps; the second one of each is logged.
-WARM_UP, STEPS, REPEATS, LOG_EVERY = 3, 5, 60, 5
+WARM_UP, STEPS, REPEATS, LOG_EVERY = 3, 5, 40, 5
 HAND, AGAIN, OURS = "by hand", "by hand, again", "distdl"
 
 
