@@ -66,7 +66,7 @@ class Piece(nn.Module):
 def to_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
     if edge.channels_last:
         x = x.permute(0, 2, 3, 1)
-    # torch detaches what was sent in place, and that no view allows; and before 2.13 it compares
+    # torch detaches what was sent in place, and that no view allows; and torch 2.11 compares
     # strides, which of sides of length 1 may be anything in a contiguous tensor.
     if x._is_view() or x.stride() != torch.empty(x.shape, device="meta").stride():
         x = x.clone(memory_format=torch.contiguous_format)
@@ -232,7 +232,7 @@ class Engine:
         flows: list[torch.Tensor] = []
         with torch.no_grad():
             for piece, edge in zip(self.shapes, self.edges, strict=False):
-                # The first piece is given the batch itself, and torch < 2.13 compares the two.
+                # The first piece is given the batch itself, and torch 2.11 compares the two.
                 flows.append(_on_wire(x, edge) if flows else inputs[:rows].detach().to("meta"))
                 dtype = next((p.dtype for p in piece.parameters()), x.dtype)
                 x = piece(x.to(dtype))
