@@ -9,17 +9,22 @@ only: it runs before anything is known to be importable.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from types import FrameType
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+READ_SECONDS = 3.0  # that hydra is given to read what a rank said last
 
 
 def main(errors: str, command: list[str]) -> int:
@@ -72,10 +77,29 @@ def abort(code: int) -> None:
     Source: https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_13.html
     """
     if os.environ.get("PMI_FD", "").isdigit():
+        await_read()
         try:
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         except OSError:  # mpirun is gone, and so will be the others
             return
+
+
+def await_read() -> None:
+    """Waits until what was printed has been read: hydra drops what is in its pipes at an abort, and
+    with it the line that says why."""
+    deadline = time.monotonic() + READ_SECONDS
+    while any(map(unread, (1, 2))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def unread(number: int) -> int:
+    """Bytes in a pipe that nobody has read yet; 0 for anything else."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(number).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 if __name__ == "__main__":

@@ -257,6 +257,20 @@ def test_a_rank_that_fails_is_told_to_the_log_and_to_hydra(tmp_path: Path) -> No
     assert ours.recv(100) == b"cmd=abort exitcode=7\n"
 
 
+def test_hydra_is_told_after_it_has_read_what_was_said(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.3)
+    variables = {**os.environ, "PMI_RANK": "3", "PMI_FD": str(theirs.fileno())}
+    process = parent(tmp_path, "echo end; exit 7", env=variables, pass_fds=[theirs.fileno()])
+    assert process.stderr is not None and process.stdout is not None
+    assert "ended with exit code 7" in process.stderr.readline()
+    with pytest.raises(TimeoutError):  # what was printed is still in the other pipe
+        ours.recv(100)
+    assert process.stdout.readline() == "end\n"
+    assert ours.recv(100) == b"cmd=abort exitcode=7\n"
+    assert process.wait(30) == 7
+
+
 def test_a_rank_that_is_killed_and_one_that_ends_well(tmp_path: Path) -> None:
     killed = parent(tmp_path, "kill -9 $$", env={**os.environ, "OMPI_COMM_WORLD_RANK": "1"})
     assert killed.communicate(timeout=30)[1].endswith("ended with signal 9\n")
