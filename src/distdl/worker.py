@@ -102,7 +102,7 @@ def perform(
 ) -> dict[str, float]:
     """Environment -> process group -> build -> task -> tracking; returns the task's metrics."""
     with uncollected():
-        from distdl import birth, cluster, fetching, summary, tracking
+        from distdl import allocator, birth, cluster, fetching, summary, tracking
         from distdl.build import build, make
 
     adopt_lightnings_loggers()
@@ -114,6 +114,8 @@ def perform(
     stop.check()
     resources = attempt.resources()
     birth.refuse_missing_device(here, resources.accelerator)
+    if resources.accelerator == "cpu":
+        allocator.keep_freed_memory()
     cluster.connect(here, resources.accelerator)
     try:
         birth.announce(here, resources.accelerator)

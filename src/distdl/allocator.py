@@ -1,0 +1,36 @@
+"""Memory that a step frees is kept for the next one (training on a CPU, glibc)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+NEVER = -1
+LARGEST_THRESHOLD = 32 * 2**20  # bytes; glibc takes no more
+# What a user says about it. GLIBC_TUNABLES may be about something else.
+VARIABLES = {
+    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"),
+}
+
+
+def keep_freed_memory() -> bool:
+    """Has malloc keep what is freed; the process stays as large as its largest step made it.
+
+    A step on a CPU frees every activation and gradient, glibc hands much of that back to the
+    system, and the next step has every page of it mapped and cleared again: a fifth of a step of a
+    small net. torch recommends other allocators for it, which must be preloaded
+    (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html, "Switch Memory
+    allocator"); this has most of their effect. See mallopt(3) for the two thresholds.
+
+    Returns:
+        Whether it was done: not with another C library, and not if the user's environment says
+        something about malloc.
+    """
+    if os.environ.keys() & VARIABLES or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, NEVER))
