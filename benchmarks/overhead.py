@@ -1,12 +1,13 @@
 """What logging adds to a step: distdl against Lightning's `self.log` + CSVLogger, on a tiny model.
 
-"Added" is the time per step minus that of `Trainer(barebones=True)`. No progress bar on any side.
-All arms run the same module, data and optimizer, interleaved, in one process and on one thread.
+"Added" is the time per step minus that of `Trainer(barebones=True)`, in the same round. No progress
+bar on any side. All arms train the same module, data and optimizer, in processes of one thread that
+take turns (benchmarks.turns).
 
-What distdl adds is then taken apart, in runs of their own between the others: two clock reads are
-put around every hook of every callback, around `log_metrics` of every logger, and around
-Lightning's call of all callbacks. What the clock reads cost is measured and taken off. The parts
-sum to the whole, because the last one is what is left.
+What distdl adds is then taken apart, in runs of their own: two clock reads are put around every
+hook of every callback, around `log_metrics` of every logger, and around Lightning's call of all
+callbacks. What the clock reads cost is measured and taken off. The parts sum to the whole, because
+the last one is what is left.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import runs
+from benchmarks import runs, turns
 from benchmarks.table import Result, row
 from benchmarks.tiny import Tiny, TinyData
 
-STEPS = 1500
-REPEATS = 7
+# Blocks of 300 steps: about a quarter of a second, and six log lines.
+WARM_UP, STEPS, REPEATS = 200, 300, 40
+APART, APART_REPEATS = 1500, 4  # steps and runs that are taken apart
 # What Lightning (2.6) calls in every training step.
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
@@ -40,14 +42,14 @@ DISPATCH, LOGGERS = "Lightning's call of the callbacks", "the loggers: the journ
 REST = "all else of the Trainer"
 
 
-def barebones(folder: Path) -> float:
+def barebones(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
     from lightning.pytorch import Trainer
 
-    Trainer(accelerator="cpu", max_epochs=1, barebones=True).fit(Tiny(), TinyData(steps=STEPS))
-    return Tiny.seconds_per_step
+    module = Tiny(first=first, steps=steps)
+    Trainer(accelerator="cpu", max_epochs=1, barebones=True).fit(module, TinyData(steps=total))
 
 
-def lightning(folder: Path) -> float:
+def lightning(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
 
@@ -58,20 +60,43 @@ def lightning(folder: Path) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Tiny(self_log=True), TinyData(steps=STEPS))
-    return Tiny.seconds_per_step
+    trainer.fit(Tiny(self_log=True, first=first, steps=steps), TinyData(steps=total))
 
 
-def distdl(folder: Path) -> float:
+def distdl(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
     """The real worker, with its journal, metrics, log lines and checkpoints."""
     runs.work(
         runs.lay_out(
             folder,
-            *("model=tiny", "data=tiny", f"data.steps={STEPS}", "optimizer=none", "schedule=none"),
+            *("model=tiny", f"model.first={first}", f"model.steps={steps}"),
+            *("data=tiny", f"data.steps={total}", "optimizer=none", "schedule=none"),
             *("trainer.accelerator=cpu", "trainer.max_epochs=1", "tracking=none"),
         )
     )
-    return Tiny.seconds_per_step
+
+
+ARMS = {"barebones": barebones, "lightning": lightning, "distdl": distdl}
+
+
+def arm_main(name: str, folder: str, total: str) -> None:
+    """A process that takes turns."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    Path(folder).mkdir()
+    ARMS[name](Path(folder), int(total), WARM_UP, STEPS)
+
+
+def measured(repeats: int) -> dict[str, list[float]]:
+    """Microseconds per step of each arm and round."""
+    code = "import sys; from benchmarks import overhead; overhead.arm_main(*sys.argv[1:])"
+    total = str(turns.steps_in_all(WARM_UP, STEPS, repeats))
+    with tempfile.TemporaryDirectory() as name:
+        logs = Path(name, "logs")
+        logs.mkdir()
+        arms = {arm: turns.Arm(code, [arm, str(Path(name, arm)), total]) for arm in ARMS}
+        blocks, _ = turns.take(arms, repeats, logs)
+    return {arm: [1e6 * s / STEPS for s in seconds] for arm, seconds in blocks.items()}
 
 
 class Parts:
@@ -147,12 +172,31 @@ def taken_apart(parts: Parts) -> Iterator[None]:
         call._call_callback_hooks = dispatch
 
 
-def apart(arm: Callable[[Path], float], folder: Path) -> dict[str, float]:
+def apart(arm: Callable[[Path, int], None], folder: Path) -> dict[str, float]:
     """Microseconds per step of each part, in one run."""
     parts = Parts()
     with taken_apart(parts):
-        arm(folder)
-    return parts.per_step(STEPS)
+        arm(folder, APART)
+    return parts.per_step(APART)
+
+
+def all_apart(repeats: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """`apart` of distdl and of a Trainer without callbacks, several times."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    try:
+        with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            apart(distdl, Path(name))  # imports and caches
+            runs = [
+                (apart(distdl, Path(name)), apart(barebones, Path(name))) for _ in range(repeats)
+            ]
+    finally:
+        logging.disable(logging.NOTSET)
+        torch.set_num_threads(threads)
+    ours, bare = zip(*runs, strict=True)
+    return list(ours), list(bare)
 
 
 def part_rows(
@@ -174,29 +218,12 @@ def part_rows(
 
 
 def main(repeats: int = REPEATS) -> Result:
-    logging.disable(logging.WARNING)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    arms = {"barebones": barebones, "lightning": lightning, "distdl": distdl}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    parts: dict[str, list[dict[str, float]]] = {"barebones": [], "distdl": []}
-    try:
-        with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            folder = Path(name)
-            for arm in arms.values():
-                arm(folder)  # imports and caches
-            for number in range(repeats):
-                for name, arm in arms.items():
-                    times[name].append(1e6 * arm(folder))
-                for name, found in parts.items() if number % 2 == 0 else ():
-                    found.append(apart(arms[name], folder))
-    finally:
-        logging.disable(logging.NOTSET)
-        torch.set_num_threads(threads)
-    floor = statistics.median(times["barebones"])
-    added = {name: [t - floor for t in times[name]] for name in ("distdl", "lightning")}
-    ours, theirs = (statistics.median(added[name]) for name in ("distdl", "lightning"))
+    times = measured(repeats)
+    added = {
+        arm: [own - floor for own, floor in zip(times[arm], times["barebones"], strict=True)]
+        for arm in ("distdl", "lightning")
+    }
+    ours, theirs = (statistics.median(added[arm]) for arm in ("distdl", "lightning"))
     return Result(
         title="Added time per training step (us), tiny MLP on one CPU thread",
         what="added time per step, logging on, against lightning.Trainer + self.log + CSVLogger",
@@ -207,9 +234,10 @@ def main(repeats: int = REPEATS) -> Result:
             row("Trainer(barebones=True), per step", times["barebones"], "us"),
             row("lightning, added", added["lightning"], "us"),
             row("distdl, added", added["distdl"], "us"),
-            *part_rows(parts["distdl"], parts["barebones"], ours),
+            *part_rows(*all_apart(APART_REPEATS), ours),
         ],
-        notes="The parts of what distdl adds come from runs of their own with a clock around every "
+        notes=f"In turn, {STEPS} steps each; what is added is the difference within a round. The "
+        "parts of what distdl adds come from runs of their own with a clock around every "
         "hook of a callback and around the loggers; the last row is what is left, so that they "
         "sum to the whole.",
         command="python -m benchmarks.run overhead",

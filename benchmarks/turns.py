@@ -1,9 +1,9 @@
 """Trainings that take turns, a block of steps each.
 
 Two runs of the same thing, one after the other, differ by 5 to 10 % on a shared machine, because it
-is slower for seconds at a stretch. So every arm is started at once, each rank a process of its own,
-and waits in a read of a pipe, which costs nothing, until it is its turn to train some steps. What
-is compared are neighbours, a second or two apart.
+is slower for seconds at a stretch. So every arm is there from the start, each rank a process of its
+own, and waits in a read of a pipe, which costs nothing, until it is its turn to train some steps.
+What is compared are neighbours, a second or two apart.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def take(
     folder: Path,
     settled: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Starts all arms and lets them take turns, each first in its own.
+    """Starts the arms, one after the other, and lets them take turns, each first in its own.
 
     Args:
         arms: By name; each trains `steps_in_all`.
@@ -162,9 +162,10 @@ def take(
         RuntimeError: An arm ended before its time; what it said.
     """
     with ExitStack() as stack:
-        started = {name: _start(arm, folder, stack) for name, arm in arms.items()}
-        for each in started.values():
-            each.await_stop()
+        started = {}
+        for name, arm in arms.items():
+            started[name] = _start(arm, folder, stack)
+            started[name].await_stop()  # some measure something at their start, undisturbed
         for each in started.values():
             each.block()
         settled()

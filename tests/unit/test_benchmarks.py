@@ -158,7 +158,7 @@ def test_the_parts_of_a_step_exclude_each_other() -> None:
 
 
 def test_what_distdl_adds_is_taken_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(overhead, "STEPS", 220)  # twenty after the warm-up
+    monkeypatch.setattr(overhead, "APART", 60)
     found = overhead.apart(overhead.distdl, tmp_path)
     assert {"StepMetrics", "Checkpointer", "Progress", overhead.DISPATCH} <= set(found)
     assert found[overhead.LOGGERS] > 0, "the journal was given nothing"
@@ -182,7 +182,7 @@ def test_the_end_of_a_benchmark_names_no_training_to_go_on_with(
 ) -> None:
     from distdl import worker
 
-    tiny = ("model=tiny", "model.warm_up=1", "data=tiny", "data.steps=2", "optimizer=none")
+    tiny = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none")
     more = ("schedule=none", "tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
     task = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
     for overrides, goes_on in (((), True), (task, False)):

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from distdl.errors import Problem, UserError
 from distdl.strategies.pipeline.splitting import Block
 
-REPEATS = 5  # timed passes through a block; the fastest counts: whatever disturbs one adds to it
+# Passes through all blocks; the first warms up. Of each block the fastest counts: whatever disturbs
+# a pass adds to it, and what lasts for a second disturbs one of a block's passes and not all.
+ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -137,26 +139,45 @@ def run_through(
     x = inputs[:1].detach()
     if trains:
         x = torch.cat([x] * rows)
-    edges, costs = [], []
     devices = [device] if device.type == "cuda" else []
+    found = []
     with torch.random.fork_rng(devices):
-        for number, block in enumerate(blocks):
-            edges.append(Edge.of(x))
-            copied = convert(nn.Sequential(*(copy.deepcopy(m) for m in block.modules)))
-            copied.to(device).train(trains)
-            try:
-                with torch.no_grad(), context():
-                    after = copied(x).detach()
-            except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
-                    raise
-                raise UserError(_one_value(block, rows)) from error
+        for _ in range(ROUNDS if measured else 1):
+            found.append(_one_round(blocks, x, trains, convert, context, measured))
+    edges = found[0][0]
+    if not measured:
+        return edges, None
+    return edges, [min(times) for times in zip(*(times for _, times in found[1:]), strict=True)]
+
+
+def _one_round(
+    blocks: Sequence[Block],
+    x: torch.Tensor,
+    trains: bool,
+    convert: Callable[[nn.Module], nn.Module],
+    context: Callable[[], AbstractContextManager[Any]],
+    measured: bool,
+) -> tuple[list[Edge], list[float]]:
+    """Through all blocks, one copied at a time: all of them may not fit."""
+    rows, edges, times = len(x), [], []
+    for number, block in enumerate(blocks):
+        edges.append(Edge.of(x))
+        copied = convert(nn.Sequential(*(copy.deepcopy(m) for m in block.modules)))
+        copied.to(x.device).train(trains)
+        try:
             if measured:
-                costs.append(_seconds(copied, x, context, first=number == 0))
-            x = after
-            del copied
+                x, seconds = _timed(copied, x, context, first=number == 0)
+                times.append(seconds)
+            else:
+                with torch.no_grad(), context():
+                    x = copied(x).detach()
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise UserError(_one_value(block, rows)) from error
+        del copied
     edges.append(Edge.of(x))
-    return edges, costs if measured else None
+    return edges, times
 
 
 def _one_value(block: Block, rows: int) -> Problem:
@@ -167,27 +188,25 @@ def _one_value(block: Block, rows: int) -> Problem:
     )
 
 
-def _seconds(
+def _timed(
     block: nn.Module,
     x: torch.Tensor,
     context: Callable[[], AbstractContextManager[Any]],
     first: bool,
-) -> float:
-    """Forward and backward of one micro-batch; the first block needs no gradient of its input."""
-    taken = []
+) -> tuple[torch.Tensor, float]:
+    """The block's output, and the seconds of forward and backward of one micro-batch; the first
+    block needs no gradient of its input."""
     trained = any(p.requires_grad for p in block.parameters())
     with torch.inference_mode(False), torch.enable_grad():
-        for _ in range(REPEATS + 1):
-            entering = x.detach().clone().requires_grad_(not first)
-            _synchronize(x.device)
-            started = time.perf_counter()
-            with context():
-                out = block(entering)
-            if trained or not first:
-                out.backward(torch.ones_like(out))
-            _synchronize(x.device)
-            taken.append(time.perf_counter() - started)
-    return min(taken[1:])  # the first one warms up
+        entering = x.detach().clone().requires_grad_(not first)
+        _synchronize(x.device)
+        started = time.perf_counter()
+        with context():
+            out = block(entering)
+        if trained or not first:
+            out.backward(torch.ones_like(out))
+        _synchronize(x.device)
+        return out.detach(), time.perf_counter() - started
 
 
 def _synchronize(device: torch.device) -> None:
