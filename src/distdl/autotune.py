@@ -30,7 +30,7 @@ from distdl.build import build
 from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
-from distdl.job import JobState, Resources
+from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory, write_text
 from distdl.stopping import Stopped, StopRequest
 
@@ -204,14 +204,11 @@ def measure(
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     torch.cuda.empty_cache()
-    each = cluster.gather((clock.seconds, memory, why, str(stop.state or ""), stop.signal))
     # What failed may have failed by that very signal: the compiler has got it, too.
-    state, signal = max(asked[3:] for asked in each)
-    if state:
-        raise Stopped(JobState(state), f"{signal} before training began")
-    why = next((asked[2] for asked in each if asked[2]), "")
-    seconds = None if why else max(asked[0] for asked in each)
-    return Measured(candidate, seconds, max(asked[1] for asked in each), why)
+    cluster.check_all(stop, "before training began")
+    times, memories, reasons = zip(*cluster.gather((clock.seconds, memory, why)), strict=True)
+    why = next(filter(None, reasons), "")
+    return Measured(candidate, None if why else max(times), max(memories), why)
 
 
 class Clock(Callback):

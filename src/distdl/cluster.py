@@ -10,6 +10,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from distdl.environment import Environment
+from distdl.job import JobState
+from distdl.stopping import Stopped, StopRequest
 
 # Long enough for a slow data set to start on one rank; a lost rank is noticed when it ends.
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -62,6 +64,17 @@ def gather(value: Any) -> list[Any]:
     # On the gloo half of the group: objects have no business on a GPU.
     dist.all_gather_object(values, value)
     return values
+
+
+def check_all(stop: StopRequest, when: str) -> None:
+    """Ends all ranks, and all in the same way, if any was asked to end; every rank calls it.
+
+    Raises:
+        Stopped: With the signal and `when`, which follows it.
+    """
+    state, signal = max(gather((str(stop.state or ""), stop.signal)))
+    if state:
+        raise Stopped(JobState(state), f"{signal} {when}")
 
 
 class LaunchedEnvironment(ClusterEnvironment):

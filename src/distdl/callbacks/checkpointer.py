@@ -30,9 +30,8 @@ from distdl.callbacks.going_on import (
 )
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
-from distdl.job import JobState
 from distdl.saving import Saver
-from distdl.stopping import Stopped, StopRequest
+from distdl.stopping import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -291,6 +290,4 @@ class Checkpointer(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         self.saver.settle()
-        # Only some ranks may have been signalled; all end in the same way.
-        state, signal = max(cluster.gather((str(self.stop.state or ""), self.stop.signal)))
-        raise Stopped(JobState(state), f"{signal} at step {trainer.global_step}")
+        cluster.check_all(self.stop, f"at step {trainer.global_step}")

@@ -17,8 +17,7 @@ from distdl.benchmark.input import Input
 from distdl.benchmark.phases import PhaseProfiler
 from distdl.callbacks.agreement import Agreement
 from distdl.callbacks.metrics import batch_size_of
-from distdl.job import JobState
-from distdl.stopping import Stopped, StopRequest
+from distdl.stopping import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +103,7 @@ class Timing(Callback):
             return  # half an optimizer step
         self._last_step = trainer.global_step
         if self._agreement.exchange(bool(self.stop), False)[0]:
-            state, signal = max(cluster.gather((str(self.stop.state or ""), self.stop.signal)))
-            raise Stopped(JobState(state), f"{signal} during the benchmark")
+            cluster.check_all(self.stop, "during the benchmark")
         self.timeline.step_done()
         self._left -= 1
         if self._left:

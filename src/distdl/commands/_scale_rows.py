@@ -258,12 +258,11 @@ def advise(found: Sequence[Row]) -> list[str]:
             f"{at(worst)} communicates {100 * (worst.communication or 0):.0f} % of a step: "
             + "; ".join(r for r in worst.remedies if not r.startswith("scale up"))
         )
+    unseen = [r for r in several if r.communication is None]
     said += [
-        f"{at(r)}: {r.remedies[0]}"
-        for r in several
-        if r.communication is None and (r.efficiency or 0) < GOOD and r not in slow
+        f"{at(r)}: {r.remedies[0]}" for r in unseen if (r.efficiency or 0) < GOOD and r not in slow
     ]
-    told = [*poor, *slow, *(r for r in several if r.communication is None)]
+    told = [*poor, *slow, *unseen]
     idle = [r for r in several if (r.efficiency or 0) < GOOD and r not in told]
     if idle:
         worst = min(idle, key=lambda r: r.efficiency or 0)
