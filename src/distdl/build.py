@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig
 
 from distdl import batches, optim, portable
@@ -189,6 +191,16 @@ def may_fuse(config: DictConfig) -> bool:
     return not (half and clips) and not strategy.endswith("DeepSpeedStrategy")
 
 
+class Unprofiled(PassThroughProfiler):
+    """Lightning's profiler that does nothing, 35 times a step of a default run, in a quarter of
+    its time: a context that is there already, not a generator each time."""
+
+    _nothing = nullcontext()
+
+    def profile(self, action_name: str) -> nullcontext[None]:  # type: ignore[override]
+        return self._nothing
+
+
 def build_trainer(
     config: DictConfig,
     strategy: Any,
@@ -204,6 +216,7 @@ def build_trainer(
         accelerator=resources.accelerator,
         devices=environment.local_world_size,
         num_nodes=resources.num_nodes,
+        profiler=arguments.get("profiler") or Unprofiled(),
     )
     if config.checkpoint.get("sharded"):  # validation has asked whether it can
         strategy.sharded_checkpoints = True

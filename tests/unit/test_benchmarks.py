@@ -193,6 +193,24 @@ def test_the_end_of_a_benchmark_names_no_training_to_go_on_with(
         assert ("resume" in said) == goes_on
 
 
+def test_only_a_profiler_that_is_asked_for_is_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.profilers import Profiler
+
+    tiny = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
+    more = ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+    entered: list[str] = []
+    profile = Profiler.profile
+    monkeypatch.setattr(Profiler, "profile", lambda s, n: entered.append(n) or profile(s, n))
+    runs.work(runs.lay_out(tmp_path, *tiny, *more))
+    assert not entered
+    asked = runs.lay_out(tmp_path, *tiny, *more, "trainer.profiler=simple")
+    runs.work(asked)
+    assert any(name.endswith("training_step") for name in entered)
+    assert "FIT Profiler Report" in (asked.path / "attempts/001/logs/rank_0.log").read_text()
+
+
 def test_a_rank_that_fails_ends_the_pair(tmp_path: Path) -> None:
     code = (
         "import json, os, sys, time; rank = os.environ['RANK'];"
