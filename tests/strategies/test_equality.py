@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from distdl.strategies.pipeline import checks
 from tests.strategies.matrix import (
     GLOBAL_BATCH,
     PIPELINE,
@@ -43,6 +44,8 @@ def losses(runs: Runs, name: str, accumulate: int = 1) -> list[float]:
 
 @pytest.mark.parametrize("name", EVERYONE)
 def test_trains_as_one_process_does(name: str, runs: Runs) -> None:
+    if name == "zero_bubble x2" and not checks.splits_backward():
+        pytest.skip("this torch does not split the backward of every network")
     alone = runs.whole("single")
     together = runs.train(name, EVERYONE[name])
     assert difference(step(alone, STEPS), step(together, STEPS)) < SAME_TO

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from distdl import environment as environments
 from distdl.errors import UserError
@@ -199,6 +200,17 @@ def problems(**node: Any) -> list[str]:
     config = {"data": {"batch_size": node.pop("rows", 8)}, **node.pop("config", {})}
     context = {"world_size": world, "config": config}
     return [f"{p.path}: {p.what} {p.remedy}" for p in checks.check(node, context)]
+
+
+def test_zero_bubble_needs_a_torch_that_splits_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    (said,) = problems(schedule="zero_bubble")
+    assert "torch 2.14 or later, and this is 2.11.0+cu130" in said
+    assert said.startswith("schedule: ") and said.endswith("strategy.schedule=interleaved")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
+    assert problems(schedule="zero_bubble") == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from distdl.errors import Problem, UserError
 from distdl.meta import WEIGHTS
 from distdl.suggest import closest
@@ -12,6 +14,9 @@ from distdl.suggest import closest
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 SEVERAL_PIECES = ("interleaved", "zero_bubble")  # several pieces of the model per device
 BALANCES = ("measured", "parameters")
+# torch 2.11 cannot compute the weight gradients of some networks apart, and counts some twice where
+# it can: torch/distributed/pipelining/_backward.py, mended there by 2.14.
+ZERO_BUBBLE_SINCE = "2.14"
 
 
 def pieces_per_stage(schedule: str, pieces: int) -> int:
@@ -108,6 +113,11 @@ def best_count(rows: int, count: int, stages: int, schedule: str) -> int | None:
     return min(fit, key=lambda n: abs(n - count), default=None)
 
 
+def splits_backward() -> bool:
+    """Whether this torch computes the gradients of weights apart, for any network."""
+    return torch.__version__ >= ZERO_BUBBLE_SINCE
+
+
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
     """The strategy's hook of validation (distdl.binding): settings, batch, precision, model."""
     world_size = context["world_size"]
@@ -121,6 +131,11 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
             "a pipeline does not train in fp16: the stages would scale their losses differently",
             "trainer.precision=bf16-mixed",
         )
+    if node.get("schedule") == "zero_bubble" and not splits_backward():
+        what = (
+            f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and this is {torch.__version__}"
+        )
+        yield Problem("schedule", what, "strategy.schedule=interleaved")
     if trainer.get("sync_batchnorm"):
         yield Problem(
             "",
