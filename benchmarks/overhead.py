@@ -32,7 +32,7 @@ from benchmarks.tiny import Tiny, TinyData
 
 # Blocks of 300 steps: about a quarter of a second, and six log lines.
 WARM_UP, STEPS, REPEATS = 200, 300, 32
-APART, APART_REPEATS = 1500, 3  # steps and runs that are taken apart
+APART, APART_REPEATS = 900, 5  # steps and runs that are taken apart
 # What Lightning (2.6) calls in every training step.
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
