@@ -255,17 +255,19 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
     with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
         running: set[Future[None]] = set()
         try:
-            while True:
-                # A few ahead of the workers, and not all: each is sent with all its samples.
-                while len(running) < 2 * workers and (part := next(waiting, None)):
-                    with _uninterrupted():
-                        running.add(pool.submit(_write_here, part))
-                if not running:
-                    break
-                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                tell()
+            with _held_back() as check:
+                while True:
+                    # A few ahead of the workers, and not all: each is sent with all its samples.
+                    while len(running) < 2 * workers and (part := next(waiting, None)):
+                        with _uninterrupted():
+                            running.add(pool.submit(_write_here, part))
+                    if not running:
+                        break
+                    done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                    tell()
+                    check()
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
@@ -273,6 +275,25 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     tell()
+
+
+@contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Ctrl-C and SIGTERM come out of the call of what this yields, and nowhere else: from within a
+    wait for a lock KeyboardInterrupt may come out as an error about that lock (CPython 3.11)."""
+    came: list[int] = []
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: came.append(1)) for number in numbers]
+    try:
+        yield check
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager
