@@ -11,7 +11,10 @@ NEVER = -1
 LARGEST_THRESHOLD = 32 * 2**20  # bytes; glibc takes no more
 # What a user says about it. GLIBC_TUNABLES may be about something else.
 VARIABLES = {
-    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"),
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TOP_PAD_",
 }
 
 

@@ -251,23 +251,9 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
         advance(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
 
-    waiting = iter(parts)
     with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
-        running: set[Future[None]] = set()
         try:
-            with _held_back() as check:
-                while True:
-                    # A few ahead of the workers, and not all: each is sent with all its samples.
-                    while len(running) < 2 * workers and (part := next(waiting, None)):
-                        with _uninterrupted():
-                            running.add(pool.submit(_write_here, part))
-                    if not running:
-                        break
-                    done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                    tell()
-                    check()
+            _keep_busy(pool, parts, 2 * workers, tell)
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
@@ -277,10 +263,33 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
     tell()
 
 
+def _keep_busy(
+    pool: ProcessPoolExecutor, parts: list[Part], ahead: int, tell: Callable[[], None]
+) -> None:
+    """Until all parts are written, or somebody wants it to end."""
+    waiting, running = iter(parts), set[Future[None]]()
+    with _held_back() as check:
+        while True:
+            # A few ahead of the workers, and not all: each is sent with all its samples.
+            while len(running) < ahead and (part := next(waiting, None)):
+                with _uninterrupted():
+                    running.add(pool.submit(_write_here, part))
+            if not running:
+                return
+            done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+            tell()
+            check()
+
+
 @contextmanager
 def _held_back() -> Iterator[Callable[[], None]]:
     """Ctrl-C and SIGTERM come out of the call of what this yields, and nowhere else: from within a
-    wait for a lock KeyboardInterrupt may come out as an error about that lock (CPython 3.11)."""
+    wait for a lock KeyboardInterrupt may come out as an error about that lock (CPython 3.11).
+
+    Nor does a second one, which `uv run` and others send at once: stopping.StopRequest lets it.
+    """
     came: list[int] = []
 
     def check() -> None:
