@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks import runs, turns
+from benchmarks import runs, stops, turns
 from benchmarks.pair import RANKS
 from benchmarks.table import Result, against_itself, paired, row
 
@@ -72,7 +72,7 @@ def lay_out(folder: Path, total: int) -> Path:
         f"data.train_samples={total * BATCH * RANKS}",
         *("strategy=ddp", "trainer.accelerator=cpu", f"trainer.devices={RANKS}"),
         *("trainer.max_epochs=1", "trainer.limit_val_batches=0", "tracking=none"),
-        *(f"trainer.log_every_n_steps={LOG_EVERY}", *turns.overrides(WARM_UP, STEPS)),
+        *(f"trainer.log_every_n_steps={LOG_EVERY}", *stops.overrides(WARM_UP, STEPS)),
     )
     return run.path
 
@@ -91,14 +91,13 @@ def measured(repeats: int) -> dict[str, list[float]]:
     """Images per second of both ranks, for each arm and round."""
     total = turns.steps_in_all(WARM_UP, STEPS, repeats)
     fewer = turns.steps_in_all(WARM_UP, STEPS, repeats, SOMETIMES)
-    code = "import sys; from benchmarks import ddp; ddp.rank_main(*sys.argv[1:])"
-    by_hand = turns.Arm(code, [str(total)], RANKS)
+    hand = turns.Arm(rank_main, [str(total)], RANKS)
     with tempfile.TemporaryDirectory() as name:
         logs, folder = Path(name) / "logs", Path(name) / "runs"
         logs.mkdir(), folder.mkdir()
-        ours = turns.Arm(runs.CODE, [str(lay_out(folder, total))], RANKS)
-        keeping = turns.Arm(code, [str(fewer), "keep"], RANKS, SOMETIMES)
-        arms = {HAND: by_hand, AGAIN: by_hand, OURS: ours, KEEPING: keeping}
+        ours = turns.Arm(runs.rank_main, [str(lay_out(folder, total))], RANKS)
+        keeping = turns.Arm(rank_main, [str(fewer), "keep"], RANKS, SOMETIMES)
+        arms = {HAND: hand, AGAIN: hand, OURS: ours, KEEPING: keeping}
         blocks, _ = turns.take(arms, repeats, logs)
     return {arm: [BATCH * RANKS * STEPS / s for s in seconds] for arm, seconds in blocks.items()}
 

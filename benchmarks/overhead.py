@@ -78,23 +78,35 @@ def distdl(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
 ARMS = {"barebones": barebones, "lightning": lightning, "distdl": distdl}
 
 
+@contextlib.contextmanager
+def alone_and_silent() -> Iterator[None]:
+    """One thread, and nothing of what libraries would print."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        torch.set_num_threads(threads)
+
+
 def arm_main(name: str, folder: str, total: str) -> None:
     """A process that takes turns."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     Path(folder).mkdir()
-    ARMS[name](Path(folder), int(total), WARM_UP, STEPS)
+    with alone_and_silent():
+        ARMS[name](Path(folder), int(total), WARM_UP, STEPS)
 
 
 def measured(repeats: int) -> dict[str, list[float]]:
     """Microseconds per step of each arm and round."""
-    code = "import sys; from benchmarks import overhead; overhead.arm_main(*sys.argv[1:])"
     total = str(turns.steps_in_all(WARM_UP, STEPS, repeats))
     with tempfile.TemporaryDirectory() as name:
         logs = Path(name, "logs")
         logs.mkdir()
-        arms = {arm: turns.Arm(code, [arm, str(Path(name, arm)), total]) for arm in ARMS}
+        arms = {arm: turns.Arm(arm_main, [arm, str(Path(name, arm)), total]) for arm in ARMS}
         blocks, _ = turns.take(arms, repeats, logs)
     return {arm: [1e6 * s / STEPS for s in seconds] for arm, seconds in blocks.items()}
 
@@ -182,21 +194,13 @@ def apart(arm: Callable[[Path, int], None], folder: Path) -> dict[str, float]:
 
 def all_apart(repeats: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """`apart` of distdl and of a Trainer without callbacks, several times."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    try:
-        with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            apart(distdl, Path(name))  # imports and caches
-            runs = [
-                (apart(distdl, Path(name)), apart(barebones, Path(name))) for _ in range(repeats)
-            ]
-    finally:
-        logging.disable(logging.NOTSET)
-        torch.set_num_threads(threads)
-    ours, bare = zip(*runs, strict=True)
-    return list(ours), list(bare)
+    ours, bare = [], []
+    with tempfile.TemporaryDirectory() as name, alone_and_silent():
+        apart(distdl, Path(name))  # imports and caches
+        for _ in range(repeats):
+            ours.append(apart(distdl, Path(name)))
+            bare.append(apart(barebones, Path(name)))
+    return ours, bare
 
 
 def part_rows(

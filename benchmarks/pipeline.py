@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import turns
+from benchmarks import stops, turns
 from benchmarks.table import Goal, Result, paired, row
 
 STAGES, MICRO_BATCHES, ROWS, CLASSES = 2, 8, 32, 1000
@@ -106,7 +106,7 @@ def by_distdl(rank: int, size: int, total: int) -> None:
         devices=STAGES,
         strategy=PipelineStrategy(micro_batches=MICRO_BATCHES),
         plugins=[cluster.LaunchedEnvironment(here)],
-        callbacks=[turns.Stops(WARM_UP, STEPS)],
+        callbacks=[stops.Stops(WARM_UP, STEPS)],
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
@@ -139,10 +139,11 @@ def arm_main(arm: str, size: str, total: str) -> None:
 
 def measured(rounds: int) -> dict[str, list[float]]:
     """Seconds of a step, for each arm, size and round."""
-    code = "import sys; from benchmarks import pipeline; pipeline.arm_main(*sys.argv[1:])"
     total = str(turns.steps_in_all(WARM_UP, STEPS, rounds))
     arms = {
-        named(arm, size): turns.Arm(code, [arm, str(size), total], 1 if arm == ALONE else STAGES)
+        named(arm, size): turns.Arm(
+            arm_main, [arm, str(size), total], 1 if arm == ALONE else STAGES
+        )
         for size in (EVEN, UNEVEN)
         for arm in (ALONE, HAND, OURS)
     }

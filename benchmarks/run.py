@@ -71,10 +71,10 @@ def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
         "# Results",
         f"{time.strftime('%Y-%m-%d')}, {machine()}.",
         f"`make bench`, {seconds / 60:.1f} minutes. Interleaved: A, B, C, A, B, C. Ratios are "
-        "those of the medians; where an A/A spread stands beside one, the median of the rounds' "
-        "ratios. A goal within 2 % of 1 also holds inside that spread: of the competitor against "
-        "itself in the same run, with 95 % confidence; where it is wider than 0.1, the machine "
-        "was not idle and nothing is decided.",
+        "those of the medians; where trainings take turns (MLflow, DDP, pipeline), the median of "
+        "the rounds' ratios. A goal within 2 % of 1 also holds inside the A/A spread: of the "
+        "competitor against itself in the same run, with 95 % confidence; where that is wider than "
+        "0.1, the machine was not idle and nothing is decided.",
         HEADER + "\n" + "\n".join(goal.row() for goal in goals),
         *(part.markdown() for part in parts),
     ]

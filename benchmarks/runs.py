@@ -9,8 +9,6 @@ from pathlib import Path
 from distdl.run_directory import RunDirectory
 
 CONF = Path(__file__).with_name("conf")
-# A process that does nothing else: python -c CODE RUN
-CODE = "import sys; from benchmarks import runs; runs.rank_main(sys.argv[1])"
 
 
 def lay_out(folder: Path, *overrides: str) -> RunDirectory:
@@ -44,5 +42,5 @@ def work(run: RunDirectory) -> None:
 
 
 def rank_main(path: str) -> None:
-    """See `CODE`."""
+    """A process that does nothing else."""
     work(RunDirectory(Path(path)))

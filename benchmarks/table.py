@@ -23,7 +23,7 @@ class Goal:
     Args:
         what: Of what to what.
         goal: Begins with "at most" or "at least" and a number.
-        measured: The ratio of the medians, or `paired` where there is `same`; None: not run.
+        measured: The ratio of the medians, or `paired` where arms take turns; None: not run.
         same: What the competitor's own ratio to itself may be by chance (`against_itself`).
         where: CPU or GPU.
     """
@@ -98,8 +98,7 @@ class Result:
         said = [f"{g.what}: **{g.measured:.3f}** ({_how(g)})." for g in more if g.measured]
         parts = [
             f"## {self.title}",
-            f"Competitor: {self.competitor}. Ratio{'' if self.same else ' of medians'} "
-            f"**{self.ratio:.3f}** ({_how(first)}).",
+            f"Competitor: {self.competitor}. Ratio **{self.ratio:.3f}** ({_how(first)}).",
             *([" ".join(said)] if said else []),
             "| | median | min | max | unit | repeats |\n|---|---|---|---|---|---|\n"
             + "\n".join(self.rows),

@@ -24,7 +24,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import delay, runs, turns
+from benchmarks import delay, runs, stops, turns
 from benchmarks.table import Result, against_itself, paired, row
 from benchmarks.tiny import Tiny, TinyData
 
@@ -49,7 +49,7 @@ def lay_out(folder: Path, total: int, *overrides: str) -> Path:
         *("model=tiny", f"model.width={WIDTH}", f"model.depth={DEPTH}", "data=tiny"),
         *(f"data.steps={total}", f"data.batch_size={BATCH}", "optimizer=none", "schedule=none"),
         *("trainer.accelerator=cpu", "trainer.max_epochs=1", f"trainer.log_every_n_steps={EVERY}"),
-        *(*turns.overrides(WARM_UP, STEPS), *overrides),
+        *(*stops.overrides(WARM_UP, STEPS), *overrides),
     )
     return run.path
 
@@ -67,7 +67,7 @@ def lightning(folder: str, uri: str, total: str) -> None:
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[turns.Stops(WARM_UP, STEPS)],
+        callbacks=[stops.Stops(WARM_UP, STEPS)],
     )
     module = Tiny(self_log=True, width=WIDTH, depth=DEPTH)
     trainer.fit(module, TinyData(BATCH, int(total)))
@@ -79,13 +79,12 @@ def arms(folder: Path, uri: str, repeats: int) -> dict[str, turns.Arm]:
     fewer = turns.steps_in_all(WARM_UP, STEPS, repeats, SOMETIMES)
     mlflow = ("tracking=mlflow", f"tracking.mlflow.tracking_uri={uri}")
     always = lay_out(folder, fewer, *mlflow, "trainer.log_every_n_steps=1")
-    theirs = "import sys; from benchmarks import tracking; tracking.lightning(*sys.argv[1:])"
     return {
-        NONE: turns.Arm(runs.CODE, [str(lay_out(folder, total, "tracking=none"))]),
-        AGAIN: turns.Arm(runs.CODE, [str(lay_out(folder, total, "tracking=none"))]),
-        OURS: turns.Arm(runs.CODE, [str(lay_out(folder, total, *mlflow))]),
-        ALWAYS: turns.Arm(runs.CODE, [str(always)], every=SOMETIMES),
-        THEIRS: turns.Arm(theirs, [str(folder), uri, str(fewer)], every=SOMETIMES),
+        NONE: turns.Arm(runs.rank_main, [str(lay_out(folder, total, "tracking=none"))]),
+        AGAIN: turns.Arm(runs.rank_main, [str(lay_out(folder, total, "tracking=none"))]),
+        OURS: turns.Arm(runs.rank_main, [str(lay_out(folder, total, *mlflow))]),
+        ALWAYS: turns.Arm(runs.rank_main, [str(always)], every=SOMETIMES),
+        THEIRS: turns.Arm(lightning, [str(folder), uri, str(fewer)], every=SOMETIMES),
     }
 
 

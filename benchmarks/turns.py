@@ -18,9 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from lightning.pytorch import Callback
 
 from benchmarks import pair
 from benchmarks.table import turned
@@ -42,38 +39,26 @@ def stop_before(step: int, first: int, steps: int) -> None:
         os.read(read, 1)
 
 
-class Stops(Callback):
-    """`stop_before` in a Trainer. A block ends with all that callbacks and loggers do in it."""
-
-    def __init__(self, first: int, steps: int) -> None:
-        self.first, self.steps = first, steps
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        stop_before(batch_idx, self.first, self.steps)
-
-
-def overrides(first: int, steps: int) -> list[str]:
-    """So that a run of distdl takes turns."""
-    given = {"_target_": "benchmarks.turns.Stops", "first": first, "steps": steps}
-    return [f"+callbacks.turns.{key}={value}" for key, value in given.items()]
-
-
 @dataclass(frozen=True)
 class Arm:
     """One of those that take turns.
 
     Args:
-        code: Python that trains and calls `stop_before`, for each of `ranks` processes (1 or 2).
-        arguments: `sys.argv[1:]` of it.
+        main: Of a module; trains and calls `stop_before`, in each of `ranks` processes (1 or 2).
+        arguments: What it is called with.
         every: 2: it takes part in every second round.
     """
 
-    code: str
+    main: Callable[..., None]
     arguments: Sequence[str]
     ranks: int = 1
     every: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        module, name = self.main.__module__, self.main.__name__
+        code = f"import sys; from {module} import {name}; {name}(*sys.argv[1:])"
+        return [sys.executable, "-c", code, *self.arguments]
 
 
 @dataclass
@@ -118,7 +103,7 @@ def _start(arm: Arm, folder: Path, stack: ExitStack) -> _Started:
         started.logs.append(folder / f"{len(list(folder.iterdir()))}.log")
         with open(started.logs[-1], "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", arm.code, *arm.arguments],
+                arm.command,
                 env={
                     **os.environ,
                     **(pair.variables(rank, port) if arm.ranks == pair.RANKS else {}),

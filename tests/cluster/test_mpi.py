@@ -290,8 +290,9 @@ def test_a_failed_rank_ends_the_others(hosts: Hosts, tmp_path: Path, mpi: str, e
     (job.store / "go").touch()
     state, seconds = job.ended()
     assert state == "FAILED" and seconds < 15
-    assert "rank_2" in job.errors(), (job.errors(), job.log())
-    said = job.errors()["rank_2"]
+    errors = job.errors()
+    assert "rank_2" in errors, (errors, job.log())
+    said = errors["rank_2"]
     assert said["exit_code"] == (7 if end == "exit" else 137)
     assert end == "exit" or "killed by SIGKILL on node2" in said["message"]
     record = json.loads((job.attempt / "mpirun.json").read_text())

@@ -27,6 +27,7 @@ from benchmarks import (
     turns,
 )
 from benchmarks.table import Goal, Result
+from tests.unit import stepper
 
 
 def result(**more: object) -> Result:
@@ -255,21 +256,6 @@ def test_the_proxy_lets_a_request_wait_and_passes_it_on() -> None:
         behind.server_close()
 
 
-# Trains nothing; says when it is its turn, and for how long.
-STEPPER = """
-import sys, time
-from benchmarks.turns import stop_before
-name, seconds, steps, file, dies = sys.argv[1:]
-for step in range(int(steps)):
-    stop_before(step, 2, 3)
-    if step == int(dies):
-        sys.exit("broken in step " + dies)
-    with open(file, "a") as said:
-        print(name, step, file=said)
-    time.sleep(float(seconds))
-"""
-
-
 def test_arms_take_turns(tmp_path: Path) -> None:
     file, logs = tmp_path / "said", tmp_path / "logs"
     logs.mkdir()
@@ -277,7 +263,7 @@ def test_arms_take_turns(tmp_path: Path) -> None:
     def arm(name: str, seconds: float, every: int = 1, dies: int = -1) -> turns.Arm:
         steps = turns.steps_in_all(2, 3, 4, every)
         arguments = [name, str(seconds), str(steps), str(file), str(dies)]
-        return turns.Arm(STEPPER, arguments, every=every)
+        return turns.Arm(stepper.main, arguments, every=every)
 
     settled: list[str] = []
     arms = {"a": arm("a", 0.0), "b": arm("b", 0.05), "c": arm("c", 0.0, every=2)}
