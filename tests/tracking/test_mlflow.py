@@ -1,0 +1,299 @@
+"""The follower and `track sync`, against real databases."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdl.commands import track
+from distdl.errors import UserError
+from distdl.tracking import start_tracking
+from distdl.tracking.client import metric_name
+from distdl.tracking.outbox import redact
+from tests.tracking.tracked import (
+    client,
+    connected,
+    database,
+    delivered,
+    info_of,
+    logger,
+    owed,
+    runs_of,
+    wait_until,
+)
+
+
+def test_one_mlflow_run_across_attempts(outputs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for attempt in (1, 2):
+        changed = {"optimizer.lr": 0.2} if attempt == 2 else {}
+        info = info_of(
+            outputs,
+            "attempts/r",
+            attempt,
+            params={"lr": 0.1 * attempt, "model": "x" * 600, f"new{attempt}": 1},
+            changed=changed,
+            tags={"team": "vision"},
+        )
+        (info.run_dir / "provenance.json").write_text('{"git": {"commit": "abc123"}}')
+        tracking = start_tracking(info, {"mlflow": logger()})
+        for step in range(3):
+            tracking.journal.log_metrics({"train/loss": 1.0 / (step + 1)}, step + 2 * attempt)
+        connected(tracking)
+        tracking.finish("PREEMPTED" if attempt == 1 else "SUCCEEDED")
+        (run,) = runs_of(database(outputs), "attempts")
+        assert run.info.status == ("KILLED" if attempt == 1 else "FINISHED")
+    assert run.info.run_name == "r"
+    assert run.data.params == {"lr": "0.1", "model": "x" * 500, "new1": "1", "new2": "1"}
+    assert "refuses" not in caplog.text
+    tags = run.data.tags
+    assert tags["distdl.run_id"] == "attempts/r" and tags["distdl.attempts"] == "2"
+    assert tags["distdl.attempt.1.state"] == "PREEMPTED"
+    assert tags["distdl.attempt.2.state"] == "SUCCEEDED"
+    assert json.loads(tags["distdl.attempt.2.changed"]) == {"optimizer.lr": 0.2}
+    assert tags["mlflow.source.git.commit"] == "abc123" and tags["team"] == "vision"
+    assert delivered(database(outputs), run.info.run_id) == owed(info)
+    names = [a.path for a in client(database(outputs)).list_artifacts(run.info.run_id)]
+    assert names == ["attempts", "config.yaml", "packages.txt"]
+    stored = outputs / "mlflow-artifacts" / run.info.run_id / "artifacts"
+    assert (stored / "config.yaml").read_bytes() == (info.run_dir / "config.yaml").read_bytes()
+    assert "torch==" in (stored / "packages.txt").read_text()
+    assert not any(Path.cwd().iterdir()), "MLflow wrote into the current folder"
+
+
+def test_a_lost_state_file_finds_the_run_again(outputs: Path) -> None:
+    for attempt in (1, 2):
+        info = info_of(outputs, "lost/r", attempt)
+        tracking = start_tracking(info, {"mlflow": logger()})
+        tracking.journal.log_metrics({"x": 1.0}, attempt)
+        tracking.finish("FAILED")
+        (info.run_dir / "tracking/mlflow.json").unlink()
+    (run,) = runs_of(database(outputs), "lost")
+    assert delivered(database(outputs), run.info.run_id) == owed(info)
+    assert run.info.status == "FAILED"
+    # But a new run that happens to have the same name is another run.
+    tracking = start_tracking(info_of(outputs, "lost/r"), {"mlflow": logger()})
+    tracking.finish("SUCCEEDED")
+    assert len(runs_of(database(outputs), "lost")) == 2
+
+
+def test_a_batch_that_is_sent_again_is_not_doubled(outputs: Path) -> None:
+    info = info_of(outputs, "again/r")
+    tracking = start_tracking(info, {"mlflow": logger()})
+    for step in range(500):
+        tracking.journal.log_metrics(
+            {"a": float(step), "b": math.nan, "c": math.inf, "acc@1": 1.0}, step
+        )
+    tracking.finish("SUCCEEDED")
+    (run,) = runs_of(database(outputs), "again")
+    assert len(delivered(database(outputs), run.info.run_id)) == 2000
+    (info.run_dir / "tracking/mlflow-node0.json").unlink()  # killed before the cursor was written
+    assert track.main(["sync", str(info.run_dir)]) == 0
+    assert delivered(database(outputs), run.info.run_id) == owed(info)
+
+
+def test_a_refused_point_does_not_hold_up_the_others(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("distdl.tracking.delivery.metric_name", lambda name: name)
+    info = info_of(outputs, "refused/r")
+    tracking = start_tracking(info, {"mlflow": logger()})
+    for step in range(20):
+        tracking.journal.log_metrics({"good": 1.0, **({"bad@": 1.0} if step == 7 else {})}, step)
+    tracking.finish("SUCCEEDED")
+    (run,) = runs_of(database(outputs), "refused")
+    assert [p[2] for p in delivered(database(outputs), run.info.run_id)] == list(range(20))
+    assert sum("refuses the metric bad@" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["acc@1", "a//b", "/x", "../x", "a/../b", "x" * 300, "loss[0]", "@"]
+)
+def test_metric_names_are_made_acceptable(name: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(metric_name(name))
+
+
+def test_a_slow_backend_does_not_slow_a_step(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    real, calls = MlflowClient.log_batch, []
+
+    def slow(self: Any, *args: Any, **kw: Any) -> Any:
+        calls.append(1)
+        time.sleep(0.7)
+        return real(self, *args, **kw)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", slow)
+    tracking = start_tracking(info_of(outputs, "slow/r"), {"mlflow": logger()})
+    times = []
+    for step in range(1500):
+        start = time.perf_counter()
+        tracking.journal.log_metrics({"x": float(step)}, step)
+        times.append(time.perf_counter() - start)
+        time.sleep(0.002)
+    assert len(calls) >= 2, "nothing was sent while the steps ran"
+    assert sorted(times)[1350] < 2e-3 and sum(times) < 0.7
+    tracking.finish("SUCCEEDED")
+    (run,) = runs_of(database(outputs), "slow")
+    assert len(delivered(database(outputs), run.info.run_id)) == 1500
+
+
+IN_A_PROCESS = """
+import os, sys, time
+from pathlib import Path
+from distdl.tracking import RunInfo
+from distdl.tracking.mlflow import MLflowLogger
+from distdl.tracking.records import encode, journal_path
+outputs, run_id = Path(sys.argv[1]), sys.argv[2]
+run = outputs / run_id
+info = RunInfo(run, run_id, 1, 0, 0, 0, 1, outputs, run_id.split("/")[0])
+component = MLflowLogger(interval=0.1)
+component.start(info)
+journal = journal_path(run)
+journal.parent.mkdir(parents=True, exist_ok=True)
+"""  # without Lightning, whose import would take most of the time
+
+
+def in_a_process(code: str, outputs: Path, run_id: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", IN_A_PROCESS + code]
+    return subprocess.Popen([*command, str(outputs), run_id], stderr=subprocess.PIPE, text=True)
+
+
+def test_two_runs_may_start_at_the_same_time_in_a_new_project(tmp_path: Path) -> None:
+    code = "journal.write_bytes(encode(1.0, 1, 1, {'x': 1.0}))\ncomponent.finish('SUCCEEDED')"
+    out = tmp_path / "outputs"
+    started = [in_a_process(code, out, f"race/{i}") for i in range(2)]
+    said = [p.communicate(timeout=120)[1] for p in started]
+    assert [p.returncode for p in started] == [0, 0], said
+    assert "fails" not in "".join(said), said
+    found = runs_of(database(out), "race")
+    assert sorted((r.info.run_name, r.data.metrics["x"]) for r in found) == [("0", 1.0), ("1", 1.0)]
+
+
+def test_a_data_loader_may_fork_while_mlflow_is_being_imported(tmp_path: Path) -> None:
+    """Else its worker waits for ever on the import lock of what mlflow was importing."""
+    code = """
+while "mlflow" not in sys.modules:
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    import mlflow
+    os._exit(0)
+end = time.time() + 10
+while os.waitpid(child, os.WNOHANG) == (0, 0):
+    if time.time() > end:
+        os.kill(child, 9)
+        sys.exit("the child hangs")
+    time.sleep(0.05)
+"""
+    forking = in_a_process(code, tmp_path / "outputs", "fork/r")
+    said = forking.communicate(timeout=60)[1]
+    assert forking.returncode == 0, said
+
+
+def test_the_jobs_own_run_wins(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = database(outputs)
+    start_tracking(info_of(outputs, "other/r"), {"mlflow": logger()}).finish("SUCCEEDED")
+    mlflow = client(uri)
+    experiment = mlflow.get_experiment_by_name("other").experiment_id
+    jobs = [mlflow.create_run(experiment).info.run_id for _ in range(2)]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    for attempt, job in enumerate(jobs, 1):
+        monkeypatch.setenv("MLFLOW_RUN_ID", job)
+        component = logger()
+        monkeypatch.delenv("MLFLOW_RUN_ID")  # as mlflow.start_run() does
+        tracking = start_tracking(info_of(outputs, "job/r", attempt), {"mlflow": component})
+        tracking.journal.log_metrics({"x": 1.0}, attempt)
+        tracking.finish("SUCCEEDED")
+        run = mlflow.get_run(job)
+        assert run.data.tags["distdl.run_id"] == "job/r"
+        assert len(delivered(uri, job)) == attempt  # a later job shows the whole history
+        assert run.info.status == "RUNNING"  # the platform ends it
+    assert run.data.tags["distdl.previous_job"] == jobs[0]
+    assert mlflow.get_experiment_by_name("job") is None
+
+
+def test_a_password_in_the_address_is_never_written(tmp_path: Path) -> None:
+    canary = "s3cr3t-canary"
+    uri = f"http://me:{canary}@127.0.0.1:9/x?token={canary}"
+    component = logger(tracking_uri=uri, flush_timeout=0.5)
+    info = info_of(tmp_path, "e/r")
+    tracking = start_tracking(info, {"mlflow": component})
+    wait_until(lambda: component._failures > 0)
+    tracking.finish("SUCCEEDED")
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or canary not in path.read_text(), path
+    assert canary not in "".join(tracking.how_to_open())
+    with pytest.raises(UserError, match="set MLFLOW_TRACKING_URI"):
+        track.main(["sync", str(info.run_dir)])
+    assert redact(database(tmp_path)) == database(tmp_path)
+
+
+# --- `track sync` ---
+
+
+def test_sync_says_what_is_wrong_with_the_run(tmp_path: Path, outputs: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        track.main(["sync", str(tmp_path / "nothing")])
+    info = info_of(tmp_path, "e/untracked")
+    with pytest.raises(UserError, match=r"is not a run(.|\n)*e/untracked"):
+        track.main(["sync", str(tmp_path)])
+    with pytest.raises(UserError, match=r"was not tracked in MLflow(.|\n)*distdl report"):
+        track.main(["sync", str(info.run_dir)])
+
+
+def test_sync_of_a_running_run_leaves_it_alone(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = info_of(outputs, "active/r")
+    tracking = start_tracking(info, {"mlflow": logger()})
+    wait_until((info.run_dir / "tracking/mlflow-node0.lock").is_file)
+    time.sleep(0.2)
+    code = "import sys; from distdl.commands.track import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "sync", str(info.run_dir)], capture_output=True, text=True
+    )
+    assert (done.returncode, "still active" in done.stdout) == (0, True), done
+    tracking.finish("SUCCEEDED")
+    assert track.main(["sync", str(info.run_dir)]) == 0
+    assert "the run is complete" in capsys.readouterr().out
+
+
+def test_sync_ends_a_run_that_was_killed(outputs: Path) -> None:
+    code = """
+while not component.delivery.run_id:
+    time.sleep(0.05)
+component._send = lambda finishing: True  # killed before the next delivery
+time.sleep(0.5)
+journal.write_bytes(encode(1.0, 1, 1, {"x": 1.0}))
+os.kill(os.getpid(), 9)
+"""
+    killed = in_a_process(code, outputs, "killed/r")
+    said = killed.communicate(timeout=120)[1]
+    assert killed.returncode == -signal.SIGKILL, said
+    (run,) = runs_of(database(outputs), "killed")
+    assert run.info.status == "RUNNING"
+    assert track.main(["sync", str(outputs / "killed/r")]) == 0
+    (run,) = runs_of(database(outputs), "killed")
+    assert run.info.status == "KILLED" and run.data.metrics == {"x": 1.0}
+
+
+def test_reading_and_syncing_need_no_torch() -> None:
+    code = (
+        "import sys; import distdl.commands.track, distdl.commands.report, distdl.tracking.records;"
+        "import distdl.tracking.delivery, distdl.tracking.mlflow;"
+        "print([m for m in ('torch', 'lightning', 'mlflow', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done
