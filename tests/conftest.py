@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ UNCHECKED = (
     "sys.exit(__main__.main())\n",
 )
 # These wait for their processes, for minutes. They come first, and what is quick fills the rest of
-# the time of whichever process is free.
-FIRST = ("cluster", "multiprocess", "strategies", "cli", "packaging")
+# the time of whichever process is free. Those of a cluster, which wait for its servers as well,
+# come in turn with the others, which keep both cores busy.
+WAITING, FIRST = "cluster", ("strategies", "multiprocess", "cli", "packaging")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,7 +84,8 @@ def pytest_collection_modifyitems(
     """A file is run by one process, which then makes its fixtures once; so is a group of tests that
     shares host names or ports (`xdist_group`). The slow ones are started first, for which
     pytest-xdist must be told to keep the order (`--no-loadscope-reorder`)."""
-    items.sort(key=lambda item: _place(item.path))  # the order within a file stays
+    order = _in_turn({item.path for item in items})
+    items.sort(key=lambda item: order.index(item.path))  # the order within a file stays
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
@@ -91,10 +94,19 @@ def pytest_collection_modifyitems(
         pytest.exit("this pytest-xdist does not group tests: install pytest<9.2", returncode=4)
 
 
-def _place(path: Path) -> int:
-    """Of a file of tests among the others."""
-    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
-    return FIRST.index(folder) if folder in FIRST else len(FIRST)
+def _in_turn(paths: Set[Path]) -> list[Path]:
+    """Files of tests as they are to be started."""
+
+    def folder(path: Path) -> str:
+        return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+
+    def place(path: Path) -> int:
+        return FIRST.index(folder(path)) if folder(path) in FIRST else len(FIRST)
+
+    found = sorted(sorted(paths), key=place)
+    waiting = [path for path in found if folder(path) == WAITING]
+    others = [path for path in found if folder(path) != WAITING]
+    return [path for pair in zip_longest(waiting, others) for path in pair if path]
 
 
 def environment(**more: str) -> dict[str, str]:

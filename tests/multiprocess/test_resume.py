@@ -167,9 +167,9 @@ def test_a_write_that_fails_ends_all_ranks(tmp_path) -> None:
 
 def test_a_new_run_goes_on_from_another_by_a_relative_path(uninterrupted) -> None:
     """At a path below the current folder, as `convert` and the docs print it."""
-    folder = uninterrupted[2].parents[2]
-    more = ("trainer.max_epochs=4", "checkpoint.resume_from=outputs/default/r2", "name=on")
-    said = trained(*RANKS[2], MANY, *more, cwd=folder)
+    folder = uninterrupted[1].parents[2]
+    more = ("trainer.max_epochs=4", "checkpoint.resume_from=outputs/default/r1", "name=on")
+    said = trained(*RANKS[1], MANY, *more, cwd=folder)
     assert list(losses(folder / "outputs/default/on")) == list(range(3 * STEPS + 1, 4 * STEPS + 1))
     assert "share no file system" not in said
 

@@ -28,7 +28,7 @@ from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.models import ImageClassifier, compilers
 from distdl.stopping import Stopped, StopRequest
-from tests.conftest import distdl
+from tests.conftest import UNCHECKED, distdl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -244,6 +244,7 @@ def test_the_measured_way_is_frozen_in_the_run(tmp_path):
         *("data.val_samples=8", "data.batch_size=4", "data.num_workers=0", "tracking=none"),
         *("schedule.warmup_epochs=0", "trainer.accelerator=cpu", "trainer.max_steps=2", "name=c"),
         cwd=tmp_path,
+        module=UNCHECKED,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     launch = yaml.safe_load((tmp_path / "outputs/default/c/attempts/001/launch.yaml").read_text())
