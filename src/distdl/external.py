@@ -97,8 +97,9 @@ def _lay_down(planned: Plan) -> str:
 
 def _work(told: str) -> int:
     if told == REFUSED:
-        # Rank 0 says why. torchrun kills the others when the first one ends: let that be rank 0.
-        time.sleep(2)
+        # Rank 0 says why. Who ends first is told as the cause: let that be rank 0, with which
+        # torchrun ends the others. Elsewhere nobody may do that.
+        time.sleep(30 if _agent_keeps_store() else 2)
         return EXIT_REFUSED
     if told == NOTHING_TO_DO:
         return 0
@@ -106,6 +107,11 @@ def _work(told: str) -> int:
 
     number, run = told.split(" ", 1)
     return worker.main([run, run, "--attempt", number])
+
+
+def _agent_keeps_store() -> bool:
+    """Whether this is a rank of torchrun's: its agent keeps a store at the main port."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _tell(here: environments.Environment, word: str | None) -> str:
@@ -117,8 +123,7 @@ def _tell(here: environments.Environment, word: str | None) -> str:
 
     from torch.distributed import PrefixStore, TCPStore
 
-    # torchrun's agent already keeps a store at this port; otherwise rank 0 keeps one beside it.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = _agent_keeps_store()  # otherwise rank 0 keeps one beside it
     tcp = TCPStore(
         here.main_address,
         here.main_port + (0 if agent else 1),

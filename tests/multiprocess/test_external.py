@@ -45,9 +45,16 @@ def test_two_ranks_make_one_run(tmp_path) -> None:
     assert done.stdout.count("run     outputs/default/x  (attempt 1)") == 1
 
 
-def test_a_refusal_under_torchrun_is_told_by_rank_0(tmp_path) -> None:
+def test_a_refusal_under_torchrun_is_told_by_rank_0(tmp_path, tmp_path_factory) -> None:
+    """However long that rank takes to end: torchrun names the first that does."""
+    slow = tmp_path_factory.mktemp("slow")
+    (slow / "sitecustomize.py").write_text(
+        "import atexit, os, time\n"
+        "if os.environ.get('RANK') == '0':\n"
+        "    atexit.register(time.sleep, 5)\n"
+    )
     typed = (*SHORT, "trainer.devices=3")
-    done = distdl(*typed, cwd=tmp_path, module=TORCHRUN)
+    done = distdl(*typed, cwd=tmp_path, module=TORCHRUN, env={"PYTHONPATH": str(slow)})
     assert done.returncode != 0
     assert done.stderr.count("distdl: 1 problem, nothing was started") == 1
     assert "trainer.devices: 3 per node are asked for, and 2 were started" in done.stderr

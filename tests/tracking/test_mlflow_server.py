@@ -126,7 +126,8 @@ def test_a_server_that_is_down_comes_up_goes_away_and_comes_back(
     assert run.info.status == "FINISHED" and run.data.params == {"lr": "0.1"}
     names = [a.path for a in client(server.uri).list_artifacts(run.info.run_id)]
     assert names == ["config.yaml", "packages.txt"]
-    said = [r.message for r in caplog.records]
+    # What the first run's follower says may come after its end.
+    said = [r.message for r in caplog.records if "experiment_name=later" not in r.message]
     assert sum("fails; training goes on" in m for m in said) == 2
     assert sum("is back: sending on" in m for m in said) == 2
     assert component.how_to_open() == server.uri
