@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import DISTDL, TINY, UNCHECKED, distdl, status
+from tests.conftest import TINY, UNCHECKED, distdl, status
 
 SHORT = ("task=benchmark", "task.warmup=2", "task.windows=1", "task.steps=3", "task.trace=2")
 # A batch takes longer than a step: no benchmark may overlook that.
@@ -33,8 +33,8 @@ class Sleepy:
 """
 
 
-def measured(cwd: Path, *overrides: str, module: tuple[str, ...] = UNCHECKED) -> dict[str, Any]:
-    done = distdl(*TINY, "name=b", *SHORT, *overrides, cwd=cwd, module=module)
+def measured(cwd: Path, *overrides: str) -> dict[str, Any]:
+    done = distdl(*TINY, "name=b", *SHORT, *overrides, cwd=cwd, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((cwd / "outputs/default/b/benchmark.json").read_text())
     assert found["verdict"]["bound"] in done.stdout
@@ -60,8 +60,7 @@ STRATEGIES = ("ddp", "pipeline", "fsdp", "deepspeed_zero2")
 def test_under_every_strategy_communication_is_seen(tmp_path: Path, strategy: str) -> None:
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    two = (f"strategy={strategy}", "trainer.devices=2")
-    found = measured(tmp_path, *two, module=DISTDL if strategy == "ddp" else UNCHECKED)
+    found = measured(tmp_path, f"strategy={strategy}", "trainer.devices=2")
     check(found)
     assert found["setting"]["strategy"] == strategy
     assert found["held"]["split"]["communication"] > 0

@@ -160,9 +160,10 @@ def main() -> None:
 
     import torch
 
-    from distdl import cluster, environment
+    from distdl import allocator, cluster, environment
 
     warnings.filterwarnings("ignore")
+    allocator.keep_freed_memory()  # as a worker does
     torch.set_num_threads(1)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
