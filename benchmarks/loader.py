@@ -4,7 +4,7 @@ python -m benchmarks.run loader
 
 One process trains nothing and takes batches of 100 as fast as 1 or 2 workers make them; each arm in
 turn, five times, after an epoch to warm up. CPU time is that of the process and its workers. The
-hundred photographs of ../shared/images/imagenet_sample are repeated to six hundred files, which the
+hundred photographs of ../shared/images/imagenet_sample are repeated to four hundred files, which the
 page cache holds: what is measured is decoding and what surrounds it.
 """
 
@@ -29,7 +29,7 @@ import torch
 from benchmarks.table import Goal, Result, row
 
 PHOTOGRAPHS = Path(__file__).resolve().parents[2] / "shared" / "images" / "imagenet_sample"
-FILES, BATCH, SIZE, REPEATS = 600, 100, 224, 5
+FILES, BATCH, SIZE, REPEATS = 400, 100, 224, 5
 PLAIN, SHORT = 1.5, 3.5  # the goals
 
 Arm = Callable[[Path, int], Any]

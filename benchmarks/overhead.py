@@ -31,7 +31,7 @@ from benchmarks.table import Result, row
 from benchmarks.tiny import Tiny, TinyData
 
 # Blocks of 300 steps: about a quarter of a second, and six log lines.
-WARM_UP, STEPS, REPEATS = 200, 300, 32
+WARM_UP, STEPS, REPEATS = 200, 300, 24
 APART, APART_REPEATS = 900, 5  # steps and runs that are taken apart
 # What Lightning (2.6) calls in every training step.
 HOOKS = (

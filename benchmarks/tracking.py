@@ -33,7 +33,7 @@ LATENCY = 0.7
 # a run is as fast as the memory pages that it happened to get.
 WIDTH, DEPTH, BATCH = 512, 4, 256
 WARM_UP, STEPS, EVERY = 45, 50, 50
-REPEATS, SOMETIMES = 24, 4  # rounds; the last two arms take part in every fourth of them
+REPEATS, SOMETIMES = 20, 4  # rounds; the last two arms take part in every fourth of them
 SETTLED = 12  # as many requests may be open when an arm stops for the first time
 BACKEND = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "AZUREML_RUN_ID")
 NONE, AGAIN = "distdl, tracking=none", "distdl, tracking=none, again"

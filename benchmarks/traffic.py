@@ -16,7 +16,7 @@ from benchmarks import pair, runs
 from benchmarks.table import Goal
 from distdl.traffic import in_words
 
-SKIPPED, STEPS = 2, 16
+SKIPPED, STEPS = 2, 8
 COMMON = (
     *("model=resnet18", "data=synthetic", "data.image_size=32", "data.num_classes=10"),
     *("data.batch_size=8", "data.train_samples=1600", "schedule.warmup_epochs=0"),
