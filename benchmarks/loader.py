@@ -4,8 +4,8 @@ python -m benchmarks.run loader
 
 One process trains nothing and takes batches of 100 as fast as 1 or 2 workers make them; each arm in
 turn, five times, after an epoch to warm up. CPU time is that of the process and its workers. The
-hundred photographs of ../shared/images/imagenet_sample are repeated to four hundred files, which the
-page cache holds: what is measured is decoding and what surrounds it.
+hundred photographs of ../shared/images/imagenet_sample are repeated to four hundred files, which
+the page cache holds: what is measured is decoding and what surrounds it.
 """
 
 from __future__ import annotations

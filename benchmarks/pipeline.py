@@ -9,8 +9,9 @@ needs a core per stage that does nothing else.
 
 Two sizes, since one cannot show both. At 128 px the residual blocks cost about the same, a split
 into equal halves exists, and the step can be held against the ideal (by hand the halves are the
-same ones). At 64 px the last blocks, bound by their weights, cost most: an equal-layer split waits
-for them, and no cut between blocks is better than about 57 : 43, so that nobody reaches the ideal.
+same ones). At 64 px, where the plain loop has no part, the last blocks, bound by their weights,
+cost most: an equal-layer split waits for them, and no cut between blocks is better than about
+57 : 43, so that nobody reaches the ideal.
 """
 
 from __future__ import annotations
