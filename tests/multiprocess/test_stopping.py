@@ -111,6 +111,25 @@ def test_a_signal_in_set_up(background, tmp_path) -> None:
     assert status(run, 2)["state"] == "SUCCEEDED"
 
 
+def test_a_rank_that_fails_is_named(tmp_path) -> None:
+    """torchrun swallows exit codes and messages; the run's own files do not."""
+    (tmp_path / "broken.py").write_text(
+        "import torch\n"
+        "from distdl.models import ImageClassifier\n"
+        "class Broken(ImageClassifier):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        if self.global_rank == 1 and batch_idx == 2:\n"
+        "            raise ValueError('bad weather on rank one')\n"
+        "        return super().training_step(batch, batch_idx)\n"
+    )
+    given = (*TINY, *TWO, "model._target_=broken.Broken", "name=b")
+    done = distdl(*given, cwd=tmp_path, module=UNCHECKED)
+    assert done.returncode == 1
+    assert "rank 1 failed first: ValueError: bad weather on rank one" in done.stderr
+    told = status(tmp_path / "outputs/default/b")
+    assert told["state"] == "FAILED" and "bad weather" in told["error"]
+
+
 def test_a_refusal_on_one_rank_is_all_that_is_shown(tmp_path) -> None:
     """The other ranks lose their connection by it, and say so in their files alone."""
     images = tmp_path / "images"
