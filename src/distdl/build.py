@@ -16,10 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig
 
-from distdl import batches, optim, portable
+from distdl import batches, cluster, optim, portable
 from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
 from distdl.checkpoint import CheckpointStore
-from distdl.cluster import LaunchedEnvironment
 from distdl.config import plain
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
@@ -220,10 +219,11 @@ def build_trainer(
     )
     if config.checkpoint.get("sharded"):  # validation has asked whether it can
         strategy.sharded_checkpoints = True
+    cluster.give_backends(strategy, resources.accelerator)
     trainer = Trainer(
         **arguments,
         strategy=strategy,
-        plugins=[LaunchedEnvironment(environment), AnyCheckpoint()],
+        plugins=[cluster.LaunchedEnvironment(environment), AnyCheckpoint()],
         callbacks=callbacks,
         logger=loggers or False,
         default_root_dir=Path(run.path),

@@ -38,6 +38,13 @@ def backend(accelerator: str) -> str:
     return "cpu:gloo,cuda:nccl" if accelerator in ("gpu", "cuda") else "gloo"
 
 
+def give_backends(strategy: Any, accelerator: str) -> None:
+    """Has a strategy of Lightning's open what `connect` would: in a world of one it opens the group
+    itself, on a GPU with NCCL alone, and then nothing on the host can be agreed on."""
+    if getattr(strategy, "_process_group_backend", "") is None:  # else the user has chosen
+        strategy._process_group_backend = backend(accelerator)
+
+
 def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -49,7 +56,7 @@ def world_size() -> int:
 
 def tell_all(value: Any) -> Any:
     """Rank 0's value, on every rank (anything that can be pickled)."""
-    if not dist.is_initialized():
+    if world_size() == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

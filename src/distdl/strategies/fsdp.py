@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from distdl import cluster, formats, portable
+from distdl import formats, portable
 from distdl.errors import Problem, UserError
 from distdl.strategies.sharing import (
     agree_on_buffers,
@@ -91,9 +91,6 @@ class FSDPStrategy(ModelParallelStrategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
-
-    def _get_process_group_backend(self) -> str:
-        return cluster.backend(self.root_device.type)  # what a world of one opens for itself
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
