@@ -29,7 +29,7 @@ class LocalRequest:
     @property
     def env(self) -> dict[str, str]:
         ids = self.spec.resources.device_ids
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))} if ids else {}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
         launcher = "single" if self.in_process else "local"
         return {"DISTDL_LAUNCHER": launcher, **visible, **self.spec.env}
 

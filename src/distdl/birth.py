@@ -14,6 +14,7 @@ from distdl import cluster
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
+from distdl.resources import VISIBLE, listed
 
 log = logging.getLogger("distdl.birth")
 
@@ -27,28 +28,70 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
     Raises:
         UserError: This node shows fewer GPUs than it has ranks.
     """
-    if accelerator == "gpu" and torch.cuda.device_count() <= here.local_rank:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
-                f"node, and torch sees {torch.cuda.device_count()} GPUs there",
-                "ask for as many devices as a node has, or write trainer.accelerator=cpu",
-            )
+    if accelerator != "gpu":
+        return
+    seen = listed(os.environ.get(VISIBLE, ""))
+    if seen and seen[0].startswith("MIG-") and here.local_rank < len(seen):
+        # CUDA shows the first MIG instance of a list and no other: each rank names its own.
+        os.environ[VISIBLE] = seen[here.local_rank]
+    elif seen and seen[0].startswith("MIG-") and len(seen) > 1:
+        raise _missing(here, len(seen))
+    if torch.cuda.device_count() <= cluster.device_index(here):
+        raise _missing(here, torch.cuda.device_count())
+
+
+def _missing(here: Environment, count: int) -> UserError:
+    named = f" ({VISIBLE}={os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
+    return UserError(
+        Problem(
+            "trainer.devices",
+            f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
+            f"node, and torch sees {count} GPUs there{named}",
+            "ask for as many devices as a node has, or write trainer.accelerator=cpu",
         )
+    )
 
 
 def announce(here: Environment, accelerator: str) -> None:
-    """Rank 0 prints the table of all ranks; a rank that is alone only notes it in its log."""
+    """Rank 0 prints the table of all ranks; a rank that is alone only notes it in its log.
+
+    Raises:
+        UserError: Two ranks have the same GPU.
+    """
     born = cluster.gather(facts(here, accelerator))
     if here.rank == 0:
         log.log(logging.INFO if len(born) > 1 else logging.DEBUG, "%s", table(born))
+    refuse_shared(born)
+
+
+def refuse_shared(born: list[dict[str, Any]]) -> None:
+    """Each rank sees one GPU, and for two of them it is the same: on every rank, before they train.
+
+    Raises:
+        UserError: With their numbers.
+    """
+    owners: dict[str, int] = {}
+    for each in born:
+        first = owners.setdefault(each["uuid"], each["rank"])
+        if each["uuid"] and first != each["rank"]:
+            raise UserError(
+                Problem(
+                    "trainer.devices",
+                    f"ranks {first} and {each['rank']} have the same GPU "
+                    f"({each['uuid']} on {each['host']})",
+                    "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
+                )
+            )
 
 
 def facts(here: Environment, accelerator: str) -> dict[str, Any]:
-    device = "cpu"
+    device, uuid = "cpu", ""
     if accelerator == "gpu":
-        device = f"cuda:{here.local_rank} {torch.cuda.get_device_name(here.local_rank)}"
+        index = cluster.device_index(here)
+        device = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+        # Instances of one GPU may share its id, and some virtual GPUs have none.
+        uuid = "" if " MIG " in device or not uuid.strip("0-") else uuid
     return {
         "rank": here.rank,
         "node": here.node_rank,
@@ -56,6 +99,7 @@ def facts(here: Environment, accelerator: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": device,
+        "uuid": uuid,
         "interconnect": ", ".join(interconnect()) or "no InfiniBand",
         "main": f"{here.main_address}:{here.main_port}",
         "launcher": here.launcher,

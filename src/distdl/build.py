@@ -212,7 +212,7 @@ def build_trainer(
     """Lightning's Trainer, of which distdl owns the parts named in `conf/trainer`'s docs."""
     arguments = plain(config.trainer)
     arguments.update(
-        accelerator=resources.accelerator,
+        accelerator=cluster.accelerator_of(environment, resources.accelerator),
         devices=environment.local_world_size,
         num_nodes=resources.num_nodes,
         profiler=arguments.get("profiler") or Unprofiled(),

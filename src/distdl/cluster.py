@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 
 from distdl.environment import Environment
 from distdl.job import JobState
@@ -25,13 +26,37 @@ def connect(environment: Environment, accelerator: str) -> None:
     if environment.world_size == 1 or dist.is_initialized():
         return
     if accelerator == "gpu":
-        torch.cuda.set_device(environment.local_rank)
+        torch.cuda.set_device(device_index(environment))
     dist.init_process_group(
         backend(accelerator),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=TIMEOUT,
     )
+
+
+def device_index(environment: Environment) -> int:
+    """This rank's GPU among those that it sees: the only one (`srun --gpus-per-task=1`, a container
+    with one GPU), else that of its number on the node."""
+    return 0 if torch.cuda.device_count() == 1 else environment.local_rank
+
+
+def accelerator_of(environment: Environment, accelerator: str) -> str | Accelerator:
+    """Lightning's accelerator for this rank."""
+    alone = environment.local_world_size > 1 and torch.cuda.device_count() == 1
+    return OneVisible() if accelerator == "gpu" and alone else accelerator
+
+
+class OneVisible(CUDAAccelerator):
+    """Several ranks on a node, each of which sees its own GPU only: for each it is number 0."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", 0) for _ in devices]
 
 
 def backend(accelerator: str) -> str:

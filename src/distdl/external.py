@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from distdl import compose, launch, planning, user_conf
 from distdl import environment as environments
@@ -64,12 +64,21 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
     """Writes the size that was started into a config.
 
     Raises:
-        UserError: Another size was asked for, or the nodes have different numbers of ranks.
+        UserError: Another size or certain GPUs were asked for, or the nodes have different numbers
+            of ranks.
     """
     nodes, rest = divmod(here.world_size, here.local_world_size)
     if rest:
         raise UserError(
             Problem("trainer.devices", f"{here.world_size} processes are not equally many per node")
+        )
+    if isinstance(asked, (list, ListConfig)):
+        raise UserError(
+            Problem(
+                "trainer.devices",
+                f"{list(asked)} chooses GPUs for processes that are running already",
+                "leave it out, and export CUDA_VISIBLE_DEVICES before they are started",
+            )
         )
     if isinstance(asked, int) and asked not in (-1, here.local_world_size):
         raise UserError(

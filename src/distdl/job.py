@@ -48,13 +48,14 @@ class Resources:
         num_nodes: Machines.
         devices: Processes per node, one device each.
         accelerator: "cpu", "gpu" or "mps"; never "auto".
-        device_ids: Which devices of this machine, if not simply the first ones.
+        device_ids: Which GPUs of this machine, if not simply the first ones: by the names that
+            $CUDA_VISIBLE_DEVICES has for them, such as "5" or "GPU-8f6e...".
     """
 
     num_nodes: int = 1
     devices: int = 1
     accelerator: str = "cpu"
-    device_ids: tuple[int, ...] | None = None
+    device_ids: tuple[str, ...] | None = None
 
     @property
     def world_size(self) -> int:

@@ -7,24 +7,79 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 
 def visible_gpus() -> int:
     """NVIDIA GPUs that a process started here would see."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return len([d for d in listed.split(",") if d.strip() not in ("", "-1")])
+    return len(visible())
+
+
+def visible() -> list[str]:
+    """The NVIDIA GPUs that a process started here would see, in order, named as
+    $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...".
+
+    Raises:
+        UserError: $CUDA_VISIBLE_DEVICES names GPUs, and CUDA would show none.
+    """
+    gpus, migs = _installed()
+    given = os.environ.get(VISIBLE)
+    if given is None:
+        # With MIG, CUDA shows one instance unless the others are named.
+        return migs[:1] or [str(index) for index in range(len(gpus))]
+    found = listed(given)
+    if gpus:  # what is not there ends the list; a UUID may be shortened
+        uuids = [*gpus, *migs]
+        there = [
+            int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
+            for name in found
+        ]
+        found = found[: [*there, False].index(False)]
+    if not found and re.match(r"\s*(\d|GPU-|MIG-)", given):
+        raise UserError(
+            Problem(
+                VISIBLE,
+                f"{given!r} names GPUs, and CUDA shows none: one is named twice, or is not there",
+                f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it",
+            )
+        )
+    return found
+
+
+def listed(text: str) -> list[str]:
+    """The names in a $CUDA_VISIBLE_DEVICES, as CUDA reads it: what is no name (`-1`) ends the list,
+    numbers and UUIDs do not mix, and a name that comes twice empties it.
+
+    Sources: CUDA C++ Programming Guide, "CUDA Environment Variables"; torch.cuda reads it alike.
+    """
+    names: list[str] = []
+    first = ""
+    for part in map(str.strip, text.split(",")):
+        number = re.match(r"\+?(\d+)", part)
+        form = "number" if number else part[:4]
+        first = first or form
+        if form != first or form not in ("number", "GPU-", "MIG-"):
+            break
+        names.append(str(int(number[1])) if number else part)
+    return names if len(set(names)) == len(names) else []
+
+
+def _installed() -> tuple[list[str], list[str]]:
+    """The UUIDs of this machine's GPUs and of their MIG instances, by the driver's own tool."""
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return [], []
     shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in shown.stdout.splitlines())
+    gpus = re.findall(r"^GPU .*\(UUID: (.+?)\)", shown.stdout, re.M)
+    return gpus, re.findall(r"^\s+MIG .*\(UUID: (.+?)\)", shown.stdout, re.M)
 
 
 def resolve(
@@ -53,7 +108,9 @@ def resolve(
                 "write trainer.num_nodes=1, or choose a launcher that starts several nodes",
             )
         )
-    gpus = visible_gpus()
+    names = visible() if accelerator in ("auto", "gpu", "cuda") else []
+    gpus = len(names)
+    shown_by = f"{VISIBLE}={os.environ[VISIBLE]!r}" if VISIBLE in os.environ else "nvidia-smi"
     if accelerator == "auto":
         apple = platform.system() == "Darwin" and platform.machine() == "arm64"
         accelerator = "gpu" if gpus else "mps" if apple else "cpu"
@@ -62,34 +119,51 @@ def resolve(
         raise UserError(
             Problem(
                 "trainer.accelerator",
-                "a GPU is asked for, and this machine shows none (by nvidia-smi)",
+                f"a GPU is asked for, and this machine shows none (by {shown_by})",
                 "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU",
             )
         )
-    ids: tuple[int, ...] | None = None
+    ids: tuple[str, ...] | None = None
     if isinstance(devices, (list, tuple)):
-        ids = tuple(int(d) for d in devices)
-        devices = len(ids)
+        ids = _chosen(devices, names, accelerator, shown_by)
+        devices = len(devices)
     elif devices in ("auto", -1, None):
         devices = gpus if accelerator == "gpu" else 1
-    largest = max(ids) + 1 if ids else devices
-    if accelerator == "gpu" and largest > gpus:
+    if accelerator == "gpu" and devices > gpus:
         raise UserError(
             Problem(
                 "trainer.devices",
-                f"{trainer.get('devices')} is asked for, and this machine shows {gpus} GPUs",
+                f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})",
                 f"write trainer.devices={gpus}",
             )
         )
-    if accelerator != "gpu" and ids is not None:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"a list chooses GPUs, and trainer.accelerator is {accelerator}",
-                f"write trainer.devices={len(ids)}",
-            )
-        )
     return Resources(1, int(devices), accelerator, ids)
+
+
+def _chosen(
+    given: Sequence[int], names: Sequence[str], accelerator: str, shown_by: str
+) -> tuple[str, ...]:
+    """What a list in `trainer.devices` means: indices into the GPUs that are visible, as for
+    Lightning and torch."""
+    what = remedy = ""
+    if accelerator != "gpu":
+        none = (
+            f", as no GPU is visible (by {shown_by})" if accelerator == "cpu" and not names else ""
+        )
+        what = f"a list chooses GPUs, and trainer.accelerator is {accelerator}{none}"
+        remedy = f"write trainer.devices={len(given)}"
+    elif len(set(given)) < len(given):
+        what = f"{list(given)} names a GPU twice"
+        remedy = f"write trainer.devices={sorted(set(given))}".replace(" ", "")
+    elif not all(0 <= index < len(names) for index in given):
+        what = (
+            f"{list(given)} is asked for; ids count the {len(names)} GPUs visible "
+            f"(by {shown_by}), from 0 to {len(names) - 1}"
+        )
+        remedy = f"write trainer.devices={len(names)} for all of them"
+    if what:
+        raise UserError(Problem("trainer.devices", what, remedy))
+    return tuple(names[index] for index in given)
 
 
 def _elsewhere(

@@ -70,7 +70,7 @@ class Attempt:
     def resources(self) -> Resources:
         size = dict(self.launch()["resources"])
         ids = size.pop("device_ids", None)
-        return Resources(**size, device_ids=tuple(ids) if ids else None)
+        return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
 
     def status(self) -> dict[str, Any]:
         return read_json(self.path / "status.json")

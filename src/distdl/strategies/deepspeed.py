@@ -169,6 +169,13 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         self._process_group_backend = "nccl" if device == "cuda" else "gloo"
         self._init_deepspeed_distributed()
 
+    def _set_node_environment_variables(self) -> None:
+        super()._set_node_environment_variables()
+        if self.root_device.type == "cuda":
+            # DeepSpeed takes it for the GPU's index, which is 0 where a rank sees one GPU only.
+            for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
+                os.environ[name] = str(self.root_device.index)
+
     def setup(self, trainer: Trainer) -> None:
         self._unwrap()
         super().setup(trainer)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distdl.resources import listed
 from distdl.tracking.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -126,14 +127,13 @@ class _Gpus:
             count = pynvml.nvmlDeviceGetCount()
             return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
         handles = []
-        for name in filter(None, visible.split(",")):
-            if name.strip() == "-1":  # CUDA ignores what follows, too
-                break
-            handles.append(
-                pynvml.nvmlDeviceGetHandleByIndex(int(name))
-                if name.strip().isdigit()
-                else pynvml.nvmlDeviceGetHandleByUUID(name.strip())
-            )
+        for name in listed(visible):
+            with contextlib.suppress(pynvml.NVMLError):  # none of that name: CUDA shows none either
+                handles.append(
+                    pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                    if name.isdigit()
+                    else pynvml.nvmlDeviceGetHandleByUUID(name)
+                )
         return handles
 
     def __call__(self) -> dict[str, float]:
