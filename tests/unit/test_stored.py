@@ -73,10 +73,10 @@ def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made, caplog):
     assert cache.store.downloads.count(shards.file(11).name) == 2
     healed = [f"{cache.path(shards.file(11))} is damaged: it comes down again"]
     assert [record.getMessage() for record in caplog.records] == healed
-    # While it is read: `repair` is asked where the image cannot be decoded.
-    flip(cache.path(shards.file(30)), int(shards.rows["offset"][30]) + 2)
-    assert later.read(30) != jpeg(30) and later.mend(30) and later.read(30) == jpeg(30)
-    assert not later.mend(30)
+    # Also while it is read, and in a copy that was whole when it came.
+    assert later.read(30) == jpeg(30)
+    flip(cache.path(shards.file(30)), int(shards.rows["offset"][30]) + 300, keep_times=True)
+    assert later.read(30) == jpeg(30) and not later.mend(30)
     os.truncate(cache.path(shards.file(20)), 100)
     assert later.read(20) == jpeg(20)
 
@@ -91,16 +91,41 @@ def test_a_reader_that_waited_in_vain_does_not_wait_again(tmp_path, made):
     assert shards.cache.store.downloads == ["train.index.npy", "train-00000.tar"]
 
 
-def test_a_flipped_byte_in_a_folder_is_a_damaged_image(tmp_path, made):
-    data = open_data_set(str(tmp_path / "far"))
-    shards = Shards(data, "val")
-    flip(tmp_path / "far" / "val-00000.tar", int(shards.rows["offset"][3]) + 300)
-    module = images(tmp_path, num_workers=0)
-    module.setup()
-    batches = list(module.val_dataloader())
-    assert sum(float(b["weight"].sum()) for b in batches) == 6
-    (text,) = [text for batch in batches for text in batch["damaged"] if text]
-    assert "val-00000.tar:image_3.jpg" in text
+def damaged(batches: Any) -> dict[str, float]:
+    """Which images a pass over a loader calls damaged, and what it counts in all."""
+    found, weight = set(), 0.0
+    for batch in batches:
+        weight += float(batch["weight"].sum())
+        found |= {text.partition(":")[2].partition(":")[0] for text in batch["damaged"] if text}
+    return dict.fromkeys(found, weight) or {"": weight}
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True), (2, False)])
+def test_damage_in_a_folder_is_found_in_each_epoch(tmp_path, made, workers, persistent):
+    rows = {name: open_data_set(str(tmp_path / "far")).index(name, None) for name in made.splits}
+
+    def damage(split: str, index: int) -> None:
+        row = rows[split][index]
+        path = tmp_path / "far" / f"{split}-{row['shard']:05d}.tar"
+        flip(path, int(row["offset"]) + 300, keep_times=True)  # it decodes, with other pixels
+
+    damage("train", 20)
+    damage("val", 3)
+    data = images(tmp_path, num_workers=workers)
+    data.setup()
+    train, val = data.train_dataloader(), data.val_dataloader()
+    for loader in (train, val):  # DataLoader refuses to be asked
+        object.__setattr__(loader, "persistent_workers", persistent)
+    train.batch_sampler.position = TrainPosition(0, consumed=24)  # a resume: the rest is unread
+    for number in range(3):
+        seen = damaged(train)
+        assert set(seen) <= {"image_20.jpg", ""} and (number == 0 or seen == {"image_20.jpg": 39})
+        assert damaged(val) == {"image_3.jpg": 6}
+        train.batch_sampler.position = TrainPosition(number + 1, 0)
+    damage("train", 20)  # whole again
+    damage("val", 5)  # which was whole so far
+    assert damaged(train) == {"": 40}
+    assert damaged(val) == {"image_3.jpg": 5, "image_5.jpg": 5}
 
 
 def test_a_data_set_that_does_not_fit_together_is_refused(tmp_path, made):

@@ -182,10 +182,7 @@ class StoredImages(ImageData):
         samples = tuple(shard.samples for shard in train.shards)
         needs = Needs(Windows(samples, window, epochs), train, val)
         evictable = None if whole else needs.farthest_first
-        shards = {
-            name: Shards(data, name, cache, evictable, needs.is_first_epoch)
-            for name in ("train", "val")
-        }
+        shards = {name: Shards(data, name, cache, evictable) for name in ("train", "val")}
         ahead = None
         if cache is not None and (self.trainer is None or self.trainer.local_rank == 0):
             if is_remote(self.root) and not data.note:

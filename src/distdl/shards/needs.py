@@ -30,16 +30,11 @@ class Needs:
         self._samples = train.samples
         samples = [shard.samples for shard in val.shards] if val else []
         self._val = train.samples + np.cumsum([0, *samples], dtype=np.int64)[: len(samples)]
-        # Seed, epoch, samples given out in it, and the first epoch of this process.
-        self._now = multiprocessing.RawArray(ctypes.c_int64, [0, 0, 0, -1])
+        # Seed, epoch, samples given out in it.
+        self._now = multiprocessing.RawArray(ctypes.c_int64, [0, 0, 0])
 
     def reached(self, seed: int, epoch: int, place: int) -> None:
-        first = epoch if self._now[3] < 0 else self._now[3]
-        self._now[:] = [seed, epoch, place, first]
-
-    def is_first_epoch(self) -> bool:
-        """Whether each sample that is read now is read for the first time by this process."""
-        return self._now[3] < 0 or self._now[1] == self._now[3]
+        self._now[:] = [seed, epoch, place]
 
     def soonest_first(self) -> Sequence[File]:
         """All shards, those first that are needed first."""
@@ -68,5 +63,5 @@ class Needs:
         return [self._files[i].name for i in np.argsort(-uses) if uses[i] > own]
 
     def _uses(self) -> np.ndarray:
-        seed, epoch, place, _ = self._now
+        seed, epoch, place = self._now
         return np.concatenate([self.windows.next_uses(seed, epoch, place), self._val])

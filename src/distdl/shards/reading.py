@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import multiprocessing
 import os
 import time
 from collections import OrderedDict
@@ -134,16 +136,15 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
 class Shards:
     """One split's samples, as bytes.
 
-    A copy that was here before this object was made may have been damaged meanwhile, so `read`
-    compares the sha256 of what it reads from it while `checking()` is true (None: always). What
-    came down later was checked as a whole.
+    A sample is compared with its sha256 when it is read first, and again when the file that it lies
+    in has changed since: only what was found whole is remembered, so damage is found in each epoch.
+    The memory is shared with the workers of a loader, and is this process's: a resume starts anew.
 
     Args:
         data: The data set.
         split: "train" or "val".
         cache: This node's copies; None: `data` lies in a folder that is read in place.
         evictable: As `Cache.fetch` has it.
-        checking: Whether samples are still compared.
     """
 
     def __init__(
@@ -152,15 +153,15 @@ class Shards:
         split: str,
         cache: Cache | None = None,
         evictable: Callable[[File], Sequence[str]] | None = None,
-        checking: Callable[[], bool] | None = None,
     ) -> None:
         self.split, self.cache = data.split(split), cache
         self.where = Path(data.store.uri) if cache is None else cache.folder
-        self.evictable, self.checking = evictable, checking
+        self.evictable = evictable
         self.rows = data.index(split, cache)
-        self._since = time.time()
+        # Of each sample the state of its file in which it was found whole; 0: not yet.
+        self._whole = multiprocessing.RawArray(ctypes.c_uint32, len(self.rows))
         self._lost: UserError | None = None
-        self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()
+        self._open: OrderedDict[int, int] = OrderedDict()
         refuse_misfit(self.rows, data, split)
 
     def __len__(self) -> int:
@@ -180,13 +181,15 @@ class Shards:
             UserError: The shard cannot be had.
         """
         row = self.rows[index]
-        handle, doubted = self._handle(int(row["shard"]))
+        handle = self._handle(int(row["shard"]))
+        before = _state(handle)
         data = os.pread(handle, int(row["bytes"]), int(row["offset"]))
-        if len(data) == row["bytes"] and not (
-            doubted and (self.checking is None or self.checking())
-        ):
+        same = _state(handle) == before
+        if same and self._whole[index] == before and len(data) == row["bytes"]:
             return data
         if self.is_whole(index, data):
+            if same:
+                self._whole[index] = before
             return data
         if not self.mend(index):
             raise ValueError("its bytes are not those that were prepared: the shard is damaged")
@@ -199,10 +202,10 @@ class Shards:
         """Fetches the shard of a sample again, if its copy here is damaged; whether it was."""
         row = self.rows[index]
         number = int(row["shard"])
-        data = os.pread(self._handle(number)[0], int(row["bytes"]), int(row["offset"]))
+        data = os.pread(self._handle(number), int(row["bytes"]), int(row["offset"]))
         if self.cache is None or self.is_whole(index, data):
             return False
-        path, (handle, _) = self.cache.path(self.file(index)), self._open.pop(number)
+        path, handle = self.cache.path(self.file(index)), self._open.pop(number)
         # Only the copy that we read: another process may have fetched a whole one already.
         same = path.exists() and os.path.samestat(os.fstat(handle), path.stat())
         os.close(handle)
@@ -214,12 +217,12 @@ class Shards:
         """Shard and name of a sample in it, as `tar` shows them."""
         row = self.rows[index]
         shard = self.file(index).name
-        header = os.pread(self._handle(int(row["shard"]))[0], 512, int(row["offset"]) - 512)
+        header = os.pread(self._handle(int(row["shard"])), 512, int(row["offset"]) - 512)
         name = header[:100].rstrip(b"\0").decode("utf-8", "replace")
         return f"{self.where / shard}:{name}"
 
-    def _handle(self, number: int) -> tuple[int, bool]:
-        """An open shard, and whether it was here before us."""
+    def _handle(self, number: int) -> int:
+        """An open shard."""
         found = self._open.get(number)
         if found is not None:
             self._open.move_to_end(number)
@@ -236,8 +239,8 @@ class Shards:
                     remedy = "copy or prepare the data set again"
                     raise UserError(Problem("data.root", what, remedy)) from None
                 # It went again, before it was opened: another process needed the room.
-        self._open[number] = handle, os.fstat(handle).st_mtime < self._since
-        return self._open[number]
+        self._open[number] = handle
+        return handle
 
     def _path(self, file: File) -> Path:
         if self.cache is None:
@@ -257,11 +260,21 @@ class Shards:
     def _close_some(self) -> None:
         """The least used, and those that were removed: only our handle keeps their disk space."""
         if self.cache is not None and self.evictable is not None:
-            for number, (handle, _) in list(self._open.items()):
+            for number, handle in list(self._open.items()):
                 if os.fstat(handle).st_nlink == 0:
-                    os.close(self._open.pop(number)[0])
+                    os.close(self._open.pop(number))
         while len(self._open) >= MOST_OPEN:
-            os.close(self._open.popitem(last=False)[1][0])
+            os.close(self._open.popitem(last=False)[1])
+
+
+def _state(handle: int) -> int:
+    """What differs, never 0, when a file is another one or was written to; 1 us.
+
+    The time of change, too: whoever copies over a file may set back that of modification.
+    """
+    stat = os.fstat(handle)
+    found = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return hash(found) & 0xFFFFFFFF or 1
 
 
 def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
