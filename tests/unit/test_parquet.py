@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from distdl.errors import UserError
+from distdl.errors import Unfinished, UserError
 from distdl.prepare.parquet import ParquetImages
 from distdl.prepare.source import Sample
 from distdl.shards.reading import Shards, open_data_set
@@ -131,6 +132,9 @@ def test_columns_are_found_by_type_or_asked_for(tmp_path: Path) -> None:
     source = ParquetImages(path, "train", label_offset=1)
     (sample,) = scan(source)
     assert (sample.name, sample.label, source.read(sample)) == ("x", 3, jpeg(1))
+    os.utime(path, (1, 1))
+    with pytest.raises(Unfinished, match=r"a.parquet has changed since it was planned"):
+        pickle.loads(pickle.dumps(source)).read(sample)
 
     write(path, {"a": [jpeg(1)], "b": [jpeg(2)], "x": [1], "y": [2]})
     assert "2 columns may hold bytes of images: a (binary), b (binary)" in refused(path, "train")

@@ -21,7 +21,7 @@ from distdl.prepare import plan as plans
 from distdl.prepare import work
 from distdl.shards.writing import whole
 from tests.conftest import ROOT, environment
-from tests.miniature import SUBSET, everything, imagenet, prepare, stored
+from tests.miniature import SUBSET, everything, imagenet, images, prepare, stored
 
 
 # The killed one is a process group of its own: what it leaves behind can be counted.
@@ -153,6 +153,50 @@ def test_somebody_elses_folder_is_refused(tars: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not empty: thesis.tex"):
         prepare("imagenet", tars, tmp_path, *SUBSET)
     assert everything(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "more", "workers"),
+    [
+        ("folder", "train/n02102040/n02102040_101.JPEG", 0, "1"),  # other bytes, as many
+        ("folder", "train/n02102040/n02102040_101.JPEG", 7, "2"),
+        ("imagenet", "ILSVRC2012_img_train.tar", 0, "1"),
+    ],
+)
+def test_what_changes_after_it_was_planned_ends_it(
+    kind: str,
+    name: str,
+    more: int,
+    workers: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, out = imagenet(tmp_path / "source", 4), tmp_path / "out"
+    for split in ("train", "val"):
+        for wnid, found in images(4).items():
+            (source / split / wnid).mkdir(parents=True)
+            for image, data in found.items():
+                (source / split / wnid / image).write_bytes(data)
+    file, save = source / name, plans.Plan.save
+    kept, stat = file.read_bytes(), file.stat()
+
+    def save_and_change(plan: plans.Plan, path: Path) -> None:
+        save(plan, path)
+        file.write_bytes(kept[:-200] + bytes(200 + more))
+
+    options = ["--skip-damaged", "--workers", workers, "--shard-mb", "0.02"]
+    options += ["--subset"] if kind == "imagenet" else []
+    with monkeypatch.context() as patch:
+        patch.setattr(plans.Plan, "save", save_and_change)
+        with pytest.raises(Unfinished, match=f"{file} has changed since it was planned"):
+            prepare(kind, source, out, *options)
+    assert not (out / "dataset.json").exists()
+    with pytest.raises(UserError, match="has changed since|from the beginning: --to DIR"):
+        prepare(kind, source, out, *options)
+    file.write_bytes(kept)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert prepare(kind, source, out, *options) == 0
+    assert file.suffix == ".tar" or kept in [data for data, _ in stored(out, "train").values()]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")

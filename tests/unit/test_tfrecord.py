@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
 import struct
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from distdl.errors import UserError
+from distdl.errors import Unfinished, UserError
 from distdl.prepare.source import Sample
 from distdl.prepare.tfrecord import TFRecords, _example, masked_crc
 from distdl.shards.reading import Shards, open_data_set
@@ -160,6 +161,9 @@ def test_inceptions_files_are_read_as_they_were_written(folder: Path) -> None:
     elsewhere = pickle.loads(pickle.dumps(source))
     for sample, number in zip(samples, (0, 1, 2, 10, 11, 12, 0, 10), strict=True):
         assert elsewhere.read(sample) == jpeg(number) and sample.bytes == len(jpeg(number))
+    os.utime(folder / str(samples[0].where[0]), (1, 1))
+    with pytest.raises(Unfinished, match="has changed since it was planned"):
+        elsewhere.read(samples[0])
 
 
 def test_prepare_makes_shards_of_them(

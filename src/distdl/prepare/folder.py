@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.prepare.source import EXTENSIONS, Progress, Sample, files_below, no_folder
+from distdl.prepare.source import (
+    EXTENSIONS,
+    Progress,
+    Sample,
+    files_below,
+    no_folder,
+    refuse_changed,
+)
 
 SPLITS = ("train", "val")
 
@@ -62,16 +69,16 @@ class Folder:
         for split in SPLITS:
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name
-                images = [(path, _size(path)) for path in files_below(top)]
+                images = [(path, *_size_and_mtime(path)) for path in files_below(top)]
                 if not images:
                     what = f"{top} holds no image"
                     raise UserError(Problem("--source", what, ", ".join(EXTENSIONS)))
-                for path, size in images:
+                for path, size, mtime in images:
                     where = path.relative_to(self.folder).as_posix()
                     inner = path.relative_to(top).as_posix()
                     # Many data sets number the images of each class from 1.
                     key = inner if inner.startswith(name) else f"{name}_{inner}"
-                    found.append(Sample(split, key, label, size, (where,)))
+                    found.append(Sample(split, key, label, size, (where,), mtime))
         return found
 
     def describe(self) -> dict[str, Any]:
@@ -92,19 +99,24 @@ class Folder:
             progress(number, len(self._images))
 
     def read(self, sample: Sample) -> bytes:
-        return (self.folder / str(sample.where[0])).read_bytes()
+        path = self.folder / str(sample.where[0])
+        with path.open("rb") as file:
+            data = file.read()
+            refuse_changed(path, os.fstat(file.fileno()), sample.mtime_ns, sample.bytes)
+        return data
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the list of all images, which each process would get a copy of."""
         return {"folder": self.folder, "classes": self.classes}
 
 
-def _size(path: Path) -> int:
+def _size_and_mtime(path: Path) -> tuple[int, int]:
     """0 of what cannot be read, a link to nowhere: reading it later says so by name."""
     try:
-        return path.stat().st_size
+        stat = path.stat()
+        return stat.st_size, stat.st_mtime_ns
     except OSError:
-        return 0
+        return 0, 0
 
 
 def _classes(folder: Path) -> list[str]:

@@ -45,8 +45,9 @@ COUNTS = {"classes": 1000, "train": 1_281_167, "val": 50_000}
 WNID = re.compile(r"n\d{8}")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
-# (file below the source, offset in it, length)
+# (file below the source, offset in it, length), and when that file was last changed (ns)
 Where = tuple[str, int, int]
+Place = tuple[Where, int]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,44 +88,44 @@ class ImageNet:
 
     def read(self, sample: Sample) -> bytes:
         name, offset, length = sample.where
-        return self._files.read(str(name), int(offset), int(length))
+        return self._files.read(str(name), int(offset), int(length), sample.mtime_ns)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        train = [(_wnid(name), name, where) for name, where in self._images("train", progress)]
+        train = [(_wnid(name), name, place) for name, place in self._images("train", progress)]
         train.sort()
         self.classes = sorted({wnid for wnid, _, _ in train})
         labels = {wnid: label for label, wnid in enumerate(self.classes)}
         counts = Counter(classes=len(labels), train=len(train))
-        for wnid, name, where in train:
-            yield Sample("train", _base(name), labels[wnid], where[2], where)
+        for wnid, name, (where, mtime) in train:
+            yield Sample("train", _base(name), labels[wnid], where[2], where, mtime)
         del train
         # Of the two tars, that of the validation images is read within seconds.
-        val = [(_base(name), name, where) for name, where in self._images("val", _quiet)]
-        for base, name, where in sorted(val):
+        val = [(_base(name), name, place) for name, place in self._images("val", _quiet)]
+        for base, name, (where, mtime) in sorted(val):
             wnid = val_class(name)
             if wnid in labels:
                 counts["val"] += 1
-                yield Sample("val", base, labels[wnid], where[2], where)
+                yield Sample("val", base, labels[wnid], where[2], where, mtime)
         self._check(counts)
 
-    def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, Where]]:
+    def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, Place]]:
         """Path inside the tar or folder, and place, of every image of a split."""
         top = self._parts[split]
         paths = [top] if top.is_file() else list(files_below(top, (*EXTENSIONS, ".tar")))
         size = top.stat().st_size
         for number, path in enumerate(paths):
-            name = path.relative_to(self.folder).as_posix()
+            name, stat = path.relative_to(self.folder).as_posix(), path.stat()
             if path.suffix != ".tar":
-                yield name, (name, 0, path.stat().st_size)
+                yield name, ((name, 0, stat.st_size), stat.st_mtime_ns)
                 progress(number, len(paths))
                 continue
             inside = "" if path == top else f"{path.stem}/"
             try:
                 with path.open("rb") as file:
-                    for found in _members(file, name, 0, inside):
-                        yield found
+                    for inner, where in _members(file, name, 0, inside):
+                        yield inner, (where, stat.st_mtime_ns)
                         if path == top:
-                            progress(found[1][1], size)
+                            progress(where[1], size)
             except tarfile.TarError as error:
                 known = f" (its MD5 is {TARS[split][1]})" if path.name == TARS[split][0] else ""
                 remedy = f"fetch it again, whole{known}"

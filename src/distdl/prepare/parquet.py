@@ -16,7 +16,7 @@ from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.prepare import records
-from distdl.prepare.source import Progress, Sample
+from distdl.prepare.source import Progress, Sample, refuse_changed
 
 NAMED = "*.parquet or *.pq"
 FILES = r"\.(parquet|pq)$"
@@ -93,6 +93,7 @@ class ParquetImages:
         found, done = records.Labelled(), 0
         for name, split in self._splits.items():
             place = self._folder / name
+            mtime = place.stat().st_mtime_ns
             for group in range(self._opened(name).metadata.num_row_groups):
                 labels, names = self._row_group(name, group)
                 size = self._mean_bytes(name, group)
@@ -103,7 +104,8 @@ class ParquetImages:
                     number = numbers[label] if isinstance(label, str) else int(label)
                     if number < 0:
                         raise records.no_class(f"{place}: row {row} of row group {group}", number)
-                    found.add(split, str(said or ""), number, "", size, (name, group, row))
+                    where = name, group, row
+                    found.add(split, str(said or ""), number, "", size, where, mtime)
                 done += len(labels)
                 progress(done, total)
         self.classes = found.settle(self._label_offset, known)
@@ -118,7 +120,11 @@ class ParquetImages:
         """
         name, group, row = sample.where
         if self._group[:2] != (name, group):
-            table = self._opened(str(name)).read_row_group(int(group), columns=[self._image])
+            try:
+                table = self._opened(str(name)).read_row_group(int(group), columns=[self._image])
+            finally:  # what changed may also be unreadable
+                path = self._folder / str(name)
+                refuse_changed(path, path.stat(), sample.mtime_ns)
             self._group = str(name), int(group), table.column(0)
         value = self._group[2][int(row)].as_py()
         if isinstance(value, dict):

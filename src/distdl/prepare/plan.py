@@ -149,7 +149,7 @@ class Keys:
 
 def _packed(part: Part) -> list[Any]:
     # The split stands once in the line and not in each sample: a plan of ImageNet has 130 MB.
-    samples = [[key, s.name, s.label, s.bytes, s.where] for key, s in part.samples]
+    samples = [[key, s.name, s.label, s.bytes, s.where, s.mtime_ns] for key, s in part.samples]
     return [part.split, part.number, samples]
 
 
@@ -157,7 +157,7 @@ def _unpacked(line: list[Any]) -> Part:
     split, number, samples = line
 
     def each() -> Iterable[tuple[str, Sample]]:
-        for key, name, label, length, where in samples:
-            yield key, Sample(split, name, label, length, tuple(where))
+        for key, name, label, length, where, *mtime in samples:
+            yield key, Sample(split, name, label, length, tuple(where), *mtime)
 
     return Part(split, number, tuple(each()))

@@ -106,10 +106,17 @@ class Labelled:
         self._offset = 0
 
     def add(
-        self, split: str, name: str, label: int, said: str, size: int, where: tuple[str | int, ...]
+        self,
+        split: str,
+        name: str,
+        label: int,
+        said: str,
+        size: int,
+        where: tuple[str | int, ...],
+        mtime_ns: int,
     ) -> None:
         """One sample, whose `label` is as it stands in the file and is called `said` ("": it has
-        no name).
+        no name). `size`, `where` and `mtime_ns` are as of `Sample`.
 
         Raises:
             UserError: The label has had another name before.
@@ -118,7 +125,7 @@ class Labelled:
             what = f"{where[0]}: label {label} is {said}, and {self._names[label]} elsewhere"
             raise UserError(Problem("--source", what))
         name = name or f"{split}_{len(self._samples):08d}"
-        self._samples.append(Sample(split, name, label, size, where))
+        self._samples.append(Sample(split, name, label, size, where, mtime_ns))
 
     def settle(self, offset: int | None, names: Sequence[str] | None = None) -> list[str]:
         """The classes' names: those given, or those that were added.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from distdl.errors import Problem, Unfinished
 from distdl.stores.files import raised
 
 # By the word after `prepare`: the module, and one line for --help.
@@ -42,6 +43,8 @@ class Sample:
         label: Its class's place in the source's `classes`.
         bytes: Of the encoded image; an estimate will do.
         where: What `read` needs to find it: strings and numbers only, since a plan is kept as JSON.
+        mtime_ns: When the file that it lies in had last been changed as it was planned: `read` ends
+            with `refuse_changed` where that is another time. 0: it is not compared.
     """
 
     split: str
@@ -49,6 +52,7 @@ class Sample:
     label: int
     bytes: int
     where: tuple[str | int, ...]
+    mtime_ns: int = 0
 
 
 class Source(Protocol):
@@ -77,6 +81,7 @@ class Source(Protocol):
         Raises:
             OSError: It cannot be read.
             ValueError: What was read is damaged.
+            Unfinished: Its file is not the one that was planned.
         """
         ...
 
@@ -92,6 +97,30 @@ class Source(Protocol):
 def no_folder(path: Path) -> str:
     """What is wrong with a path that should be a folder, and is none."""
     return f"{path} is a file, and no folder" if path.exists() else f"no such folder: {path}"
+
+
+def refuse_changed(
+    path: Path, found: os.stat_result, mtime_ns: int, size: int | None = None
+) -> None:
+    """To be asked after reading: also what changed meanwhile is other than planned.
+
+    Args:
+        path: Of a file.
+        found: What it is now.
+        mtime_ns: What it was when it was planned; 0: not known.
+        size: The same, in bytes; None: not known.
+
+    Raises:
+        Unfinished: It was written to after that, or is another file.
+    """
+    if not mtime_ns or (found.st_mtime_ns == mtime_ns and size in (None, found.st_size)):
+        return
+    what = f"{path} has changed since it was planned: other bytes would go into the data set"
+    remedy = (
+        "put it back as it was (cp -p), and the same command goes on where it was; to prepare what "
+        "the files are now: the same command with another --to"
+    )
+    raise Unfinished(Problem("--source", what, remedy))
 
 
 def files_below(folder: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[Path]:
@@ -124,13 +153,14 @@ class Files:
         self.folder, self.limit = folder, limit
         self._open: dict[str, int] = {}
 
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Raises OSError when the file is shorter than that."""
+    def read(self, name: str, offset: int, length: int, mtime_ns: int = 0) -> bytes:
+        """Raises OSError when the file is shorter than that, and as `refuse_changed` does."""
         if name not in self._open:
             if len(self._open) >= self.limit:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[name] = os.open(self.folder / name, os.O_RDONLY)
         data = os.pread(self._open[name], length, offset)
+        refuse_changed(self.folder / name, os.fstat(self._open[name]), mtime_ns)
         if len(data) != length:
             raise OSError(f"{name} ends at byte {offset + len(data)} of {offset + length}")
         return data

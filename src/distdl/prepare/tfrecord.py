@@ -70,16 +70,18 @@ class TFRecords:
             UserError: See the class.
         """
         found = records.Labelled()
-        sizes = {name: (self._files.folder / name).stat().st_size for name in self._splits}
-        done, total = 0, sum(sizes.values())
+        stats = {name: (self._files.folder / name).stat() for name in self._splits}
+        done, total = 0, sum(stat.st_size for stat in stats.values())
         for name, split in self._splits.items():
             for start, length, image, (label, said, file_name) in _records(self._files, name):
                 if label < 0:
                     place = f"{self._files.folder / name}, record at byte {start - 12},"
                     raise records.no_class(place, label)
-                found.add(split, file_name, label, said, image[1], (name, start, length, *image))
+                where = name, start, length, *image
+                mtime = stats[name].st_mtime_ns
+                found.add(split, file_name, label, said, image[1], where, mtime)
                 progress(done + start + length + 4, total)
-            done += sizes[name]
+            done += stats[name].st_size
         self.classes = found.settle(self._label_offset)
         yield from found.samples()
 
@@ -92,7 +94,7 @@ class TFRecords:
         """
         name, start, length, inner, size = sample.where
         assert isinstance(name, str)
-        data = self._files.read(name, int(start), int(length) + 4)
+        data = self._files.read(name, int(start), int(length) + 4, sample.mtime_ns)
         if masked_crc(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
             raise ValueError(f"{name}: the record at byte {int(start) - 12} is damaged (checksum)")
         return data[int(inner) : int(inner) + int(size)]

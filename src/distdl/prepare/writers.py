@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,9 @@ class Writer:
 
         Raises:
             OSError: The disk is full, or cannot be written.
-            UserError: A whole image cannot be encoded again.
+            UserError: A whole image cannot be encoded again, or a file has changed since the plan.
         """
+        part = self._mended(part)
         with warnings.catch_warnings():
             # PIL's, of broken EXIF data and the like: of no use to those who train.
             warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -87,6 +88,17 @@ class Writer:
                 self._write_shard(part, advance)
             else:
                 self._write_files(part, advance)
+
+    def _mended(self, part: Part) -> Part:
+        """What was damaged may have changed since it was planned: somebody has put it right."""
+        path = result_file(self.out, part)
+        bad = {name for name, _ in Result.load(path).damaged} if path.exists() else set()
+        files = {sample.where[0] for _, sample in part.samples if _said(sample) in bad}
+        samples = (
+            (key, replace(sample, mtime_ns=0) if sample.where[0] in files else sample)
+            for key, sample in part.samples
+        )
+        return replace(part, samples=tuple(samples)) if files else part
 
     def _write_shard(self, part: Part, advance: Callable[[int], None]) -> None:
         result, name = Result(), f"{part.name}.tar"
@@ -127,11 +139,15 @@ class Writer:
         except (Damaged, ValueError, OSError) as error:
             # Without the path of this machine, which Python's own message repeats.
             reason = getattr(error, "strerror", None) or str(error)
-            result.damaged.append((f"{sample.split}: {sample.name}", reason))
+            result.damaged.append((_said(sample), reason))
             return None
         if oddity:
             result.mended.append((oddity, sample.name))
         return data, extension
+
+
+def _said(sample: Sample) -> str:
+    return f"{sample.split}: {sample.name}"
 
 
 def rows_file(out: Path, part: Part) -> Path:
