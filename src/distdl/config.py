@@ -24,6 +24,7 @@ WHERE = (
     "follow",
     "project.root",
     "project.max_snapshot_mb",
+    "checkpoint.trust_pickle",
     "trainer.devices",
     "trainer.num_nodes",
 )
@@ -38,6 +39,8 @@ CHANGEABLE = (
     "trainer.max_epochs",
     "trainer.max_steps",
     "checkpoint.sharded",
+    "checkpoint.monitor",
+    "checkpoint.mode",
 )
 
 

@@ -15,7 +15,7 @@ from distdl import batches, following, jobs, provenance, snapshot
 from distdl import config as configs
 from distdl.bundle import Bundle
 from distdl.errors import Problem, UserError
-from distdl.job import Job, JobSpec, JobState, Launcher, Request
+from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
 from distdl.run_directory import Attempt, shown, told
@@ -36,6 +36,8 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         report_failure(attempt)
         if state not in (JobState.FAILED, JobState.PREEMPTED) or attempts_left <= 0:
             break
+        if attempt.status().get("exit_code") == EXIT_REFUSED:
+            break  # it would be refused again
         attempts_left -= 1
         print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
     if state is not JobState.SUCCEEDED:

@@ -17,6 +17,7 @@ class Agreement:
     def __init__(self, size: int) -> None:
         self._flags = torch.zeros(size, dtype=torch.int64)
         self._work: dist.Work | None = None
+        self._withdrawn: set[int] = set()
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
 
     def exchange(self, *flags: bool) -> list[bool]:
@@ -35,10 +36,20 @@ class Agreement:
             return before
         return [a or b for a, b in zip(before, self._read(), strict=True)]
 
+    def withdraw(self, number: int) -> None:
+        """Drops a flag that is under way: what it asks for has just been done.
+
+        Without it, who raises a flag until it is heard is heard once more a step later. All ranks
+        must call it between the same two exchanges.
+        """
+        self._withdrawn.add(number)
+
     def _read(self) -> list[bool]:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        agreed = [bool(flag) for flag in self._flags.tolist()]
+        flags = enumerate(self._flags.tolist())
+        agreed = [bool(flag) and number not in self._withdrawn for number, flag in flags]
         self._flags = torch.zeros_like(self._flags)
+        self._withdrawn.clear()
         return agreed

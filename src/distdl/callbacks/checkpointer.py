@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl import cluster, optim
 from distdl.callbacks.agreement import Agreement
+from distdl.callbacks.best import Best
 from distdl.callbacks.going_on import (
     recount_batches,
     reopen_epoch,
@@ -36,6 +37,7 @@ from distdl.stopping import StopRequest
 log = logging.getLogger(__name__)
 
 KEY = "distdl"
+SAVE = 1  # its place in `Checkpointer._flags`
 
 
 class Checkpointer(Callback):
@@ -80,12 +82,10 @@ class Checkpointer(Callback):
         self.optimizer = optimizer
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
-        self.monitor, self.mode = monitor, mode
-        self.best: float | None = None
+        self.best = Best(monitor, mode)
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._reason = ""
-        self._warned = False
         self._kept: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------- moments
@@ -106,6 +106,7 @@ class Checkpointer(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.position.epoch != trainer.current_epoch:
             self.position.epoch, self.position.consumed = trainer.current_epoch, 0
+        self._refuse_missing_metric(trainer)  # what others log at an epoch's end is there by now
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -126,8 +127,11 @@ class Checkpointer(Callback):
         if stop:
             self._save(trainer, "signal")
             self._end(trainer)
-        by_step = bool(self.every_n_steps) and step % (self.every_n_steps or 1) == 0
-        if (by_step or save) and step != self._saved_step:
+        by_step, soon = (
+            bool(self.every_n_steps) and (step + ahead) % (self.every_n_steps or 1) == 0
+            for ahead in (0, 1)
+        )
+        if (by_step or (save and not soon)) and step != self._saved_step:
             self._save(trainer, "step" if by_step else "time")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
@@ -141,10 +145,20 @@ class Checkpointer(Callback):
             self._end(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit":
             return
-        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached() and self._is_best(trainer):
+        if trainer.sanity_checking:
+            self.best.missing(trainer, early=True)  # it warns
+            return
+        self.best.validated = True
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            return  # at the epoch's end, which follows
+        if self.best.improved(trainer):
             self._save(trainer, "best")
+        elif self.best.missing(trainer, early=True):
+            self._save(trainer, "monitor")
+            self.saver.settle()
+            self.best.refuse(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         stop = self._stop_now()
@@ -157,8 +171,9 @@ class Checkpointer(Callback):
         self.position.epoch, self.position.consumed = epoch, 0
         last = trainer.fit_loop.max_epochs == epoch or trainer.should_stop
         last = last or trainer.global_step == trainer.max_steps
-        best = self._is_best(trainer)
-        if stop or last or best or epoch % self.every_n_epochs == 0:
+        best = self.best.improved(trainer)
+        refused = self.best.missing(trainer)  # before the next epoch
+        if stop or last or best or refused or epoch % self.every_n_epochs == 0:
             self._save(trainer, "epoch", best=best)
         if last:  # others may want to read it when the training ends
             self.saver.settle()
@@ -168,6 +183,8 @@ class Checkpointer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saver.settle()
         self.saver.free()
+        self._refuse_missing_metric(trainer)
+        self.best.warn_if_never_validated(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -196,7 +213,7 @@ class Checkpointer(Callback):
             "global_batch_size": self.global_batch_size,
             "samples_per_batch": self.samples_per_batch,
             "world_size": trainer.world_size,
-            "best": self.best,
+            **self.best.state(),
             "rng": cluster.gather(rng_state()),
         }
         if trainer.validating and self._reason == "signal":
@@ -211,7 +228,8 @@ class Checkpointer(Callback):
         if kept is None or trainer.state.fn != "fit":
             return
         self.position.epoch, self.position.consumed = kept["epoch"], kept["consumed"]
-        self.best, self._kept = kept["best"], kept
+        self.best.load(kept)
+        self._kept = kept
         if self.samples_per_batch and kept["samples_per_batch"] != self.samples_per_batch:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             recount_batches(progress, kept["consumed"], self.samples_per_batch)
@@ -264,29 +282,12 @@ class Checkpointer(Callback):
             metrics={k: float(v) for k, v in trainer.callback_metrics.items()},
         )
         self._saved_step, self._saved_at = step, time.monotonic()
+        self._agreement.withdraw(SAVE)  # one that is overdue was asked for again at this step
 
-    def _is_best(self, trainer: Trainer) -> bool:
-        """Whether the monitored metric is the best so far; all ranks hold the same value."""
-        if self.monitor is None:
-            return False
-        value = trainer.callback_metrics.get(self.monitor)
-        if value is None:
-            validated = any(k.startswith("val") for k in trainer.callback_metrics)
-            if validated and not self._warned and trainer.is_global_zero:
-                self._warned = True
-                log.warning(
-                    "checkpoint.monitor=%s is not logged, so no best.ckpt is written; logged: %s",
-                    self.monitor,
-                    ", ".join(sorted(trainer.callback_metrics)),
-                )
-            return False
-        score = float(value)
-        better = self.best is None or (
-            score > self.best if self.mode == "max" else score < self.best
-        )
-        if better:
-            self.best = score
-        return better
+    def _refuse_missing_metric(self, trainer: Trainer) -> None:
+        if self.best.missing(trainer):
+            self.saver.settle()
+            self.best.refuse(trainer)
 
     def _end(self, trainer: Trainer) -> None:
         self.saver.settle()

@@ -1,0 +1,111 @@
+"""Which checkpoint is the best, by the metric that `checkpoint.monitor` names."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from distdl import cluster
+from distdl.errors import Problem, Unfinished
+from distdl.suggest import closest
+
+log = logging.getLogger(__name__)
+
+# As in conf/distdl.yaml. Nobody asked for it, so a module that logs other names goes on without a
+# best.ckpt, with a warning.
+DEFAULT = "val/acc1"
+
+
+class Best:
+    """The best value so far, as rank 0 knows it: what others log may differ, or be missing.
+
+    Args:
+        monitor: The metric's name; None: there is no best.
+        mode: "min" or "max". What is no number is never the best.
+    """
+
+    def __init__(self, monitor: str | None, mode: str) -> None:
+        self.monitor, self.mode = monitor, mode
+        self.score: float | None = None
+        self.validated = False  # a validation has ended, other than a sanity check
+        self._found = self._warned = False
+
+    def improved(self, trainer: Trainer) -> bool:
+        """Whether the metric is the best so far. Collective."""
+        if self.monitor is None:
+            return False
+        value = trainer.callback_metrics.get(self.monitor)
+        score = cluster.tell_all(None if value is None else float(value))
+        if score is None:
+            return False
+        self._found = True
+        if math.isnan(score):
+            return False
+        better = self.score is None or (
+            score > self.score if self.mode == "max" else score < self.score
+        )
+        if better:
+            self.score = score
+        return better
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.score, "monitor": self.monitor}
+
+    def load(self, kept: Mapping[str, Any]) -> None:
+        """Goes on from `state`; a score of another metric, or NaN, is none."""
+        score = kept["best"]
+        same = kept.get("monitor", self.monitor) == self.monitor
+        self.score = score if same and score is not None and not math.isnan(score) else None
+
+    def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
+        """Whether the metric was asked for and is not logged, although there was a validation.
+
+        Of the default metric only a warning is given. Collective.
+
+        Args:
+            trainer: After a validation.
+            early: In the middle of an epoch: what the training logs may come at its end, so only a
+                metric of the validation is known to be missing.
+        """
+        if self.monitor is None or self._found or not (self.validated or trainer.sanity_checking):
+            return False
+        logged = sorted(trainer.callback_metrics)
+        validations = [name for name in logged if name.startswith("val")]
+        here = self.monitor not in logged
+        if early:
+            here = here and bool(validations) and self.monitor.startswith("val")
+        missing = cluster.tell_all(here)
+        if not missing or (self.monitor != DEFAULT and not trainer.sanity_checking):
+            return missing
+        if not self._warned and validations and trainer.is_global_zero:
+            self._warned = True
+            log.warning("%s", self._problem(trainer, logged))
+        return False
+
+    def refuse(self, trainer: Trainer) -> None:
+        """Ends a training whose metric is missing and whose state is saved.
+
+        Raises:
+            Unfinished: Always.
+        """
+        raise Unfinished(self._problem(trainer, sorted(trainer.callback_metrics)))
+
+    def warn_if_never_validated(self, trainer: Trainer) -> None:
+        if self.monitor not in (None, DEFAULT) and not (self.validated or self._found):
+            what = "no validation has run in this attempt, so it has chosen no best.ckpt"
+            log.warning("checkpoint.monitor=%s: %s", self.monitor, what)
+
+    def _problem(self, trainer: Trainer, logged: list[str]) -> Problem:
+        near = closest(str(self.monitor), logged)
+        return Problem(
+            "checkpoint.monitor",
+            f"{self.monitor} is not logged, so there is no best.ckpt; logged: "
+            f"{', '.join(logged) or 'nothing'}",
+            (f"did you mean {near}? " if near else "")
+            + f"python -m distdl resume {trainer.default_root_dir} checkpoint.monitor="
+            + (near or "NAME, or null for no best.ckpt"),
+        )
