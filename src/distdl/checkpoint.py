@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.run_directory import read_json, write_json
+from distdl.run_directory import read_json, sync, write_json
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +42,28 @@ class CheckpointStore:
         temporary, path = self.temporary(name), self.folder / name
         files = {}
         for written in files_of(temporary):
-            with written.open("rb") as file:
-                os.fsync(file.fileno())
             inside = written.relative_to(temporary)
             files[(PurePath(name) / inside).as_posix() if inside.parts else name] = {
                 "size": written.stat().st_size,
                 "sha256": sha256(written),
             }
         manifest = {"files": files, "created": time.time(), **facts}
+        self._put(temporary, path, manifest)
+        return path
+
+    def _put(self, temporary: Path, path: Path, manifest: dict[str, Any]) -> None:
+        """Gives a checkpoint its name and its manifest; both are on the disk when this returns."""
+        for part in (*files_of(temporary), *folders_of(temporary)):
+            sync(part)
+        # Ready before the checkpoint has its name, so that a kill hardly finds one without it.
+        ready = self.temporary(manifest_of(path).name)
+        write_json(ready, manifest, durable=True)
         # A replay after a crash may reach the same step again: the old manifest goes first.
         manifest_of(path).unlink(missing_ok=True)
         replace(temporary, path)
-        write_json(manifest_of(path), manifest)
-        return path
+        os.replace(ready, manifest_of(path))
+        for folder in (self.folder, self.folder.parent):  # it may be this folder's first
+            sync(folder)
 
     def alias(self, alias: str, path: Path) -> None:
         """Makes `last.ckpt` or `best.ckpt` mean `path`."""
@@ -68,9 +77,7 @@ class CheckpointStore:
         files = manifest["files"].items()
         manifest["files"] = {alias + name.removeprefix(path.name): entry for name, entry in files}
         manifest["alias_of"] = path.name
-        manifest_of(target).unlink(missing_ok=True)
-        replace(temporary, target)
-        write_json(manifest_of(target), manifest)
+        self._put(temporary, target, manifest)
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`; what best.ckpt links to lives on in it.
@@ -78,35 +85,74 @@ class CheckpointStore:
         And what a kill left half written: while this runs, nothing is being written.
         """
         for path in self.all()[keep:]:
-            manifest_of(path).unlink(missing_ok=True)
             remove(path)
-        for left in self.folder.glob(".*.ckpt.tmp"):
+            manifest_of(path).unlink(missing_ok=True)
+        for left in (*self.folder.glob(".*.ckpt.tmp"), *self.folder.glob(f".*{SUFFIX}.tmp")):
             remove(left)
 
     def all(self) -> list[Path]:
         """Checkpoints that have a manifest, the newest (by step, then by time) first."""
-        found = []
-        for manifest_path in self.folder.glob(f"*{SUFFIX}"):
-            path = manifest_path.with_name(manifest_path.name.removesuffix(SUFFIX))
-            if path.name not in ALIASES:
-                manifest = read_json(manifest_path)
-                found.append(((manifest.get("step", -1), manifest.get("created", 0)), path))
-        return [path for _, path in sorted(found, reverse=True)]
+        manifests = self.folder.glob(f"*{SUFFIX}")
+        found = (path.with_name(path.name.removesuffix(SUFFIX)) for path in manifests)
+        return sorted((p for p in found if p.name not in ALIASES), key=age, reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest intact checkpoint; damaged ones are skipped with a warning."""
+        """The newest intact checkpoint; None if there is none at all, of any kind.
+
+        Damaged ones are skipped with a warning, and so is what has no manifest. What is left of the
+        aliases counts, where the checkpoints that they meant do not.
+
+        Raises:
+            UserError: There are checkpoints, and each of them is damaged.
+        """
+        found = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
+        damaged = {}
         # Without a readable manifest nobody knows how new one is: those are looked at first.
-        for path in sorted(self.all(), key=lambda path: bool(read_json(manifest_of(path)))):
+        for path in sorted(found, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
             damage = damage_of(path)
             if damage is None:
                 return path
+            damaged[path.name] = damage
             log.warning("skipped a damaged checkpoint: %s: %s", path, damage)
+        if damaged:
+            each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
+            raise UserError(
+                Problem(
+                    str(self.folder),
+                    f"all checkpoints of this run are damaged, and it would begin anew:{each}",
+                    f"to begin anew: another name=, or mv {self.folder} {self.folder}.damaged",
+                )
+            )
         return None
+
+
+def manifest_at(path: Path) -> dict[str, Any]:
+    """A checkpoint's manifest; empty if it is absent, torn or of another shape."""
+    found: Any = read_json(manifest_of(path))
+    files = found.get("files") if isinstance(found, dict) else None
+    if not files or not isinstance(files, dict):
+        return {}
+    entries = files.values()
+    if not all(isinstance(e, dict) and {"size", "sha256"} <= e.keys() for e in entries):
+        return {}
+    return found
+
+
+def age(path: Path) -> tuple[float, float, bool]:
+    """Orders checkpoints: by step, then by time; what has a name of its own comes after a link."""
+    manifest = manifest_at(path)
+    step, created = (
+        value if isinstance(value, int | float) else -1.0
+        for value in (manifest.get("step"), manifest.get("created"))
+    )
+    return step, created, path.name not in ALIASES
 
 
 def damage_of(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Reads the whole file."""
-    manifest = read_json(manifest_of(path))
+    manifest = manifest_at(path)
+    if not manifest_of(path).exists():
+        return "it has no manifest: its writing was cut off, or somebody else wrote it"
     if not manifest:
         return "it has no readable manifest"
     for name, entry in manifest["files"].items():
@@ -134,7 +180,7 @@ def find(named: str | Path, key: str = "") -> Path:
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints").newest()
         if newest is None:
-            raise UserError(Problem(where, "this run has no intact checkpoint"))
+            raise UserError(Problem(where, "this run has no checkpoint"))
         return newest
     if not path.exists():
         raise UserError(
@@ -149,6 +195,12 @@ def find(named: str | Path, key: str = "") -> Path:
 def files_of(path: Path) -> list[Path]:
     """A checkpoint's files: itself, or those in its folder."""
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def folders_of(path: Path) -> list[Path]:
+    """A checkpoint's folders, inner ones first; none of a file."""
+    inside = sorted(p for p in path.rglob("*") if p.is_dir())
+    return [*reversed(inside), path] if path.is_dir() else []
 
 
 def link(source: str | Path, target: str | Path) -> None:

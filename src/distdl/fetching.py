@@ -13,7 +13,7 @@ from distdl import cluster
 from distdl.checkpoint import manifest_of
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
-from distdl.run_directory import write_text
+from distdl.run_directory import sync, write_text
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,9 @@ def provide(chosen: str | None, store: Path, here: Environment) -> str | None:
         if file is not None:
             file.close()
     if lacks:
+        sync(temporary)
         os.replace(temporary, path)
-        if text:
-            write_text(manifest, text)
+        if text:  # with it the copy counts as whole
+            write_text(manifest, text, durable=True)
     dist.barrier()
     return str(path)

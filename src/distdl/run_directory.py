@@ -27,17 +27,35 @@ from distdl.job import EXIT_REFUSED, JobState, Resources
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file as a whole or not at all."""
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Writes a file as a whole or not at all; if `durable`, on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several hosts may write the same file at once, and process numbers repeat among them.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     temporary.write_text(text)
+    if durable:
+        sync(temporary)
     os.replace(temporary, path)
+    if durable:
+        sync(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, sort_keys=False, default=str) + "\n")
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    text = json.dumps(value, indent=2, sort_keys=False, default=str) + "\n"
+    write_text(path, text, durable=durable)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError:
+        if not path.is_dir():  # some file systems (blobfuse) cannot sync a folder
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,9 @@ def test_without_its_manifest_it_does_not_exist(store) -> None:
     old, new = save(store, 1), save(store, 2)
     manifest_of(new).unlink()
     assert names(store) == [old.name] and store.newest() == old
+    manifest_of(old).unlink()
+    with pytest.raises(UserError, match=r"step_1\.ckpt: it has no manifest: its writing was cut"):
+        store.newest()
 
 
 def test_the_newest_is_the_one_with_most_steps(store) -> None:
@@ -68,6 +72,10 @@ def flip(path: Path) -> None:
         (flip, "sha256 differs"),
         (Path.unlink, "is missing"),
         (lambda path: manifest_of(path).write_text("{"), "no readable manifest"),
+        (lambda path: manifest_of(path).write_text("[1]"), "no readable manifest"),
+        (lambda path: manifest_of(path).write_text('{"files": {}}'), "no readable manifest"),
+        (lambda path: manifest_of(path).write_text('{"files": {"a": 1}}'), "no readable manifest"),
+        (lambda path: manifest_of(path).unlink(), "it has no manifest"),
     ],
 )
 def test_a_damaged_one_is_skipped_with_a_warning(store, caplog, damage, words) -> None:
@@ -109,7 +117,10 @@ def test_a_replay_of_the_same_step_never_pairs_new_bytes_with_the_old_manifest(
         crash.setattr(checkpoint.os, "replace", power_cut)
         with pytest.raises(OSError, match="power cut"):
             save(store, 1, b"others")
-    assert not manifest_of(path).exists() and store.newest() is None
+    assert not manifest_of(path).exists() or damage_of(path) is None
+    path.unlink()
+    manifest_of(path).unlink(missing_ok=True)
+    assert store.newest() is None, "what has no name yet is no checkpoint"
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -165,8 +176,84 @@ def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
     cut(path)
     with pytest.raises(UserError, match=r"is damaged: step_1\.ckpt has 7 bytes"):
         find(path)
-    with pytest.raises(UserError, match="no intact checkpoint"):
+    with pytest.raises(UserError, match="all checkpoints of this run are damaged"):
         find(tmp_path / "run")
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="this run has no checkpoint"):
+        find(tmp_path / "empty")
+
+
+def test_if_all_are_damaged_the_run_does_not_begin_anew(store) -> None:
+    paths = [save(store, step) for step in (1, 2)]
+    store.alias("last.ckpt", paths[1])
+    store.alias("best.ckpt", paths[0])
+    cut(paths[1])  # and last.ckpt, which is the same file
+    paths[0].unlink()
+    assert store.newest() == store.folder / "best.ckpt", "what is left of it"
+    flip(store.folder / "best.ckpt")
+    with pytest.raises(UserError) as told:
+        store.newest()
+    said = str(told.value)
+    assert told.value.exit_code == 2 and f"mv {store.folder} {store.folder}.damaged" in said
+    assert "step_2.ckpt: step_2.ckpt has 7 bytes, and 8 were written" in said
+    assert "step_1.ckpt: step_1.ckpt is missing" in said
+    assert "best.ckpt: best.ckpt is not what was written (sha256 differs)" in said
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_nothing_is_deleted_before_what_replaces_it_is_on_the_disk(
+    store, monkeypatch, sharded: bool, links: bool
+) -> None:
+    """At each removal of a name, all that the newest checkpoint needs has been synced."""
+    synced: set[Path] = set()
+    named: dict[Path, bool] = {}  # what was renamed -> whether its folder was synced since
+    happened: list[str] = []
+    fsync, replace, remove = os.fsync, os.replace, checkpoint.remove
+
+    def on_fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.add(path)
+        named.update({p: True for p in named if p.parent == path})
+        fsync(handle)
+
+    def on_replace(source: Any, target: Any) -> None:
+        source, target = Path(source), Path(target)
+        if source.is_dir():
+            parts = {source, *source.rglob("*")}
+            assert parts <= synced, parts - synced
+        assert source in synced, f"{source} has its name before its bytes are on the disk"
+        named[target] = False
+        synced.add(target)
+        happened.append(target.name)
+        replace(source, target)
+
+    def on_remove(path: Path) -> None:
+        if path.name == "step_1.ckpt":
+            assert all(named.values()), [p.name for p, done in named.items() if not done]
+            happened.append("removed")
+        remove(path)
+
+    def write(step: int) -> None:
+        temporary = store.temporary(f"step_{step}.ckpt")
+        if sharded:
+            (temporary / "inner").mkdir(parents=True)
+        (temporary / "inner/0.distcp" if sharded else temporary).write_bytes(b"weights")
+        path = store.publish(f"step_{step}.ckpt", step=step)
+        store.alias("last.ckpt", path)
+        store.prune(1)
+
+    write(1)
+    monkeypatch.setattr(os, "fsync", on_fsync)
+    monkeypatch.setattr(os, "replace", on_replace)
+    monkeypatch.setattr(checkpoint, "remove", on_remove)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("not supported")))
+    write(2)
+    kept = [name for name in happened if not name.startswith(".")]
+    ends = ("", ".manifest.json")
+    expected = [name + end for name in ("step_2.ckpt", "last.ckpt") for end in ends]
+    assert kept == [*expected, "removed"] and not manifest_of(store.folder / "step_1.ckpt").exists()
 
 
 def test_a_folder_of_slices(tmp_path: Path) -> None:
