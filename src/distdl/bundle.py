@@ -35,12 +35,17 @@ class Bundle:
 
     @classmethod
     def write(cls, run: RunDirectory, attempt: Attempt, snapshot: Snapshot) -> Bundle:
-        """Copies all that an attempt needs into one folder."""
+        """Copies all that an attempt needs into one folder.
+
+        Raises:
+            UserError: A file is no longer what was searched for secrets.
+        """
         bundle = cls(attempt.path / "bundle")
         for source, name in snapshot.files:
             target = bundle.code / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
+            snapshot.refuse_changed(source, name)
         launch = attempt.launch()
         for *parents, key in NOT_SENT:
             node = launch

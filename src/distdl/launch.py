@@ -58,6 +58,7 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
     code = snapshot_of(planned)
     reach(launcher, launcher.request(spec_of(planned, next_attempt(planned))))
     attempt = lay_down(planned, command, code)
+    say_left_out(code)
     with kept(attempt):
         job = launcher.submit(launcher.request(spec_of(planned, attempt)))
     if code is not None:
@@ -81,6 +82,7 @@ def submit_together(planned: Sequence[Plan], command: Sequence[str]) -> None:
     code = snapshot_of(planned[0])
     reach(jobs.instantiate(planned[0].config.launcher), request)
     attempts = [lay_down(each, command, code) for each in planned]
+    say_left_out(code)
     with ExitStack() as stack:
         for attempt in attempts:
             stack.enter_context(kept(attempt))
@@ -179,7 +181,7 @@ def snapshot_of(planned: Plan) -> Snapshot | None:
     """The code that goes with the job; None if it stays here.
 
     Raises:
-        UserError: There is too much of it, or a secret in it.
+        UserError: There is too much of it, or a secret in a module.
     """
     if is_foreground(planned.config):
         return None
@@ -189,6 +191,11 @@ def snapshot_of(planned: Plan) -> Snapshot | None:
         limit_mb=planned.config.project.max_snapshot_mb,
         secret_names=tuple(planned.config.launcher.get("forward_env") or ()),
     )
+
+
+def say_left_out(code: Snapshot | None) -> None:
+    for line in code.told() if code else ():
+        print(f"left out   {line}", file=sys.stderr, flush=True)
 
 
 def next_attempt(planned: Plan) -> Attempt:
@@ -215,6 +222,7 @@ def render(planned: Plan) -> str:
         f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
         *([f"batch      {batch}"] if batch else []),
         *([f"code       {code.describe()}"] if code else []),
+        *(f"left out   {line}" for line in (code.told() if code else ())),
         *(f"note       {note}" for note in planned.notes),
         *(f"note       ${name} is not set here: it must be to submit" for name in unset(planned)),
         "",

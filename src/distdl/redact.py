@@ -16,7 +16,8 @@ import re
 from collections.abc import Sequence
 from urllib.parse import quote
 
-_STARS = "***"
+from distdl.secret_shapes import KEY_BLOCK, hide_shapes, is_random
+from distdl.secret_shapes import STARS as _STARS
 
 # Of names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a word of its own.
 _SECRET_NAME = re.compile(
@@ -31,23 +32,7 @@ _PLAIN_NAME = re.compile(
     r"|^(old)?pwd$|_(file|path|dir|folder|env|type|length|len|size)$"
 )
 
-# Of values.
-_SHAPES = re.compile(
-    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
-    r"|\bgh[oprsu]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
-    r"|\beyJ[\w-]{8,}(?:\.[\w-]*){0,2}"
-    r"|\bhf_[A-Za-z0-9]{16,}"
-    r"|\bsk-(?=[\w-]*\d)[\w-]{16,}"
-    r"|\bxox[a-z]-[\w-]{10,}|\bAIza[\w-]{30,}|\bdapi[0-9a-f]{30,}|\bpypi-[\w-]{30,}"
-)
-_KEY_BLOCK = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----.*?(-----END [A-Z ]*PRIVATE KEY( BLOCK)?-----|\Z)",
-    re.DOTALL,
-)
-_URL_USER = re.compile(r"([a-z][a-z0-9+.-]*://)(?!\$\{)([^\s/:@\"']*):(?!\$\{)[^\s/\"']+@", re.I)
-_URL_TOKEN = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/:@\"'${}]{16,}@", re.I)
-_SIGNATURE = re.compile(r"(\bsig=)(?!\$\{|\*\*\*)[^&\s\"';,]+", re.I)
-_BEARER = re.compile(r"\b(bearer|authorization:?\s*basic)(\s+)(?!\$\{)[A-Za-z0-9._~+/=-]{6,}", re.I)
+# Of values; what is secret by its look alone is in `distdl.secret_shapes`.
 _CURL_USER = re.compile(r"(\s(?:-u|--user)[ =])(\S+?):\S+")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 _ASSIGNED = re.compile(  # what follows a name: `: str = "x"`, `="x"`, `": x`
@@ -63,7 +48,6 @@ _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^,}]*(,\s*(null|''|\"\")?\s*)?\}")
 
 _QUOTED = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1).)*(?:\1|$)")
 _RANDOM = re.compile(r"[A-Za-z0-9+/=_-]{20,}")
-_IDENTIFIER_PART = re.compile(r"[A-Za-z]{0,24}|\d{1,8}|\d{0,3}[A-Za-z]{1,12}\d{0,3}[a-z]?")
 _XML = re.compile(r"(<[^<>]+>)[^<>]+(?=</)")
 _HEADER = re.compile(r"diff --git |index [0-9a-f]+\.\.|--- |\+\+\+ |@@ |similarity index |rename ")
 
@@ -126,16 +110,6 @@ def _option(match: re.Match[str]) -> str:
     return f"{match['name']}{match['space']}{_STARS}"
 
 
-def hide_shapes(text: str) -> str:
-    """Hides what is a secret by its look alone, whatever it is called."""
-    text = _KEY_BLOCK.sub("***PRIVATE KEY***", text)
-    text = _URL_USER.sub(rf"\1\2:{_STARS}@", text)
-    text = _URL_TOKEN.sub(rf"\1{_STARS}@", text)
-    text = _SIGNATURE.sub(rf"\1{_STARS}", text)
-    text = _BEARER.sub(rf"\1\2{_STARS}", text)
-    return _SHAPES.sub(_STARS, text)
-
-
 def redact(text: str) -> str:
     """Hides secrets in a log line, a message or any other text.
 
@@ -172,7 +146,7 @@ def redact_diff(text: str) -> str:
     lines stay), every quoted literal on a line that mentions a secret, and the indented lines below
     such a line.
     """
-    text = _KEY_BLOCK.sub("***PRIVATE KEY***", _hide_environment(text))
+    text = KEY_BLOCK.pattern.sub(KEY_BLOCK.hidden, _hide_environment(text))
     lines = []
     indent = -1  # of the line that opened a secret over several lines; -1 when none is open
     for line in text.splitlines():
@@ -203,12 +177,7 @@ def _mentions_secret(line: str) -> bool:
 
 
 def _random(match: re.Match[str]) -> str:
-    token = match[0]
-    if not (re.search(r"[A-Za-z]", token) and re.search(r"\d", token)):
-        return token
-    parts = re.split(r"[+/=_-]+", token)
-    readable = all(_IDENTIFIER_PART.fullmatch(part) for part in parts)  # resnet50_imagenet_2nodes
-    return token if readable else _STARS
+    return _STARS if is_random(match[0]) else match[0]
 
 
 class RedactingFilter(logging.Filter):

@@ -2,50 +2,80 @@
 
 Of a git repository the tracked files and the untracked ones that git does not ignore; elsewhere
 every file that is neither hidden nor ignored. `.amlignore` (gitignore's syntax) takes away more, as
-it does for Azure ML. Secrets stay: files that are made to hold one are left out, and a file that
-holds the value of a secret variable of this shell is refused.
+it does for Azure ML. Secrets stay: a file that is made to hold one, or in which one is found, is
+left out, and it is said. A module in which one is found is refused: the job could die without it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import distdl
 from distdl.errors import Problem, UserError
-from distdl.redact import secret_values
+from distdl.redact import looks_secret, secret_values
+from distdl.secret_shapes import find
 
 IGNORE_FILE = ".amlignore"
 # Files that people keep secrets in. Their absence is told; nobody trains from them.
 SECRET_FILE = re.compile(
-    r"\.env(\..+)?|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc"
-    r"|_netrc|\.pypirc|\.npmrc|\.pgpass|\.git-credentials|credentials(\.json)?|secrets?\.(ya?ml|json)"
-    r"|.*service[_-]?account.*\.json|kubeconfig",
+    r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
+    r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
+    r"|\.git-credentials|\.databrickscfg|\.dockercfg|\.vault-token|(.*[_-])?credentials(\.json)?"
+    r"|kaggle\.json|client_secrets?.*\.json|secrets?\.(ya?ml|json|toml|ini)"
+    r"|.*service[_-]?account.*\.json|kubeconfig|.*\.tfstate",
     re.IGNORECASE,
 )
 EXAMPLE = re.compile(r".*[._-](example|sample|template|dist)$", re.IGNORECASE)
-SEARCHED = 2 * 2**20  # bytes; larger files are data, not code
+# Bytes of a file that are searched at once, and those of them that are so again with the next.
+PIECE, OVERLAP = 8 * 2**20, 2**16
+SHOWN = 10  # of what is left out
 SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Files and where they go, below the bundle's `code/`."""
+    """Files and where they go, below the bundle's `code/`.
+
+    Args:
+        files: Where each is here, and its name there.
+        left_out: Name and reason of each that stays because it may hold a secret, or leads away.
+        size: Bytes.
+        searched: Size and time of each file's last change when it was searched for secrets.
+    """
 
     files: tuple[tuple[Path, str], ...]
-    left_out: tuple[str, ...]
-    size: int  # bytes
+    left_out: tuple[tuple[str, str], ...]
+    size: int
+    searched: Mapping[Path, tuple[int, int]]
 
     def describe(self) -> str:
-        text = f"{self.size / 1e6:,.1f} MB in {len(self.files)} files"
+        return f"{self.size / 1e6:,.1f} MB in {len(self.files)} files"
+
+    def told(self) -> list[str]:
+        """Lines for people: what stays here, and how it would go all the same."""
+        lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
+        if more := len(self.left_out) - SHOWN:
+            lines += [f"and {more} more"] if more > 0 else []
         if self.left_out:
-            shown = ", ".join(self.left_out[:5]) + (", ..." if len(self.left_out) > 5 else "")
-            text += f" (left out, for they may hold secrets: {shown})"
-        return text
+            name = self.left_out[0][0]
+            lines.append(f"(all the same sent is what {IGNORE_FILE} names by itself: !{name})")
+        return lines
+
+    def refuse_changed(self, path: Path, name: str) -> None:
+        """Whether a file, just copied, is still what was searched.
+
+        Raises:
+            UserError: It is not.
+        """
+        if state_of(path) != self.searched[path]:
+            what = "was changed while the job was put together"
+            raise UserError(Problem(name.partition("/")[2], what, "start it again"))
 
 
 def take(
@@ -60,21 +90,111 @@ def take(
         secret_names: Further variables whose values must not be in any file.
 
     Raises:
-        UserError: It is too large, or a file holds a secret.
+        UserError: It is too large, cannot be read, or a module holds a secret.
     """
-    project: list[tuple[Path, str]] = []
-    left_out: list[str] = []
-    for path in project_files(root, exclude, limit_mb):
-        name = path.relative_to(root).as_posix()
-        if SECRET_FILE.fullmatch(path.name) and not EXAMPLE.fullmatch(path.name):
-            left_out.append(name)
+    found = [
+        (path, f"project/{path.relative_to(root).as_posix()}")
+        for path in project_files(root, exclude, limit_mb)
+    ]
+    outside = {path for path, _ in found if leads_out(path, root)}
+    size = size_of([pair for pair in found if pair[0] not in outside])
+    if size > limit_mb * 1e6:
+        raise too_large(root, found, limit_mb)
+    secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
+    values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
+    anyway = taken_anyway(root)
+    files: list[tuple[Path, str]] = []
+    left_out: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    searched: dict[Path, tuple[int, int]] = {}
+    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *found]:
+        name = place.removeprefix("project/")
+        shown = name if name.isprintable() else ascii(name)
+        try:
+            if path in outside:
+                why = "is a link that leads out of the project"
+            else:
+                searched[path] = state_of(path)
+                why = "" if name in anyway else secret_in(path, searched[path], values)
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+            problems.append(Problem(shown, what, f"name it in {IGNORE_FILE}"))
             continue
-        project.append((path, f"project/{name}"))
-    if size_of(project) > limit_mb * 1e6:
-        raise too_large(root, project, limit_mb)
-    refuse_secrets(project, secret_names)
-    files = [(path, f"distdl/{name}") for path, name in own_files()] + project
-    return Snapshot(tuple(files), tuple(left_out), size_of(files))
+        if not why:
+            files.append((path, place))
+        elif is_module(path, name) and path not in outside:
+            problems.append(held(shown, why))
+        else:
+            left_out.append((shown, why))
+    if problems:
+        raise UserError(*problems)
+    return Snapshot(tuple(files), tuple(left_out), size_of(files), searched)
+
+
+def state_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def leads_out(path: Path, root: Path) -> bool:
+    """What lies outside the project is not the project."""
+    return path.is_symlink() and not path.resolve().is_relative_to(root.resolve())
+
+
+def taken_anyway(root: Path) -> set[str]:
+    """Files that the user names one by one, `!docs/example.pem`: they go, whatever is in them. A
+    pattern is no such word: `!*.py` after `*` only says where the code is."""
+    ignore = root / IGNORE_FILE
+    lines = ignore.read_text().splitlines() if ignore.is_file() else []
+    return {line[1:].strip().lstrip("/") for line in lines if line.startswith("!")}
+
+
+def is_module(path: Path, name: str) -> bool:
+    """Whether the job may import it. What tests hold are examples, and no job imports them."""
+    folders, test = name.split("/")[:-1], re.compile(r"test_.*|.*_test\.py|conftest\.py")
+    return path.suffix == ".py" and not (
+        {"test", "tests"} & {*folders} or test.fullmatch(path.name)
+    )
+
+
+@functools.cache  # the members of a sweep are of one project
+def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes], ...]) -> str:
+    """Why a file must stay here: for its name, or for what it holds; "" if it may go.
+
+    Args:
+        path: The file.
+        state: As of `state_of`: changed, it is searched again.
+        values: Name and value of variables that are secret.
+    """
+    if path.suffix != ".py" and not EXAMPLE.fullmatch(path.name):
+        plain = path.suffix in ("", ".txt") and looks_secret(path.stem)
+        if SECRET_FILE.fullmatch(path.name) or plain:
+            return "is a file for secrets, by its name"
+    found: dict[str, int] = {}
+    lines, before = 0, b""
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            content = before + piece
+            kinds = [*find(content)]
+            for variable, value in values:
+                if (place := content.find(value)) >= 0:
+                    kinds.append((content.count(b"\n", 0, place) + 1, f"the value of ${variable}"))
+            for line, kind in kinds:
+                found.setdefault(kind, lines + line)
+            before = content[-OVERLAP:]
+            lines += content.count(b"\n", 0, len(content) - len(before))
+    told = [f"line {line} holds {kind}" for kind, line in found.items()]
+    return ", ".join(sorted(told, key=lambda text: int(text.split()[1])))
+
+
+def held(name: str, why: str) -> Problem:
+    variable = found[1] if (found := re.search(r"\$(\w+)$", why)) else "NAME"
+    return Problem(
+        name,
+        f"{why}, and would leave this machine with the job",
+        f"read it from the environment (launcher.forward_env=[{variable}]); or write a line into "
+        f"{IGNORE_FILE}: {name} leaves the file out, !{name} sends it all the same",
+    )
 
 
 def size_of(files: Sequence[tuple[Path, str]]) -> int:
@@ -112,8 +232,6 @@ def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Itera
         stays = any(path.is_relative_to(folder) for folder in exclude)
         if stays or ignored.match_file(inside.as_posix()) or not path.is_file():
             continue  # git also lists what was deleted and not yet committed
-        if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
-            continue  # what lies outside the project is not the project
         yield path
 
 
@@ -127,15 +245,13 @@ def git_files(root: Path) -> list[Path] | None:
     """Tracked and untracked files, those of submodules too; None outside git."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     try:
-        done = subprocess.run(
-            [*command, "--exclude-standard"], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([*command, "--exclude-standard"], capture_output=True, check=False)
     except OSError:
         return None
     if done.returncode != 0:
         return None
     found: list[Path] = []
-    for name in dict.fromkeys(done.stdout.split("\0")):
+    for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
         path = root / name
         if name and path.is_dir() and not path.is_symlink():  # a submodule, or a clone in a clone
             found += git_files(path) or [] if (path / ".git").exists() else []
@@ -179,25 +295,3 @@ def too_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) ->
             f"name what is no code in .gitignore or {IGNORE_FILE}, or set project.root",
         )
     )
-
-
-def refuse_secrets(files: Sequence[tuple[Path, str]], names: Sequence[str]) -> None:
-    secrets = {**secret_values(), **{n: v for n in names if (v := os.environ.get(n, ""))}}
-    values = {name: value.encode() for name, value in secrets.items() if len(value) >= 8}
-    problems = []
-    for path, place in files:
-        if not values or path.stat().st_size > SEARCHED:
-            continue
-        content = path.read_bytes()
-        for name, value in values.items():
-            if value in content:
-                problems.append(
-                    Problem(
-                        place.removeprefix("project/"),
-                        f"holds the value of ${name}, and would leave this machine with the job",
-                        f"read it from the environment (launcher.forward_env=[{name}]), "
-                        f"or name the file in {IGNORE_FILE}",
-                    )
-                )
-    if problems:
-        raise UserError(*problems)

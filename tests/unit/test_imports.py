@@ -26,6 +26,7 @@ LIGHT = [
     "resources",
     "run_directory",
     "schema",
+    "secret_shapes",
     "suggest",
     "targets",
     "user_conf",

@@ -86,18 +86,21 @@ def test_a_link_to_elsewhere_is_not_the_project(repository: Path, tmp_path: Path
     (tmp_path / "elsewhere.py").write_text("")
     (repository / "linked.py").symlink_to(tmp_path / "elsewhere.py")
     (repository / "alias.py").symlink_to("train.py")
-    assert "linked.py" not in sent(repository)
-    assert "alias.py" in sent(repository)
+    taken = snapshot.take(repository, [repository / "outputs"], 300)
+    assert taken.left_out == (("linked.py", "is a link that leads out of the project"),)
+    assert "project/alias.py" in {place for _, place in taken.files}
 
 
 @pytest.mark.parametrize(
-    "name", [".env", ".env.local", "id_rsa", "server.pem", "credentials.json", ".netrc"]
+    "name",
+    [".env", ".env.local", "prod.env", "id_rsa", "server.pem", "credentials.json", "hf_token.txt"],
 )
 def test_files_made_for_secrets_stay_and_it_is_said(repository: Path, name: str) -> None:
     (repository / name).write_text("whatever")
     taken = snapshot.take(repository, [repository / "outputs"], 300)
     assert f"project/{name}" not in {place for _, place in taken.files}
-    assert taken.left_out == (name,) and name in taken.describe()
+    assert taken.left_out == ((name, "is a file for secrets, by its name"),)
+    assert name in taken.told()[0]
 
 
 def test_an_example_of_such_a_file_goes(repository: Path) -> None:
@@ -105,17 +108,19 @@ def test_an_example_of_such_a_file_goes(repository: Path) -> None:
     assert ".env.example" in sent(repository)
 
 
-def test_a_file_with_a_secret_of_this_shell_is_refused(
+def test_what_holds_a_secret_of_this_shell_stays_and_a_module_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SERVICE_TOKEN", "c4nary-c4nary")
     monkeypatch.setenv("PLAIN", "plain-but-forwarded")
+    (repository / "notes.txt").write_text("\nplain-but-forwarded")
+    taken = snapshot.take(repository, [repository / "outputs"], 300, secret_names=["PLAIN"])
+    assert taken.left_out == (("notes.txt", "line 2 holds the value of $PLAIN"),)
     (repository / "package" / "client.py").write_text('TOKEN = "c4nary-c4nary"')
-    (repository / "notes.txt").write_text("plain-but-forwarded")
     with pytest.raises(UserError) as refused:
         sent(repository, secret_names=["PLAIN"])
-    assert {p.path for p in refused.value.problems} == {"package/client.py", "notes.txt"}
-    assert "$MY_SERVICE_TOKEN" in str(refused.value)
+    assert [p.path for p in refused.value.problems] == ["package/client.py"]
+    assert "line 1 holds the value of $MY_SERVICE_TOKEN" in str(refused.value)
     assert "c4nary" not in str(refused.value)
 
 
