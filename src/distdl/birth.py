@@ -53,45 +53,17 @@ def _missing(here: Environment, count: int) -> UserError:
 
 
 def announce(here: Environment, accelerator: str) -> None:
-    """Rank 0 prints the table of all ranks; a rank that is alone only notes it in its log.
-
-    Raises:
-        UserError: Two ranks have the same GPU.
-    """
+    """Rank 0 prints the table of all ranks; a rank that is alone only notes it in its log."""
     born = cluster.gather(facts(here, accelerator))
     if here.rank == 0:
         log.log(logging.INFO if len(born) > 1 else logging.DEBUG, "%s", table(born))
-    refuse_shared(born)
-
-
-def refuse_shared(born: list[dict[str, Any]]) -> None:
-    """Each rank sees one GPU, and for two of them it is the same: on every rank, before they train.
-
-    Raises:
-        UserError: With their numbers.
-    """
-    owners: dict[str, int] = {}
-    for each in born:
-        first = owners.setdefault(each["uuid"], each["rank"])
-        if each["uuid"] and first != each["rank"]:
-            raise UserError(
-                Problem(
-                    "trainer.devices",
-                    f"ranks {first} and {each['rank']} have the same GPU "
-                    f"({each['uuid']} on {each['host']})",
-                    "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
-                )
-            )
 
 
 def facts(here: Environment, accelerator: str) -> dict[str, Any]:
-    device, uuid = "cpu", ""
+    device = "cpu"
     if accelerator == "gpu":
         index = cluster.device_index(here)
         device = f"cuda:{index} {torch.cuda.get_device_name(index)}"
-        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-        # Instances of one GPU may share its id, and some virtual GPUs have none.
-        uuid = "" if " MIG " in device or not uuid.strip("0-") else uuid
     return {
         "rank": here.rank,
         "node": here.node_rank,
@@ -99,7 +71,6 @@ def facts(here: Environment, accelerator: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": device,
-        "uuid": uuid,
         "interconnect": ", ".join(interconnect()) or "no InfiniBand",
         "main": f"{here.main_address}:{here.main_port}",
         "launcher": here.launcher,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 
 from distdl.environment import Environment
+from distdl.errors import Problem, UserError
 from distdl.job import JobState
 from distdl.stopping import Stopped, StopRequest
 
@@ -22,17 +24,37 @@ def connect(environment: Environment, accelerator: str) -> None:
     """Joins the ranks of a run; nothing for a world of one. Lightning finds it and uses it.
 
     Both back ends, so that small agreements travel by gloo and never wait for the GPU's stream.
+
+    Raises:
+        UserError: NCCL finds two ranks on one GPU.
     """
     if environment.world_size == 1 or dist.is_initialized():
         return
+    device = None
     if accelerator == "gpu":
-        torch.cuda.set_device(device_index(environment))
-    dist.init_process_group(
-        backend(accelerator),
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=TIMEOUT,
-    )
+        device = torch.device("cuda", device_index(environment))
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            backend(accelerator),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=TIMEOUT,
+            # Else torch 2.15 guesses it by LOCAL_RANK, and 2.11 leaves it open until the first
+            # collective. With it, NCCL connects here, and says here what is wrong.
+            device_id=device,
+        )
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise UserError(
+            Problem(
+                "trainer.devices",
+                f"rank {environment.rank} on {socket.gethostname()} has the same GPU as another "
+                f"rank: {str(error).strip().splitlines()[-1]}",
+                "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
+            )
+        ) from error
 
 
 def device_index(environment: Environment) -> int:
@@ -70,8 +92,14 @@ def give_backends(strategy: Any, accelerator: str) -> None:
         strategy._process_group_backend = backend(accelerator)
 
 
-def disconnect() -> None:
-    if dist.is_initialized():
+def disconnect(failed: bool = False) -> None:
+    """Leaves the ranks.
+
+    Args:
+        failed: The others do not know it yet. NCCL would first finish what is queued, and so wait
+            for collectives that they never join; this process ends and takes all with it.
+    """
+    if dist.is_initialized() and not (failed and dist.get_world_size() > 1):
         dist.destroy_process_group()
 
 

@@ -117,6 +117,7 @@ def perform(
     if resources.accelerator == "cpu":
         allocator.keep_freed_memory()
     cluster.connect(here, resources.accelerator)
+    failed = False
     try:
         birth.announce(here, resources.accelerator)
         chosen = newest_checkpoint(config, run) if here.rank == 0 else None
@@ -159,10 +160,11 @@ def perform(
     except Stopped:
         raise
     except BaseException as error:
+        failed = True
         note(attempt, here.rank, error)  # the same, for what fails before the training is built
         raise
     finally:
-        cluster.disconnect()
+        cluster.disconnect(failed)
 
 
 def die_with_parent() -> None:

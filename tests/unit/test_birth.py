@@ -1,19 +1,24 @@
-"""Which GPU a rank takes, by what torch says it sees: no GPU is needed to ask that."""
+"""Which GPU a rank takes, by what torch says it sees, how it is handed on, how it leaves."""
 
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
+from torch import nn
 
-from distdl import birth, cluster, external
+from distdl import allocator, birth, cluster, external, worker
 from distdl.environment import Environment
 from distdl.errors import UserError
+from distdl.job import JobState, Resources
+from distdl.stopping import Stopped
+from distdl.strategies import DDPStrategy, ddp
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -81,14 +86,27 @@ def test_lightning_takes_it_too(sees, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.accelerator_of(here, "gpu") == "gpu"
 
 
-def test_two_ranks_on_one_gpu_are_refused() -> None:
-    def born(*uuids: str) -> list[dict[str, Any]]:
-        return [{"rank": i, "uuid": uuid, "host": "gpu003"} for i, uuid in enumerate(uuids)]
+def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        "NCCL error in: ...\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on 4000"
+    )
+    asked: list[Any] = []
 
-    birth.refuse_shared(born("a", "b", "c"))
-    birth.refuse_shared(born("", ""))  # CPUs
-    with pytest.raises(UserError, match=r"ranks 1 and 2 have the same GPU \(b on"):
-        birth.refuse_shared(born("a", "b", "b"))
+    def init(backend: str, device_id: Any = None, **kwargs: Any) -> None:
+        asked.append((backend, device_id))
+        if device_id and device_id.index == 0:
+            raise dist.DistBackendError(said)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    sees(2)
+    own = torch.device("cuda", 1)
+    cluster.connect(rank(1, 2), "gpu")
+    assert asked == [own, ("cpu:gloo,cuda:nccl", own)]
+    cluster.connect(rank(1, 2), "cpu")
+    assert asked[2:] == [("gloo", None)]
+    with pytest.raises(UserError, match="has the same GPU as another rank: Duplicate GPU detected"):
+        cluster.connect(rank(0, 2), "gpu")
 
 
 def test_a_list_cannot_choose_for_ranks_that_run_already() -> None:
@@ -96,3 +114,45 @@ def test_a_list_cannot_choose_for_ranks_that_run_already() -> None:
     config = OmegaConf.create({"trainer": {"devices": [1, 2]}})
     with pytest.raises(UserError, match="export CUDA_VISIBLE_DEVICES before"):
         external.place(config, rank(0, 2), config.trainer.devices)
+
+
+def test_ddp_is_built_on_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning builds it on another one, where its gradients would be accumulated."""
+
+    def other_stream(*_: Any) -> None:
+        raise AssertionError("on a stream of its own")
+
+    monkeypatch.setattr(torch.cuda, "Stream", other_stream)
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **given: given)
+    strategy = DDPStrategy(gradient_as_bucket_view=True)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [3])
+    given = strategy._setup_model(nn.Linear(1, 1))
+    assert given["device_ids"] == [3] and given["gradient_as_bucket_view"]
+
+
+@pytest.mark.parametrize(
+    ("error", "world", "left"), [(RuntimeError, 2, 0), (RuntimeError, 1, 1), (Stopped, 2, 1)]
+)
+def test_who_fails_does_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, error: Any, world: int, left: int
+) -> None:
+    """With NCCL it would: for collectives that they have not joined. Those who stop agree on it."""
+
+    def fail(*_: Any) -> None:
+        raise error(JobState.PREEMPTED, "SIGTERM") if error is Stopped else error("on one rank")
+
+    calls: list[int] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
+    monkeypatch.setattr(birth, "announce", fail)
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(worker, "effective_config", lambda *_: None)
+    attempt: Any = SimpleNamespace(launch=dict, resources=Resources, record_error=lambda *_: None)
+    bundle: Any = SimpleNamespace(python_path=lambda _: [])
+    nothing: Any = None
+    with pytest.raises(error):
+        worker.perform(
+            bundle, nothing, attempt, rank(0, world), SimpleNamespace(check=lambda: None)
+        )  # type: ignore[arg-type]
+    assert len(calls) == left

@@ -132,7 +132,10 @@ class DDPStrategy(DriftingStrategy):
             apart = self.first_bucket_mb < size and self.comm_hook != "powersgd"
             sizes = [self.first_bucket_mb, size] if apart else None
             self._ddp_kwargs["bucket_cap_mb_list"] = sizes
-        return super()._setup_model(model)
+        # Lightning builds it on a stream of its own, and there gradients would be accumulated from
+        # then on: each backward would wait for that stream, and it for the backward.
+        ids = self.determine_ddp_device_ids()
+        return DistributedDataParallel(model, device_ids=ids, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA alone, and says nothing elsewhere.
