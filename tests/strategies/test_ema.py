@@ -14,7 +14,7 @@ from tests.strategies.matrix import HALF, SAME_TO, STEPS, TOPOLOGIES, Runs, Topo
 pytestmark = pytest.mark.xdist_group("strategies")
 
 EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
-NODE = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging"}}
+NODE = {"ema": {"_target_": "distdl.callbacks.EMAWeightAveraging"}}
 
 
 def averaged(name: str) -> Topology:

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
 from omegaconf import OmegaConf
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl import autotune, compiling, optim
-from distdl.callbacks import Checkpointer, StepMetrics
+from distdl.callbacks import Checkpointer, EMAWeightAveraging, StepMetrics
 from distdl.callbacks.progress import Progress
 from distdl.checkpoint import CheckpointStore
 from distdl.data import SyntheticImages
@@ -130,7 +131,7 @@ def fit(tmp_path: Path, reads: Reads, *more: Callback, optimizer: str = "torch.o
 @pytest.mark.parametrize("optimizer", ["torch.optim.SGD", "torch.optim.AdamW"])
 def test_nothing_is_read_from_the_device_between_two_log_steps(tmp_path, optimizer):
     reads = Reads()
-    fit(tmp_path, reads, optimizer=optimizer)
+    fit(tmp_path, reads, EMAWeightAveraging(decay=0.5), optimizer=optimizer)
     logging_steps = {step for step in range(12) if (step + 1) % LOG_EVERY == 0}
     assert {step for step, _ in reads.found if step >= 0} == logging_steps, (
         "the loss is read there, and nothing elsewhere"
@@ -148,6 +149,33 @@ def test_a_callback_that_reads_is_seen(tmp_path):
     reads = Reads()
     fit(tmp_path, reads, Reader())
     assert {(5, "item"), (6, "tolist")} <= set(reads.found)
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_the_average_is_lightnings_and_goes_on_where_it_was(use_buffers):
+    """Also from a checkpoint that Lightning's own callback wrote."""
+    module = LightningModule()
+    module.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    kinds = LightningEMA, EMAWeightAveraging
+    callbacks = [kind(decay=0.5, use_buffers=use_buffers) for kind in kinds]
+    assert callbacks[0].state_key == callbacks[1].state_key
+    for callback in callbacks:
+        callback.setup(Trainer(logger=False, accelerator="cpu"), module, "fit")
+    theirs, ours = (callback._average_model for callback in callbacks)
+    for step in range(6):
+        if step == 3:
+            ours.load_state_dict(theirs.state_dict())
+            assert ours.updates == 3
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter += torch.randn_like(parameter)
+        module.layers(torch.randn(5, 4))
+        for average in theirs, ours:
+            average.update_parameters(module)
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
 
 
 # ---------------------------------------------------------------------------------- torch.compile

@@ -1,8 +1,9 @@
 """Callbacks: checkpoints and preemption, metrics, progress."""
 
+from distdl.callbacks.averaging import EMAWeightAveraging
 from distdl.callbacks.checkpointer import Checkpointer
 from distdl.callbacks.metrics import StepMetrics
 from distdl.callbacks.progress import Progress
 from distdl.callbacks.record_samples import RecordSamples
 
-__all__ = ["Checkpointer", "Progress", "RecordSamples", "StepMetrics"]
+__all__ = ["Checkpointer", "EMAWeightAveraging", "Progress", "RecordSamples", "StepMetrics"]

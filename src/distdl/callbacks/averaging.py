@@ -1,0 +1,72 @@
+"""An exponential moving average of the weights for which the host never waits for the GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+class EMAWeightAveraging(LightningEMA):
+    """Lightning's, with its arguments and its checkpoints (its name is the key in them).
+
+    torch's AveragedModel keeps the number of its updates on the device and asks for it twice a
+    step. Here it is kept on the host, and the weights are averaged a group at a time
+    (`get_ema_multi_avg_fn`), which differs from Lightning's result by rounding.
+
+    Args:
+        decay: Of the average, per update.
+        kwargs: See Lightning's EMAWeightAveraging.
+    """
+
+    def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
+        super().__init__(decay=decay, **kwargs)
+        del self._kwargs["avg_fn"]
+        self._kwargs["multi_avg_fn"] = get_ema_multi_avg_fn(decay)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            average = self._average_model
+            assert average is not None
+            average.__class__ = CountedOnHost  # Lightning's set-up makes one of torch's
+            average.n_averaged = average.n_averaged.cpu()
+
+
+class CountedOnHost(AveragedModel):
+    """torch's AveragedModel, whose `n_averaged` stays on the host; `updates` is its value."""
+
+    n_averaged: Tensor
+    updates = 0
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(*args, **kwargs)
+        self.updates = int(self.n_averaged)
+        return result
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """One update by `multi_avg_fn`; the first one copies."""
+        groups = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
+        pairs = zip(self.module.parameters(), model.parameters(), strict=True)
+        buffers = zip(self.module.buffers(), model.buffers(), strict=True)
+        for mean, value in itertools.chain(pairs, buffers if self.use_buffers else ()):
+            means, values = groups[mean.device, mean.dtype]
+            means.append(mean.detach())
+            values.append(value.detach().to(mean.device))
+        for means, values in groups.values():
+            if self.updates == 0:
+                torch._foreach_copy_(means, values)
+            else:
+                self.multi_avg_fn(means, values, self.updates)
+        if not self.use_buffers:
+            for mean, value in buffers:
+                mean.copy_(value)
+        self.updates += 1
+        self.n_averaged += 1
