@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +23,11 @@ from distdl import autotune, compiling, optim
 from distdl.callbacks import Checkpointer, EMAWeightAveraging, StepMetrics
 from distdl.callbacks.progress import Progress
 from distdl.checkpoint import CheckpointStore
-from distdl.data import SyntheticImages
+from distdl.data import SyntheticImages, images
 from distdl.data.loading import distribute
+from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import TrainPosition
+from distdl.data.side_stream import Lead
 from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.models import ImageClassifier, compilers
@@ -178,6 +181,51 @@ def test_the_average_is_lightnings_and_goes_on_where_it_was(use_buffers):
         torch.testing.assert_close(value, expected[name])
 
 
+class Beside:
+    """In the place of the side stream: says whether work is under way on it."""
+
+    at_work = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, work: Any, *args: Any) -> Any:
+        Beside.at_work = True
+        try:
+            return work(*args)
+        finally:
+            Beside.at_work = False
+
+
+@pytest.mark.parametrize("side_stream", [True, False])
+def test_the_gpu_decodes_beside_the_step(monkeypatch, side_stream):
+    """nvJPEG waits for the stream that it is called on: on the step's, for the step before."""
+    found = []
+
+    def decoded(self: EncodedBatch, device: torch.device) -> torch.Tensor:
+        found.append((device.type, Beside.at_work))
+        return torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
+
+    monkeypatch.setattr(EncodedBatch, "decoded", decoded)
+    monkeypatch.setattr(images, "SideStream", Beside)
+    monkeypatch.setattr(images.ImageData, "_device", torch.device("cuda", 0))
+    data = images.ImageData(1, 0)
+    data.side_stream = side_stream
+    nothing = torch.zeros(0)
+    batch = data.on_before_batch_transfer({"image": EncodedBatch(nothing, nothing, nothing)}, 0)
+    assert batch["image"].shape == (1, 3, 4, 4) and found == [("cuda", side_stream)]
+
+
+def test_the_host_sleeps_while_the_gpu_works(monkeypatch):
+    """An event that does not block spins, and takes a core from the workers that load."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **given: made.append(given))
+    Lead(torch.device("cuda", 0))
+    assert made == [{"blocking": True}] * 2
+    Lead(torch.device("cpu"))
+    assert len(made) == 2
+
+
 # ---------------------------------------------------------------------------------- torch.compile
 
 
@@ -231,6 +279,15 @@ def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
     for device in ("cpu", "gpu"):
         with pytest.raises(UserError, match=r"(?s)compiler.*model.compile=false"):
             compilers.refuse_without_compiler(device)
+    monkeypatch.setenv("CXX", sys.executable)  # there is one, of another name, and no Python.h
+    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda *_: str(tmp_path))
+    with pytest.raises(UserError, match=r"Python\.h(?s:.*)python3-dev"):
+        compilers.refuse_without_compiler("cpu")
+    monkeypatch.setenv("CPATH", f"{os.pathsep}{tmp_path / 'include'}")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    compilers.refuse_without_compiler("cpu")
+    monkeypatch.delenv("CXX")
     module = ImageClassifier(nn.Flatten(), compile="max-autotune")
     with pytest.raises(UserError, match=r"C\+\+ compiler"):
         module.configure_model()

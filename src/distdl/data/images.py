@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class ImageData(LightningDataModule):
         if "damaged" in batch:
             self.damage.note(batch.pop("damaged"), self._damaged_file())
         if isinstance(batch.get("image"), EncodedBatch):
-            batch["image"] = batch["image"].decoded(self._device)
+            batch["image"] = self._beside(self._device, batch["image"].decoded, self._device)
         return batch
 
     def transfer_batch_to_device(
@@ -98,11 +98,15 @@ class ImageData(LightningDataModule):
     ) -> dict[str, Any]:
         """The batch on `device`; to a CUDA device on a stream of its own."""
         copy = super().transfer_batch_to_device
+        return self._beside(device, copy, batch, device, dataloader_idx)
+
+    def _beside(self, device: torch.device, work: Callable[..., Any], *args: Any) -> Any:
+        """`work(*args)`; for a CUDA device on the side stream."""
         if device.type != "cuda" or not self.side_stream:
-            return copy(batch, device, dataloader_idx)
+            return work(*args)
         if self._side is None or self._side.device != device:
             self._side = SideStream(device)
-        return self._side(copy, batch, device, dataloader_idx)
+        return self._side(work, *args)
 
     @property
     def _device(self) -> torch.device:

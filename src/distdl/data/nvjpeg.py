@@ -1,7 +1,9 @@
 """`data.decoder=nvjpeg`: the workers read and plan, the GPU decodes, crops and resizes.
 
 By torchcodec's decode_jpeg, which on a GPU is NVIDIA's nvJPEG
-(https://docs.nvidia.com/cuda/nvjpeg/): one call for a batch.
+(https://docs.nvidia.com/cuda/nvjpeg/): one call for a batch. It decodes on the current stream and
+waits for its end (torchcodec 0.17, DecodeJpegCuda.cpp), so it is called on the side stream: on the
+step's it would wait for the step before.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ class Lead:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._ends = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else []
+        # The host sleeps until then: spinning, it would take a core from the loader's workers.
+        events = (torch.cuda.Event(blocking=True) for _ in range(2))
+        self._ends = list(events) if device.type == "cuda" else []
         self._steps = 0
 
     def step(self) -> None:
