@@ -106,6 +106,14 @@ def test_refusals(node, path, remedy) -> None:
     assert problem.path == path and remedy in problem.remedy, problem
 
 
+@pytest.mark.parametrize("mode", [True, "default", "measured", False])
+def test_no_search_for_buckets_under_compiled_code(mode) -> None:
+    context = {**CONTEXT, "config": {"model": {"compile": mode}}}
+    found = list(DDPStrategy.check({"bucket_cap_mb": "auto"}, context))
+    assert [p.path for p in found] == (["bucket_cap_mb"] if mode else [])
+    assert not list(DDPStrategy.check({"bucket_cap_mb": 5}, context))
+
+
 def test_types_of_ddps_own_settings() -> None:
     """They are in torch's signature, and are switches there by their defaults."""
     takes = signatures.takes(DDPStrategy)

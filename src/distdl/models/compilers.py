@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 import tempfile
 
 from distdl.errors import Problem, UserError
@@ -31,16 +32,30 @@ def refuse_without_compiler(device: str) -> None:
         UserError: What it needs is not on this machine.
     """
     what = ""
-    if device == "cpu":
-        if not _on_path(os.environ.get("CXX"), "g++", "clang++"):
-            what = "needs a C++ compiler (g++), and there is none on PATH"
+    if device == "cpu" and not _on_path(os.environ.get("CXX"), "g++", "clang++"):
+        what = "needs a C++ compiler (g++), and there is none on PATH"
     elif device in ("gpu", "cuda") and importlib.util.find_spec("triton") is None:
         what = "needs the package triton, which is not installed"
     elif device in ("gpu", "cuda") and not _on_path(os.environ.get("CC"), "gcc", "clang", "cc"):
         what = "needs a C compiler (gcc) for Triton, and there is none on PATH"
+    elif device in ("cpu", "gpu", "cuda") and not _has_python_headers():
+        what = (
+            f"needs Python's headers (Python.h), which are not in {sysconfig.get_path('include')}"
+        )
     if what:
-        remedy = "install it (Debian, Ubuntu: apt-get install g++), or model.compile=false"
+        packages = "apt-get install g++ python3-dev"
+        remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"
         raise UserError(Problem("model.compile", what, remedy))
+
+
+def _has_python_headers() -> bool:
+    """Triton's launchers and Inductor's C++ are extensions of Python."""
+    # Debian's own scheme names a folder that no package fills; both look into the other, too.
+    schemes = sysconfig.get_default_scheme(), "posix_prefix"
+    folders = [sysconfig.get_path("include", scheme) for scheme in schemes]
+    for variable in ("CPATH", "C_INCLUDE_PATH"):
+        folders += filter(None, os.environ.get(variable, "").split(os.pathsep))
+    return any(os.path.exists(os.path.join(folder, "Python.h")) for folder in folders)
 
 
 def _on_path(*programs: str | None) -> bool:

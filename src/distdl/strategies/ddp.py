@@ -96,6 +96,14 @@ class DDPStrategy(DriftingStrategy):
         if size == "auto" and hook == "powersgd":
             what = "powersgd remembers its errors by bucket, so that buckets may not change"
             yield Problem("bucket_cap_mb", what, "strategy.bucket_cap_mb=25")
+        compiled = (context.get("config", {}).get("model") or {}).get("compile")
+        if size == "auto" and compiled:
+            what = (
+                f"compiled code is split by buckets, which may not change: model.compile={compiled}"
+            )
+            yield Problem(
+                "bucket_cap_mb", what, "strategy.bucket_cap_mb=25, or model.compile=false"
+            )
         if hook != "none" and (config.get("ddp_comm_hook") or config.get("ddp_comm_state")):
             what = f"there is strategy.comm_hook={hook} already"
             yield Problem("ddp_comm_hook", what, "strategy.comm_hook=none, or leave it out")
