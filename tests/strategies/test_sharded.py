@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl import autotune
 from distdl.errors import UserError
 from distdl.strategies import DeepSpeedStrategy, FSDPStrategy
 from distdl.strategies.deepspeed_settings import settings_of
 from distdl.strategies.fsdp import units
+from distdl.strategies.sharing import on_host
 from tests.conftest import UNCHECKED, Said, distdl
 from tests.strategies.matrix import (
     COMMON,
@@ -173,3 +176,20 @@ def test_autotune_keeps_the_global_batch() -> None:
     assert {c.stage for c in found} == {1, 2, 3}
     config["strategy"] = {"config": "ds.json"}
     assert {c.stage for c in autotune.candidates(OmegaConf.create(config))} == {None}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_checkpoint_copies_each_tensor_once(device) -> None:
+    seen: list[str] = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():  # a GPU's tensors, without one
+        tensor = torch.empty(3, 4, device=device)
+        with Ops():
+            copy = on_host(tensor)
+    assert copy.device.type == "cpu" and copy is not tensor
+    assert [name for name in seen if name in ("_to_copy", "clone", "copy_")] == ["_to_copy"]

@@ -134,8 +134,9 @@ def optimizer_state(
         entry: dict[str, Any] = {}
         for key, is_flat, value in kinds(held, part.flat):
             full = whole(own[name], part, held.get(key), device) if is_flat else value
-            entry[key] = on_host(full)
-        if keep and entry:
+            if keep:
+                entry[key] = on_host(full)
+        if entry:
             state[name] = entry
     groups = [
         {**group, **dict.fromkeys(KERNELS & group.keys()), "params": list(own_names)}

@@ -78,5 +78,5 @@ def check_keys(own: Iterable[str], given: Mapping[str, Any], strict: bool) -> No
 
 
 def on_host(value: Any) -> Any:
-    """A tensor's copy in host memory, for a checkpoint; anything else as it is."""
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    """A tensor's own copy in host memory, for a checkpoint; anything else as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
