@@ -138,6 +138,7 @@ def perform(
         state = JobState.FAILED
         try:
             built = build(config, run, attempt, here, resources, stop, tracker.loggers, checkpoint)
+            tracker.settle()
             stop.check()
             if here.rank == 0:
                 summary.print_start(built, resources, launch)

@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -122,28 +123,25 @@ def test_metric_names_are_made_acceptable(name: str) -> None:
     _validate_metric_name(metric_name(name))
 
 
-def test_a_slow_backend_does_not_slow_a_step(
+def test_a_step_does_not_wait_for_the_server(
     outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    real, calls = MlflowClient.log_batch, []
+    real, asked, answers = MlflowClient.log_batch, threading.Event(), threading.Event()
 
-    def slow(self: Any, *args: Any, **kw: Any) -> Any:
-        calls.append(1)
-        time.sleep(0.7)
+    def waits(self: Any, *args: Any, **kw: Any) -> Any:
+        asked.set()
+        answers.wait()
         return real(self, *args, **kw)
 
-    monkeypatch.setattr(MlflowClient, "log_batch", slow)
+    monkeypatch.setattr(MlflowClient, "log_batch", waits)
     tracking = start_tracking(info_of(outputs, "slow/r"), {"mlflow": logger()})
-    times = []
-    for step in range(1500):
-        start = time.perf_counter()
+    tracking.journal.log_metrics({"x": 0.0}, 0)
+    assert asked.wait(120)
+    for step in range(1, 1500):  # what these cost is benchmarks/overhead.py's
         tracking.journal.log_metrics({"x": float(step)}, step)
-        times.append(time.perf_counter() - start)
-        time.sleep(0.002)
-    assert len(calls) >= 2, "nothing was sent while the steps ran"
-    assert sorted(times)[1350] < 2e-3 and sum(times) < 0.7
+    answers.set()
     tracking.finish("SUCCEEDED")
     (run,) = runs_of(database(outputs), "slow")
     assert len(delivered(database(outputs), run.info.run_id)) == 1500
@@ -174,11 +172,30 @@ def test_two_runs_may_start_at_the_same_time_in_a_new_project(tmp_path: Path) ->
     code = "journal.write_bytes(encode(1.0, 1, 1, {'x': 1.0}))\ncomponent.finish('SUCCEEDED')"
     out = tmp_path / "outputs"
     started = [in_a_process(code, out, f"race/{i}") for i in range(2)]
-    said = [p.communicate(timeout=120)[1] for p in started]
+    said = [p.communicate()[1] for p in started]
     assert [p.returncode for p in started] == [0, 0], said
     assert "fails" not in "".join(said), said
     found = runs_of(database(out), "race")
     assert sorted((r.info.run_name, r.data.metrics["x"]) for r in found) == [("0", 1.0), ("1", 1.0)]
+
+
+def test_a_step_does_not_wait_for_an_import(tmp_path: Path) -> None:
+    """While it loads a library, the sender's thread holds the interpreter."""
+    code = """
+component.settle()
+before = set(sys.modules)
+assert "mlflow" in before
+journal.write_bytes(encode(1.0, 1, 1, {"x": 1.0}))
+component.finish("SUCCEEDED")
+late = [name for name in sys.modules if name not in before]
+late = [name for name in late if not name.startswith("mlflow.store.db.")]  # scripts of Alembic's
+sys.exit(f"imported while steps ran: {late}" if late else 0)
+"""
+    sending = in_a_process(code, tmp_path / "outputs", "late/r")
+    said = sending.communicate()[1]
+    assert sending.returncode == 0, said
+    (run,) = runs_of(database(tmp_path / "outputs"), "late")
+    assert run.data.metrics == {"x": 1.0}
 
 
 def test_a_data_loader_may_fork_while_mlflow_is_being_imported(tmp_path: Path) -> None:
@@ -190,7 +207,7 @@ child = os.fork()
 if child == 0:
     import mlflow
     os._exit(0)
-end = time.time() + 10
+end = time.time() + 200
 while os.waitpid(child, os.WNOHANG) == (0, 0):
     if time.time() > end:
         os.kill(child, 9)
@@ -198,7 +215,7 @@ while os.waitpid(child, os.WNOHANG) == (0, 0):
     time.sleep(0.05)
 """
     forking = in_a_process(code, tmp_path / "outputs", "fork/r")
-    said = forking.communicate(timeout=60)[1]
+    said = forking.communicate()[1]
     assert forking.returncode == 0, said
 
 
@@ -280,7 +297,7 @@ journal.write_bytes(encode(1.0, 1, 1, {"x": 1.0}))
 os.kill(os.getpid(), 9)
 """
     killed = in_a_process(code, outputs, "killed/r")
-    said = killed.communicate(timeout=120)[1]
+    said = killed.communicate()[1]
     assert killed.returncode == -signal.SIGKILL, said
     (run,) = runs_of(database(outputs), "killed")
     assert run.info.status == "RUNNING"

@@ -191,7 +191,7 @@ def test_what_changes_after_it_was_planned_ends_it(
         with pytest.raises(Unfinished, match=f"{file} has changed since it was planned"):
             prepare(kind, source, out, *options)
     assert not (out / "dataset.json").exists()
-    with pytest.raises(UserError, match="has changed since|from the beginning: --to DIR"):
+    with pytest.raises(UserError, match=r"has changed since|from the beginning: --to DIR"):
         prepare(kind, source, out, *options)
     file.write_bytes(kept)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))

@@ -75,6 +75,12 @@ class Tracking:
         self.loggers, self.journal = loggers, journal
         self.components, self.sampler = components, sampler
 
+    def settle(self) -> None:
+        """Wait for what would hold up a step: components that still import something."""
+        for component in self.components.values():
+            if hasattr(component, "settle"):
+                component.settle()
+
     def finish(self, status: str) -> None:
         """Write and send what is left. Never raises; may be called again.
 

@@ -16,6 +16,16 @@ from typing import Any
 # The server's way to say "never": trying again would hold up everything behind it.
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
+# Imported while it sends, unless it is there: a step would wait for it.
+LAZY = (
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
+    "sqlalchemy.dialects.sqlite",
+    "alembic.command",
+    "alembic.config",
+    "filelock",
+)
+
 # A data loader must not fork while another thread is in the middle of importing mlflow: the child
 # would wait for ever on the import lock of pandas or numpy. So a fork waits (once, seconds; never
 # for ever, should that import itself wait for a module which the forking thread is importing).
@@ -40,7 +50,8 @@ def import_client() -> Any:
     with _importing:
         for name in ("alembic", "mlflow.store.db.utils"):  # the making of a database, line by line
             logging.getLogger(name).setLevel(logging.WARNING)
-        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")  # MLflow's lazy half
+        for name in LAZY:
+            importlib.import_module(name)
         from mlflow.tracking import MlflowClient
     return MlflowClient
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distdl.tracking.client import exclusive, prepare_environment
+from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, State, database_path, is_local, redact
 from distdl.tracking.records import journal_path, journals
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
+IMPORT_TIMEOUT = 120.0  # seconds that a training waits for its sender's imports: some take 3
 PREEMPTED_TIMEOUT = 5.0  # a scheduler's grace is short, and the next attempt delivers the rest
 
 
@@ -76,7 +77,7 @@ class MLflowLogger:
         self.uri = ""
         self._failures = 0
         self._finishing = self._done = False
-        self._wake = threading.Event()
+        self._wake, self._imported = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, info: RunInfo) -> None:
@@ -94,6 +95,15 @@ class MLflowLogger:
         self.delivery = Delivery(outbox, self.uri, info.node_rank)
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until the thread has imported what it needs, before the first step.
+
+        While a library is loaded, nobody else gets the interpreter: a step would wait for it, 0.7 s
+        for one of MLflow's.
+        """
+        if self._thread is not None:
+            self._imported.wait(IMPORT_TIMEOUT)
 
     def finish(self, status: str) -> None:
         """Send what is left, for at most `flush_timeout` seconds, and say what stays.
@@ -181,6 +191,12 @@ class MLflowLogger:
         return tags
 
     def _run(self) -> None:
+        try:
+            import_client()
+        except Exception as error:  # `_follow` meets it again, and says so
+            log.debug("%s", error)
+        finally:
+            self._imported.set()
         with contextlib.suppress(OSError):
             if self.info.rank == 0:
                 _write_packages(self.info.run_dir / "tracking" / "packages.txt")
