@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +147,64 @@ def test_nothing_is_replaced(store, tmp_path):
     with pytest.raises(StoreError, match="file exists already"):
         store.upload(tmp_path / "two", "file")
     assert store.read("file") == b"one"
+
+
+@pytest.mark.parametrize("size", [1000, 9 << 20])  # as one object, and in parts
+def test_of_two_uploads_at_once_one_is_kept(store, tmp_path, size):
+    """Both have looked, and found nothing of that name."""
+    (tmp_path / "one").write_bytes(b"1" * size)
+    (tmp_path / "two").write_bytes(b"2" * size)
+    both = threading.Barrier(2, timeout=200)
+    met: list[str] = []
+    said: list[str] = []
+
+    def meet(count: int = 0) -> None:
+        name = threading.current_thread().name
+        if name in ("one", "two") and name not in met:
+            met.append(name)
+            both.wait()
+            if name == "two":  # moto looks and stores in two steps
+                threads[0].join()
+
+    def send(name: str) -> None:
+        try:
+            store.upload(tmp_path / name, "file", meet)
+            said.append(name)
+        except StoreError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=send, args=(n,), name=n) for n in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == ["one", f"{store.uri}/file exists already"]
+    assert store.read("file") == (tmp_path / "one").read_bytes()
+    assert list(store.names()) == ["file"]
+
+
+@pytest.mark.parametrize("size", [1000, 9 << 20])
+def test_an_answer_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, monkeypatch):
+    from botocore.exceptions import ReadTimeoutError
+
+    store = open_store(f"s3://box/{tmp_path.name}", patience=20)
+    (tmp_path / "one").write_bytes(bytes(size))
+    answers = ["put_object", "complete_multipart_upload"]
+
+    def losing(real: Any) -> Any:
+        def call(**given: Any) -> Any:
+            found = real(**given)
+            if answers:
+                answers.clear()
+                raise ReadTimeoutError(endpoint_url="x")
+            return found
+
+        return call
+
+    for name in answers:
+        monkeypatch.setattr(store.client, name, losing(getattr(store.client, name)))
+    store.upload(tmp_path / "one", "file")
+    assert not answers and store.size("file") == size
 
 
 def test_what_is_absent_is_named(store, tmp_path):

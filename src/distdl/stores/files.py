@@ -69,13 +69,25 @@ class FileStore:
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
             FileStore(path.parent).download(path.name, temporary, progress)
-            temporary.rename(target)
+            _rename_new(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> Iterator[str]:
         found = (p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if is_own(p))
         return iter(sorted(name for name in found if name.startswith(prefix)))
+
+
+def _rename_new(path: Path, target: Path) -> None:
+    """Gives a file its name unless another one has it: `rename` would replace that one."""
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        raise StoreError(f"{target} exists already") from None
+    except OSError:  # a mount without links
+        if target.exists():
+            raise StoreError(f"{target} exists already") from None
+        path.rename(target)
 
 
 def is_own(path: Path) -> bool:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.stores.remote import RemoteStore
-from distdl.stores.store import PATIENCE, Progress
+from distdl.stores.remote import RemoteStore, in_parallel
+from distdl.stores.store import PATIENCE, Progress, StoreError
 
-_BUSY = (408, 429, 500, 502, 503, 504)
+_BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
+PART, MOST_PARTS = 8 << 20, 10_000  # bytes at a time (at least 5 MiB), and S3's limit of parts
+MARK = "distdl-upload"  # metadata by which an upload knows its own object
 
 
 class S3Store(RemoteStore):
@@ -60,11 +66,86 @@ class S3Store(RemoteStore):
         return self.client.get_object(Bucket=self._bucket, Key=key, Range=bytes_)["Body"].read()
 
     def _put(self, path: Path, name: str, progress: Progress | None) -> None:
-        # In parts, each with a checksum; seen by nobody until it is whole.
-        send = lambda: self.client.upload_file(  # noqa: E731
-            str(path), self._bucket, self._key(name), Callback=progress
-        )
-        self.retried(name, send, progress)
+        where, size = {"Bucket": self._bucket, "Key": self._key(name)}, path.stat().st_size
+        mine = {MARK: uuid.uuid4().hex}
+        with path.open("rb") as file:
+            if size > PART:
+                self._put_parts(file.fileno(), size, name, where, mine, progress)
+                return
+            data = file.read()
+        put = functools.partial(self.client.put_object, **where, Body=data, Metadata=mine)
+        self.retried(name, lambda: self._unless_there(put, name, mine), progress)
+        if progress is not None:
+            progress(size)
+
+    def _put_parts(
+        self,
+        file: int,
+        size: int,
+        name: str,
+        where: dict[str, str],
+        mine: dict[str, str],
+        progress: Progress | None,
+    ) -> None:
+        """In parts, each with boto3's checksum; seen by nobody until it is whole."""
+        begin = functools.partial(self.client.create_multipart_upload, **where, Metadata=mine)
+        begun = {**where, "UploadId": self.retried(name, begin, progress)["UploadId"]}
+        length, tags = max(PART, -(-size // MOST_PARTS)), dict[int, str]()
+
+        def send(start: int) -> None:
+            number, data = start // length + 1, os.pread(file, length, start)
+            part = functools.partial(self.client.upload_part, **begun, PartNumber=number, Body=data)
+            tags[number] = self.retried(name, part, progress)["ETag"]
+            if progress is not None:
+                progress(len(data))
+
+        try:
+            in_parallel(send, range(0, size, length))
+            parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
+            whole = functools.partial(
+                self.client.complete_multipart_upload, **begun, MultipartUpload={"Parts": parts}
+            )
+            self.retried(name, lambda: self._unless_there(whole, name, mine), progress)
+        except BaseException:
+            with suppress(Exception):  # what failed is of more interest
+                self.client.abort_multipart_upload(**begun)
+            raise
+
+    def _unless_there(self, store: Callable[..., Any], name: str, mine: dict[str, str]) -> None:
+        """Stores an object on the condition that none has its name, which the server checks.
+
+        https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html. A server that
+        has no such condition (501) is trusted to have none meanwhile: `upload` has looked before.
+
+        Raises:
+            StoreError: There is one.
+        """
+        from botocore.exceptions import ClientError
+
+        try:
+            store(IfNoneMatch="*")
+        except ClientError as error:
+            if _status(error) == 501:
+                store()
+                return
+            if _status(error) not in (404, 412):
+                raise
+            # Else it was an earlier try of ours, whose answer was lost.
+            if self._metadata(name) != mine:
+                if _status(error) == 404:
+                    raise
+                raise StoreError(f"{self.uri}/{name} exists already") from None
+
+    def _metadata(self, name: str) -> dict[str, str]:
+        from botocore.exceptions import ClientError
+
+        try:
+            found = self.client.head_object(Bucket=self._bucket, Key=self._key(name))
+        except ClientError as error:
+            if _status(error) == 404:
+                return {}
+            raise
+        return dict(found.get("Metadata", {}))
 
     def _list(self, start: str) -> Iterator[str]:
         pages = self.client.get_paginator("list_objects_v2")
