@@ -398,6 +398,15 @@ def test_damage_can_end_the_run():
 
 
 @pytest.mark.skipif(not works("torchcodec"), reason="torchcodec is not here")
+def test_a_torchcodec_that_has_no_jpegs_is_refused(monkeypatch):
+    monkeypatch.delattr("torchcodec.decoders.decode_jpeg")  # as before 0.16
+    assert not works("torchcodec")
+    for name in ("torchcodec", "nvjpeg"):
+        (problem,) = views.check_views({"decoder": name})
+        assert problem.path == "decoder" and "'torchcodec>=0.16'" in problem.remedy
+
+
+@pytest.mark.skipif(not works("torchcodec"), reason="torchcodec is not here")
 def test_the_device_makes_of_the_bytes_what_the_worker_would_have_made():
     names = ("plain", "grey", "cmyk", "png", "turned by EXIF", "fine colours")
     kinds = [KINDS[name] for name in names]

@@ -52,8 +52,10 @@ def decoder(name: str = "auto") -> Decoder:
         chosen = found[name]
     except KeyError:
         raise ValueError(f"no decoder {name!r}; there are {', '.join(DECODERS)}") from None
-    if name != "pil":
-        importlib.import_module("torchcodec.decoders" if name == "torchcodec" else name)
+    if name == "torchcodec":
+        from torchcodec.decoders import decode_jpeg  # noqa: F401, which came with 0.16
+    elif name != "pil":
+        importlib.import_module(name)
     return chosen
 
 

@@ -47,8 +47,9 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
     elif local and name not in ("auto", "pil"):
         package = "torchcodec" if name == "nvjpeg" else name
         if not works(package):
+            wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
             what = f"{name} needs the package {package}, which is not installed or does not load"
-            remedy = f"pip install {package}, or data.decoder=auto takes what there is"
+            remedy = f"pip install {wanted}, or data.decoder=auto takes what there is"
             yield Problem("decoder", what, remedy)
     yield from Augment.check(augment)
     given = augment if isinstance(augment, Mapping) else {}
