@@ -12,7 +12,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig
 
@@ -228,8 +228,8 @@ def build_trainer(
         logger=loggers or False,
         default_root_dir=Path(run.path),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
-        # Ours writes them; a user's own ModelCheckpoint may stand beside it.
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        # Ours writes them; a user's own ModelCheckpoint may stand beside it (callbacks/apart.py).
+        enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         # Sharding by rank is in `distribute`, which can also resume and count exactly.
         use_distributed_sampler=False,
     )

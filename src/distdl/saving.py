@@ -73,7 +73,10 @@ class Saver:
                 name,
             )
         with self._copying(trainer):
-            trainer.save_checkpoint(self.store.temporary(name), weights_only=False)
+            # As trainer.save_checkpoint, which is for users and refuses our store.
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            trainer.strategy.save_checkpoint(checkpoint, self.store.temporary(name))
+            trainer.strategy.barrier("distdl.saving")
         if trainer.is_global_zero:
             stall = time.monotonic() - started if self._copy.held else None
             work = functools.partial(self._publish, name, best, facts, started, stall)

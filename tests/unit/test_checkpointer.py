@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer, agreement, checkpointer
-from distdl.checkpoint import CheckpointStore, manifest_of
+from distdl.checkpoint import CheckpointStore, damage_of, manifest_of
 from distdl.data.sampling import TrainPosition
 from distdl.errors import UserError
 from distdl.formats import AnyCheckpoint
@@ -140,6 +141,7 @@ def fit(
 ) -> Checkpointer:
     arguments = {"monitor": "val/acc1", "name": "val/acc1", "epochs": len(values), **more}
     ours = checkpointing(folder, monitor=arguments.pop("monitor"), mode=mode)
+    others = arguments.pop("callbacks", [])
     module = Scripted(arguments.pop("name"), values)
     data: Any = DataLoader(torch.zeros(4))
     trainer = Trainer(
@@ -147,9 +149,9 @@ def fit(
         max_epochs=arguments.pop("epochs"),
         logger=False,
         plugins=[AnyCheckpoint()],
-        callbacks=[ours],
+        callbacks=[*others, ours],
         default_root_dir=folder,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in others),
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=1,
@@ -230,3 +232,60 @@ def test_the_default_metric_is_no_ones_wish(tmp_path: Path, caplog) -> None:
     fit(tmp_path / "sanity", [], num_sanity_val_steps=1, check_val_every_n_epoch=5, **wrong)
     assert "did you mean val/acc1?" in caplog.text, "told in the sanity check"
     assert "no validation has run in this attempt" in caplog.text
+
+
+# ------------------------------------------------------------------------------ beside a user's own
+
+
+def of_hydra_template(folder: Path, **more: Any) -> ModelCheckpoint:
+    """As lightning-hydra-template writes it: with distdl's names, in distdl's folder."""
+    name = {"filename": "epoch_{epoch:03d}", "auto_insert_metric_name": False}
+    return ModelCheckpoint(**{"dirpath": folder / "checkpoints", "save_last": True, **name, **more})
+
+
+class ChoosesLate(ModelCheckpoint):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+
+
+def test_a_users_own_checkpoints_are_apart(tmp_path: Path) -> None:
+    """Also one in a folder of ours, one without a folder, and one that chooses it late."""
+    best: dict[str, Any] = {"monitor": "val/acc1", "mode": "max"}
+    inner = of_hydra_template(tmp_path, dirpath=tmp_path / "checkpoints/inner", **best)
+    nowhere = ModelCheckpoint(filename="n", monitor="val/acc1", mode="min")
+    own = [of_hydra_template(tmp_path), inner, nowhere, ChoosesLate(filename="late")]
+    fit(tmp_path, [0.1, 0.2, 0.3], callbacks=own)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    kept = ["epoch_000.ckpt", "epoch_001.ckpt", "epoch_002.ckpt"]
+    assert sorted(path.name for path in store.all()) == kept
+    assert all(damage_of(path) is None for path in [*store.all(), store.folder / "last.ckpt"])
+    assert len(list(store.folder.iterdir())) == 2 * 5, "ours, last.ckpt, best.ckpt, manifests"
+    theirs = tmp_path / "model_checkpoints"
+    assert (theirs / "n.ckpt").exists() and (theirs / "late.ckpt").exists()
+    for folder in (theirs, theirs / "inner"):
+        assert (folder / "epoch_002.ckpt").exists() and (folder / "last.ckpt").exists()
+        assert not (folder / "epoch_001.ckpt").exists(), "it keeps one"
+
+
+def test_a_users_own_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """It knows what it has saved, keeps the best of both attempts and deletes the others."""
+    top = {"monitor": "val/acc1", "mode": "max", "save_top_k": 2}
+    fit(tmp_path, [0.5, 0.9, 0.1], callbacks=[of_hydra_template(tmp_path, **top)])
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
+    own = of_hydra_template(tmp_path, **top)
+    fit(tmp_path, [0.7], resume=newest, epochs=4, callbacks=[own])
+    found = sorted(path.name for path in (tmp_path / "model_checkpoints").iterdir())
+    assert found == ["epoch_001.ckpt", "epoch_003.ckpt", "last.ckpt"]
+    assert own.best_model_path.endswith("model_checkpoints/epoch_001.ckpt")
+
+
+@pytest.mark.parametrize("way", ["callback", "filename"])
+def test_nobody_else_writes_into_our_folder(tmp_path: Path, way: str) -> None:
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "checkpoints/last.ckpt")
+
+    leads_in = of_hydra_template(tmp_path, dirpath=tmp_path, filename="checkpoints/epoch_000")
+    with pytest.raises(UserError, match=r"where distdl writes.*\n.*save into .*model_checkpoints"):
+        fit(tmp_path, [0.1], callbacks=[Saves() if way == "callback" else leads_in])

@@ -20,6 +20,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl import cluster, optim
+from distdl.callbacks import apart
 from distdl.callbacks.agreement import Agreement
 from distdl.callbacks.best import Best
 from distdl.callbacks.going_on import (
@@ -87,8 +88,19 @@ class Checkpointer(Callback):
         self._saved_at = time.monotonic()
         self._reason = ""
         self._kept: dict[str, Any] | None = None
+        self._guards = False
 
     # ------------------------------------------------------------------------------- moments
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Before those of Lightning, which come last.
+        apart.give_own_folders(trainer, self.saver.store.folder)
+        if not self._guards:
+            self._guards = True
+            apart.refuse_ours(trainer, self.saver.store.folder)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        apart.give_own_folders(trainer, self.saver.store.folder)  # one chosen in their own set-up
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning would broadcast a flag and read it back (a device sync) on every step.

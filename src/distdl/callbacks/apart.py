@@ -1,0 +1,64 @@
+"""Keeps what a user's callbacks save apart from distdl's own checkpoints.
+
+Names like `last.ckpt` and `epoch_003.ckpt` are common to both, and a ModelCheckpoint deletes what
+it has written: in one folder each would write over the other's files and delete them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from distdl.errors import Problem, UserError
+
+log = logging.getLogger(__name__)
+
+FOLDER = "model_checkpoints"  # of a run
+
+
+def give_own_folders(trainer: Trainer, ours: Path) -> None:
+    """Moves every Checkpoint callback that would write into `ours`, or names no folder, next to it.
+
+    Args:
+        trainer: Before its callbacks restore their state, which counts for its own folder alone.
+        ours: RUN/checkpoints.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, Checkpoint) or not hasattr(callback, "dirpath"):
+            continue
+        given: Any = callback.dirpath
+        if given is None:
+            callback.dirpath = str(ours.parent / FOLDER)
+        elif (inside := below(given, ours)) is not None:
+            callback.dirpath = str(ours.parent / FOLDER / inside)
+            name = type(callback).__name__
+            log.warning("%s writes into %s: %s is distdl's", name, callback.dirpath, ours)
+
+
+def refuse_ours(trainer: Trainer, ours: Path) -> None:
+    """Makes `trainer.save_checkpoint` refuse what lies in `ours`: a callback of any kind calls it.
+
+    The refusal is a UserError.
+    """
+    save = trainer.save_checkpoint
+
+    def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
+        if below(filepath, ours) is not None:
+            what = f"{filepath} lies in {ours}, where distdl writes and deletes its own checkpoints"
+            raise UserError(Problem("callbacks", what, f"save into {ours.parent / FOLDER}"))
+        save(filepath, *args, **options)
+
+    trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def below(path: Any, folder: Path) -> Path | None:
+    """Where `path` lies inside `folder`, through whatever links; None: elsewhere."""
+    if "://" in str(path):
+        return None
+    real, top = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    return real.relative_to(top) if real.is_relative_to(top) else None
