@@ -35,7 +35,7 @@ class LocalRequest:
 
     def render(self) -> str:
         command = shlex.join(["python", *self.spec.worker()])
-        variables = " ".join(f"{k}={v}" for k, v in self.env.items())
+        variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in self.env.items())
         if self.in_process:
             return f"# in this process\n{variables} {command}"
         count = self.spec.resources.devices

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distdl.job import unprintable
+
 SCHEMAS = "https://azuremlschemas.azureedge.net/latest"
 IMAGE = Path(__file__).parent / "image"
 
@@ -89,7 +91,15 @@ def plain(value: Any) -> Any:
 def to_yaml(value: Node) -> str:
     import yaml
 
-    return yaml.safe_dump(plain(value), sort_keys=False, width=1000, allow_unicode=True)
+    class Dumper(yaml.SafeDumper):
+        """What a line cannot show is escaped: PyYAML writes U+0085 so that it reads a blank."""
+
+    def text(dumper: Dumper, given: str) -> yaml.ScalarNode:
+        style = '"' if unprintable(given) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", given, style=style)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(plain(value), Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True)
 
 
 def tidy(node: Node) -> dict[str, Any]:

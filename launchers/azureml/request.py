@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.job import JobSpec
+from distdl.job import variables as as_variables
 from distdl.launchers.azureml.needs import SCHEMAS, environment_name, tidy, to_yaml
 
 ENTRY = "python -m distdl.launchers.azureml.entry"
@@ -188,7 +189,7 @@ def variables(node: Node, spec: JobSpec) -> dict[str, str]:
     for key, value in tidy(node["mount"]).items():
         name = OTHER_MOUNT_VARIABLES.get(key, f"DATASET_MOUNT_{key.upper()}")
         found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return {**found, **spec.env, **{key: str(value) for key, value in node["env"].items()}}
+    return as_variables(found, spec.env, node["env"])
 
 
 def inputs(node: Node) -> dict[str, Any]:

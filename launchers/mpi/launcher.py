@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -14,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.job import JobSpec
+from distdl.job import JobSpec, variables
 from distdl.launchers.mpi import flavours, submit
 from distdl.launchers.mpi.flavours import FLAVOURS, LOCALHOST, Host, Start
 from distdl.launchers.mpi.hosts import OPTIONS, Reach, is_here, parse, read_hostfile
@@ -77,7 +76,7 @@ class MpiLauncher:
         self.ssh, self.python = f"{ssh} {OPTIONS}", python or sys.executable
         self.interface, self.infiniband, self.port = interface, infiniband, port
         self.grace_seconds = grace_seconds
-        self.env = {name: str(value) for name, value in (env or {}).items()}
+        self.env = variables(env or {})
         self.extra_args = tuple(extra_args or ())
 
     @staticmethod
@@ -119,9 +118,7 @@ class MpiLauncher:
 
     def request(self, spec: JobSpec) -> MpiRequest:
         size = spec.resources
-        if re.search(r"\s", str(spec.folder)):
-            remedy = "choose another output_dir, experiment_name or name"
-            raise UserError(Problem(str(spec.folder), "mpirun splits it at the blank", remedy))
+        spec.refuse(r"\s:", "mpirun splits it there")
         flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
         hosts = chosen_hosts(self.hosts, self.hostfile, size.devices)
         if self.agent:  # one process on each, which starts the others
@@ -207,7 +204,14 @@ def settings(node: Mapping[str, Any]) -> Iterator[Problem]:
     here = sorted(name for _, name in socket.if_nameindex())
     if interface and interface not in here:
         yield Problem("interface", f"this machine has no {interface}", f"one of {', '.join(here)}")
-    program = (shlex.split(node.get("ssh") or "ssh") or [""])[0]
+    for key in ("hosts", "extra_args"):
+        if isinstance(given := node.get(key) or [], str):
+            yield Problem(key, f"{given!r} is no list", f"launcher.{key}=[{given}]")
+    try:
+        program = (shlex.split(node.get("ssh") or "ssh") or [""])[0]
+    except ValueError as error:
+        yield Problem("ssh", f"{node['ssh']!r}: {error}", "launcher.ssh=ssh")
+        return
     if (node.get("hosts") or node.get("hostfile")) and shutil.which(program) is None:
         yield Problem("ssh", f"there is no {program} here", "launcher.ssh=ssh")
 

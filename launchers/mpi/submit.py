@@ -53,7 +53,8 @@ def start_keeper(request: MpiRequest, env: Mapping[str, str]) -> MpiJob:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     script = Path(request.start.ssh)
     lost = shlex.quote(str(folder / keeper.LOST))
-    script.write_text(SSH_SCRIPT.format(ssh=request.ssh, lost=lost))
+    ssh = shlex.join(shlex.split(request.ssh))  # as `Reach` reads it
+    script.write_text(SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
     script.chmod(0o755)
     keeper.write_json(
         folder / keeper.RECORD,

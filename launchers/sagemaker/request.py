@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.job import JobSpec
+from distdl.job import JobSpec, variables
 from distdl.launchers.sagemaker.inputs import BUNDLE, parse, s3_channel
 
 # Folders of a container that SageMaker fixes.
@@ -163,7 +163,7 @@ class SageMakerRequest:
     def environment(self, region: str | None) -> dict[str, str]:
         """The container's variables. Everybody who may describe the job can read them, so they
         name secrets and hold none."""
-        env = {k: str(v) for k, v in {**self.settings.env, **self.spec.env}.items()}
+        env = variables(self.settings.env, self.spec.env)
         env["DISTDL_LAUNCHER"] = "sagemaker"
         for each in parse(self.settings.inputs):
             env[f"DISTDL_INPUT_{each.name.upper()}"] = f"{INPUTS}/{each.name}"

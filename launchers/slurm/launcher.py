@@ -25,15 +25,13 @@ class SlurmRequest:
         specs: The run; or the members of a sweep, each a task of one array.
         text: The script.
         poll_seconds: Between two looks at the job.
+        array: Whether the specs are the tasks of an array.
     """
 
     specs: Sequence[JobSpec]
     text: str
     poll_seconds: float
-
-    @property
-    def array(self) -> bool:
-        return script.is_array(self.text)
+    array: bool = False
 
     @property
     def path(self) -> Path:
@@ -120,7 +118,12 @@ class SlurmLauncher:
         told = [Problem(f"launcher.{p.path}", p.what, p.remedy) for p in wrong]
         if told:
             raise UserError(*told)
-        return SlurmRequest(specs, script.render(self, specs, array), self.poll_seconds)
+        for spec in specs:
+            spec.refuse(r"\"\\", "sbatch takes it for a quotation or an escape")
+            spec.refuse(":", "PYTHONPATH is split there")
+            if self.container:
+                spec.refuse(",", "the list of a container's folders is split there")
+        return SlurmRequest(specs, script.render(self, specs, array), self.poll_seconds, array)
 
     def reach(self, request: SlurmRequest) -> None:
         controller.reach()
@@ -145,7 +148,7 @@ class SlurmLauncher:
             folder.mkdir(parents=True, exist_ok=True)
         if request.array:
             script.link_logs(request.specs)
-        request.path.write_text(request.text)
+        request.path.write_text(request.text, encoding="utf-8")
         number = controller.submit(request.path, forwarded, vars(self))
         if not request.array:
             log = logs[0] / f"slurm-{number}.log"

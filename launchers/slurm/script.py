@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.job import JobSpec
+from distdl.job import JobSpec, unprintable, variables
 from distdl.launchers.slurm import settings
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("job.sh.template")
 PLACEHOLDER = re.compile(r"@(\w+)@")
+# Within $'...'
+ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t"}
 # What a container runtime must hand on although the image may have variables of these names.
 CONTAINER_ENV = ("DISTDL_LAUNCHER", "PYTHONPATH", "PYTHONUNBUFFERED", "MASTER_ADDR")
 
@@ -35,20 +37,33 @@ def render(launcher: SlurmLauncher, specs: Sequence[JobSpec], array: bool) -> st
         "name": specs[0].name if not array else f"{sweep_name(specs)}, {len(specs)} runs",
         "forwarded": " ".join(specs[0].forward_env) or "none",
         "members": "\n".join(cases(specs) if array else member(specs[0])),
-        "env": "\n".join(exports({k: str(v) for k, v in launcher.env.items()})),
+        "env": "\n".join(exports(variables(launcher.env))),
         "modules": modules(launcher.modules),
         "before_srun": "\n".join(launcher.before_srun),
-        "srun_args": " \\\n    ".join(map(shlex.quote, srun_args(launcher, specs[0]))),
-        "program": shlex.join(program(launcher, specs[0])),
+        "srun_args": " \\\n    ".join(map(quote, srun_args(launcher, specs[0]))),
+        "program": " ".join(map(quote, program(launcher, specs[0]))),
         "requeue": requeue(launcher),
     }
-    text = PLACEHOLDER.sub(lambda found: values[found[1]], TEMPLATE.read_text())
-    # Where there was nothing to fill in, no hole stays.
-    return re.sub(r"\n{3,}", "\n\n", text)
+    lines = TEMPLATE.read_text(encoding="utf-8").splitlines()
+    # Where there is nothing to fill in, no hole stays.
+    given = [
+        line for line in lines if not (found := PLACEHOLDER.fullmatch(line)) or values[found[1]]
+    ]
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join([*given, ""]))
+    return PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
-def is_array(text: str) -> bool:
-    return "\n#SBATCH --array=" in text
+def quote(text: str) -> str:
+    """For bash, and on one line: what a line cannot show is escaped, byte by byte."""
+    if not unprintable(text):
+        return shlex.quote(text)
+    return "$'" + "".join(map(escaped, text)) + "'"
+
+
+def escaped(character: str) -> str:
+    if character in ESCAPES or not unprintable(character):
+        return ESCAPES.get(character, character)
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))
 
 
 def sweep_name(specs: Sequence[JobSpec]) -> str:
@@ -120,14 +135,14 @@ def link_logs(specs: Sequence[JobSpec]) -> None:
 
 def member(spec: JobSpec) -> Iterator[str]:
     """What differs from run to run."""
-    yield f"attempt={shlex.quote(str(spec.folder))}"
-    yield f"bundle={shlex.quote(spec.bundle)}"
-    yield f"worker=({shlex.join(spec.worker())})"
+    yield f"attempt={quote(str(spec.folder))}"
+    yield f"bundle={quote(spec.bundle)}"
+    yield f"worker=({' '.join(map(quote, spec.worker()))})"
     yield from exports(spec.env)
 
 
 def exports(variables: Mapping[str, str]) -> Iterator[str]:
-    return (f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+    return (f"export {name}={quote(value)}" for name, value in variables.items())
 
 
 def cases(specs: Sequence[JobSpec]) -> Iterator[str]:
@@ -145,7 +160,7 @@ def modules(names: Sequence[str]) -> str:
     return (
         "# The command `module` comes with a login shell.\n"
         "type module > /dev/null 2>&1 || source /etc/profile\n"
-        f"module load {shlex.join(names)} || exit 1"
+        f"module load {' '.join(map(quote, names))} || exit 1"
     )
 
 

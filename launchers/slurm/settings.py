@@ -11,7 +11,6 @@ from distdl.errors import Problem
 # YAML reads an unquoted 1:30:00 as 5400 (sixties); nobody asks for 41 days as a number.
 MISREAD_HOURS = 1000
 MAX_GRACE_SECONDS = 65535  # of sbatch --signal
-NAME = r"[A-Za-z_]\w*"
 GPUS = ("gpus-per-node", "gres", "none")
 RUNTIMES = ("pyxis", "apptainer")
 # Options of sbatch that have a key of their own, or that the launcher itself depends on.
@@ -67,9 +66,11 @@ def problems(node: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(key, f"{value!r} is not {what}")
         if key in ("sbatch", "srun_args"):
             yield from owned(key, [value for value in values if isinstance(value, str)])
-    for name, value in (node.get("env") or {}).items():
-        if not (matches(NAME)(name) and isinstance(value, (str, int, float))):
-            yield Problem(f"env.{name}", f"{value!r} is no value of a variable", "write text")
+    for name, value in (node.get("inputs") or {}).items():
+        path = str(value.get("path", "")) if isinstance(value, Mapping) else str(value)
+        if node.get("container") and path.startswith("/") and re.search(r"[,:\s]", path):
+            what = f"{path!r} cannot be mounted: lists of folders are split at , and : and blanks"
+            yield Problem(f"inputs.{name}", what, "give the folder another name, or a link to it")
     yield from time_problems(node)
     if node.get("requeue_at_time_limit") is True and node.get("requeue") is False:
         what = "requeue=false says that the job never goes back to the queue"
@@ -168,5 +169,4 @@ LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sbatch": (matches(r"--?[A-Za-z].*"), "an option of sbatch, such as --exclusive"),
     "before_srun": (one_line, "one line of shell"),
     "srun_args": (matches(r"--?[A-Za-z].*"), "an option of srun, such as --label"),
-    "forward_env": (matches(NAME), "the name of a variable"),
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path as FilePath
 from typing import Any, Protocol
 
 from distdl.errors import Problem
+from distdl.job import unprintable, variable_problems
 from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
 from distdl.resources import replicas
@@ -55,6 +57,19 @@ def owned(resolved: Resolved) -> Found:
         if key in trainer:
             problem = Problem(f"trainer.{key}", "is set by distdl itself", remedy)
             found.append((("trainer", key), problem))
+    return found
+
+
+def names(resolved: Resolved) -> Found:
+    """What becomes part of scripts and command lines: the runs' folder, and variables' names."""
+    found: Found = []
+    output = resolved.values.get("output_dir")
+    if isinstance(output, str) and (odd := unprintable(str(FilePath(output).absolute()))):
+        what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
+        found.append((("output_dir",), Problem("output_dir", what, "choose another folder")))
+    for problem in variable_problems(resolved.section("launcher")):
+        path = ("launcher", *problem.path.split(".", 1))
+        found.append((path, Problem(f"launcher.{problem.path}", problem.what, problem.remedy)))
     return found
 
 

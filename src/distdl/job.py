@@ -1,4 +1,4 @@
-"""What a launcher is: values and protocols, standard library only.
+"""What a launcher is: values and protocols, and what may stand in them; standard library only.
 
 A launcher turns a `JobSpec` into a `Request` that can be printed, and a request into a `Job` that
 can be watched. Composing, validating and freezing a run happens before; what a worker does, after.
@@ -6,11 +6,15 @@ can be watched. Composing, validating and freezing a run happens before; what a 
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from distdl.errors import Problem, UserError
 
 # Exit codes of a worker and of the command line. 75 is EX_TEMPFAIL of sysexits.h: "try again".
 EXIT_SUCCESS, EXIT_FAILURE, EXIT_REFUSED, EXIT_PREEMPTED, EXIT_CANCELLED = 0, 1, 2, 75, 130
@@ -62,9 +66,61 @@ class Resources:
         return self.num_nodes * self.devices
 
 
+# Of names of environment variables, what every shell, mpirun, srun, Azure ML and SageMaker take.
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def variables(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables of ranks, as text; of two with the same name the later.
+
+    Raises:
+        UserError: One has a name that is none, or a value that cannot be one.
+    """
+    given = {name: value for source in sources for name, value in source.items()}
+    if problems := list(variable_problems({"env": given})):
+        raise UserError(*(Problem(f"launcher.{p.path}", p.what, p.remedy) for p in problems))
+    return {name: str(value) for name, value in given.items()}
+
+
+def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with `env` and `forward_env` of any launcher's node, with relative paths."""
+    remedy = "letters, digits and _, and no digit first"
+    given = node.get("env") or {}
+    if not isinstance(given, Mapping):
+        yield Problem("env", f"{given!r} is no mapping", "launcher.env.NAME=value")
+        given = {}
+    for name, value in given.items():
+        path = f"env.{name}" if str(name).isprintable() else f"env.{name!r}"
+        if not isinstance(name, str) or not VARIABLE.fullmatch(name):
+            yield Problem(path, f"{name!r} is no name of a variable", remedy)
+        elif not isinstance(value, (str, int, float)) or not is_value(str(value)):
+            yield Problem(path, f"{value!r} is no value of a variable", "write text")
+    names = node.get("forward_env") or ()
+    if isinstance(names, str) or not hasattr(names, "__iter__"):
+        yield Problem("forward_env", f"{names!r} is no list", f"launcher.forward_env=[{names}]")
+        return
+    for name in names:
+        if not isinstance(name, str) or not VARIABLE.fullmatch(name):
+            yield Problem("forward_env", f"{name!r} is no name of a variable", remedy)
+
+
+def is_value(text: str) -> bool:
+    """Whether a process can have it as the value of a variable."""
+    try:
+        return b"\0" not in text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+
+
+def unprintable(text: str) -> str:
+    """The first character that no script, log or terminal can show on one line; "" if none."""
+    return next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), "")
+
+
 @dataclass(frozen=True)
 class JobSpec:
-    """One attempt of a run, as a launcher gets it.
+    """One attempt of a run, as a launcher gets it. Name and paths are of one line, and variables
+    have names that are some: what becomes part of a script or a command is known to be so.
 
     Args:
         name: The run's id, for people and for job names: `<experiment>/<name>`.
@@ -75,6 +131,9 @@ class JobSpec:
         resources: How many ranks, and on what.
         env: Variables each rank gets, none of them secret.
         forward_env: Names of variables whose values each rank gets, and that appear nowhere.
+
+    Raises:
+        UserError: A name or a path has a line break, or a variable's name is none.
     """
 
     name: str
@@ -84,6 +143,31 @@ class JobSpec:
     resources: Resources
     env: Mapping[str, str] = field(default_factory=dict)
     forward_env: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = [*variable_problems({"env": self.env, "forward_env": self.forward_env})]
+        problems = [Problem(f"launcher.{p.path}", p.what, p.remedy) for p in problems]
+        for key, text in (("name", self.name), ("output_dir", self.store)):
+            if found := unprintable(text):
+                what = f"{text!r} has the character {found!r}, which no script or log can show"
+                problems.append(Problem(key, what, "choose another"))
+        if problems:
+            raise UserError(*problems)
+
+    def refuse(self, characters: str, why: str) -> None:
+        """For a place where some characters of a path mean something else.
+
+        Args:
+            characters: Which, as they stand in a regular expression's brackets.
+            why: What would happen: "mpirun splits it there".
+
+        Raises:
+            UserError: The run's folder has one of them.
+        """
+        if found := re.search(f"[{characters}]", str(self.folder)):
+            remedy = "choose another output_dir, experiment_name or name"
+            what = f"has {found[0]!r}: {why}"
+            raise UserError(Problem(str(self.folder), what, remedy))
 
     @property
     def folder(self) -> Path:

@@ -146,6 +146,7 @@ def _stage_1(
     found = [
         *check(resolved.values, show=resolved.show, known=_known(resolved)),
         *checks.owned(resolved),
+        *checks.names(resolved),
         *_refused(resolved, root),
         *checks.topology(resolved, size, here),
         *checks.secrets(resolved.written, resolved, ()),

@@ -111,7 +111,7 @@ def test_what_is_forwarded_is_not_also_set() -> None:
 
 
 def test_a_folder_that_mpirun_would_split_is_refused() -> None:
-    with pytest.raises(UserError, match="blank"):
+    with pytest.raises(UserError, match="splits it there"):
         MpiLauncher(flavour="mpich").request(spec(Resources(), "/my runs/first"))
 
 

@@ -1,0 +1,174 @@
+"""What a user writes goes into scripts, commands and YAML byte for byte, or is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from distdl import checks
+from distdl.errors import UserError
+from distdl.job import JobSpec, Resources, variables
+from distdl.launchers.azureml.needs import to_yaml
+from distdl.launchers.local import LocalLauncher
+from distdl.launchers.mpi import MpiLauncher
+from distdl.launchers.slurm import SlurmLauncher
+from distdl.resolve import resolve
+
+# What the script calls on a node; here it only says what it was given.
+NODE = {
+    "srun": 'env -0 > "$SEEN/env"; printf "%s\\0" "$@" > "$SEEN/arguments"',
+    "scontrol": "echo localhost",
+    "getent": "true",
+}
+NASTY = [
+    "a\n\n\n\nb\n",
+    "\n#SBATCH --array=0-9\n",
+    "$(touch /tmp/x) `id` \"'\\ \\n \\x0a %s %% !! ~ * @env@ ${HOME}",
+    "\r\n\t\x01\x1b[2J\x7f\x85\u2028\u2029\ufeff",
+    "Grüße 日本語 🎉\udce9",
+    "",
+    " ",
+    "=",
+    "yes",
+    "1e3",
+    "null",
+    "- a: b # c",
+]
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
+PLAIN = st.text(
+    st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"], exclude_characters='/":\\'),
+    min_size=1,
+    max_size=20,
+).filter(lambda name: name.strip(".") != "")
+few = hypothesis_settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def spec(store: str = "/shared/runs/e/first", **fields: Any) -> JobSpec:
+    given = {"name": "e/first", "bundle": f"{store}/attempts/001/bundle", "attempt": 1, **fields}
+    return JobSpec(store=store, resources=Resources(1, 2, "cpu"), **given)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    for name, text in NODE.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def run(script: str, node: Path) -> tuple[dict[str, str], list[str]]:
+    """Variables and arguments that srun gets of a script."""
+    (node / "job.sh").write_text(script, encoding="utf-8")
+    env = {"PATH": f"{node}:{os.environ['PATH']}", "SEEN": str(node), "SLURM_JOB_ID": "1"}
+    subprocess.run(["bash", node / "job.sh"], env=env, check=True, capture_output=True)
+    seen = [(node / name).read_bytes() for name in ("env", "arguments")]
+    words = [os.fsdecode(part).split("\0")[:-1] for part in seen]
+    return dict(word.split("=", 1) for word in words[0]), words[1]
+
+
+@few
+@given(TEXT, TEXT, PLAIN)
+@example(NASTY[2], NASTY[0], "a b'$(id)`id`")
+def test_bash_gets_every_value_and_path_byte_for_byte(
+    node: Path, launcher_value: str, value: str, folder: str
+) -> None:
+    """Also through an array's cases, where lines are indented."""
+    store = f"/runs/{folder}"
+    env = {f"N{number}": text for number, text in enumerate([*NASTY, value])}
+    launcher = SlurmLauncher(env={"OF_LAUNCHER": launcher_value}, requeue=False)
+    one, other = spec(store, env=env), spec("/runs/other", env={"N0": "other"})
+    for request in (launcher.request(one), launcher.request_sweep([one, other])):
+        assert request is not None
+        script = request.text.replace("#!/bin/bash\n", "#!/bin/bash\nSLURM_ARRAY_TASK_ID=0\n")
+        seen, arguments = run(script, node)
+        assert {name: seen[name] for name in env} == env
+        assert seen["OF_LAUNCHER"] == launcher_value
+        assert arguments[-len(one.worker()) :] == list(one.worker())
+        assert seen["PYTHONPATH"] == f"{one.bundle}/code"
+
+
+def test_no_value_becomes_a_line_of_sbatch() -> None:
+    request = SlurmLauncher(env={"A": NASTY[1]}).request(spec(env={"B": NASTY[1]}))
+    assert not request.array
+    lines = request.text.splitlines()
+    after = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    assert not [line for line in lines[after:] if line.startswith("#SBATCH")]
+
+
+@few
+@given(TEXT)
+@example("".join(NASTY).replace("\udce9", ""))
+@example("\x85")
+def test_yaml_for_azure_reads_back_the_same(value: str) -> None:
+    assert yaml.safe_load(to_yaml({"environment_variables": {"A": value}})) == {
+        "environment_variables": {"A": value}
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["", "1A", "A-B", "A B", "A=B", "A,B", "A\nB", "É", "A;id", "$(id)"]
+)
+def test_a_name_that_is_none_is_refused_for_every_launcher(name: str) -> None:
+    for section in ({"env": {name: "1"}}, {"forward_env": [name]}):
+        found = checks.names(resolve({"launcher": section, "output_dir": "outputs"}))
+        assert len(found) == 1, section
+        problem = found[0][1]
+        assert problem.path.startswith(("launcher.env.", "launcher.forward_env"))
+        assert "is no name of a variable" in problem.what
+        assert "letters, digits and _" in problem.remedy
+        assert problem.path.isprintable() and problem.what.isprintable()
+    for build in (
+        lambda: spec(env={name: "1"}),
+        lambda: spec(forward_env=(name,)),
+        lambda: MpiLauncher(env={name: "1"}, flavour="openmpi4").request(spec()),
+        lambda: SlurmLauncher(env={name: "1"}).request(spec()),
+    ):
+        with pytest.raises(UserError, match="is no name of a variable"):
+            build()
+
+
+@pytest.mark.parametrize("value", [None, [1], {"a": 1}, "a\0b", "\ud800"])
+def test_a_value_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(UserError, match=r"launcher\.env\.A: .* is no value of a variable"):
+        variables({"A": value})
+
+
+@pytest.mark.parametrize("odd", ["\n", "\r", "\t", "\x1b", "\x85", "\u2028", "\udcff", "\0"])
+def test_a_folder_or_a_name_of_several_lines_is_refused(odd: str, tmp_path: Path) -> None:
+    found = checks.names(resolve({"output_dir": f"runs{odd}x"}))
+    assert [problem.path for _, problem in found] == ["output_dir"]
+    with pytest.raises(UserError, match="output_dir: "):
+        spec(f"/runs/a{odd}b")
+    with pytest.raises(UserError, match="name: "):
+        spec(name=f"e/a{odd}b")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "store"),
+    [
+        (SlurmLauncher(), '/runs/"a"'),
+        (SlurmLauncher(), "/runs/a\\b"),
+        (SlurmLauncher(), "/runs/a:b"),
+        (SlurmLauncher(container="a.sif"), "/runs/a,b"),
+        (MpiLauncher(flavour="openmpi4"), "/runs/a b"),
+        (MpiLauncher(flavour="mpich"), "/runs/a:b"),
+    ],
+)
+def test_a_folder_that_a_place_would_misread_is_refused(launcher: Any, store: str) -> None:
+    with pytest.raises(UserError, match="choose another output_dir"):
+        launcher.request(spec(store))
+
+
+def test_a_dry_run_can_be_copied_into_a_shell() -> None:
+    text = LocalLauncher().request(spec(env={"A": "b c; id"})).render()
+    assert "A='b c; id'" in text
