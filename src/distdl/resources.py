@@ -185,6 +185,15 @@ def _elsewhere(
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 
 
+def loader_workers(cores: int) -> int:
+    """How many loader workers a rank starts by default, of the CPU cores that it has for itself.
+
+    One core is left to the training, two where there are many: it has threads of its own (pinning
+    batches, writing checkpoints). More than 16 decoders feed no single GPU faster but cost memory.
+    """
+    return min(16, max(1, cores - (1 if cores <= 8 else 2)))
+
+
 def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
     """How many of the ranks take different data.
 

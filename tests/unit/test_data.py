@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from distdl.data import StoredImages, SyntheticImages
 from distdl.data.folder import FolderImages
-from distdl.data.images import cpus_per_rank
+from distdl.data.images import default_workers
 from distdl.data.loading import KeyedDataset, distribute
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.worker_signals import Surviving
@@ -419,11 +419,13 @@ def test_images_are_normalised_on_the_device():
 
 def test_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
-    assert cpus_per_rank() == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
-    assert cpus_per_rank() == 2
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "50")
-    assert cpus_per_rank() == 1
+    assert default_workers() == 10, "two are left to the training"
+    for ranks, workers in ((2, 5), (5, 1), (50, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert default_workers() == workers
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8 * 24), raising=False)
+    assert default_workers() == 16
 
 
 @pytest.fixture

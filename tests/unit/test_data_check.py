@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import shlex
 import shutil
 import sys
@@ -239,7 +240,7 @@ def test_verdicts() -> None:
     wanted = needs.Need(1000, "")
     plain, small = needs.Format("as they are", 230), needs.Format("smaller", 1150, "prepare ...")
     # 1,000 img/s at 230 per core and 15 % on top are 5 cores, and one trains.
-    fed = needs.judge(wanted, [plain, small], 1e9, 12, 2)
+    fed = needs.judge(wanted, [plain, small], math.inf, 12, 2)
     assert fed.fed and not fed.overrides and "5 workers and the training itself, on 6" in fed.text
     starved = needs.judge(wanted, [plain, small], 1e9, 11, 2)
     assert (

@@ -23,7 +23,7 @@ from distdl.config import CHANGEABLE
 from distdl.data import StoredImages
 from distdl.data.decoding import CPU_DECODERS, Damaged, Header, decoder, jpeg_header, works
 from distdl.data.encoded import EncodedImages
-from distdl.data.images import ImageData, cpus_per_rank
+from distdl.data.images import ImageData, default_workers
 from distdl.data.loading import KeyedDataset, distribute
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.resizing import Resizing
@@ -509,11 +509,11 @@ def test_a_decoder_that_is_not_installed(monkeypatch):
 
 
 def test_waiting_for_data_names_the_numbers(monkeypatch):
-    monkeypatch.setattr("distdl.callbacks.progress.cpus_per_rank", lambda: 8)
-    assert cpus_per_rank() >= 1
-    assert remedy(ImageData(2, 3)).startswith("data.num_workers=8 uses all")
+    monkeypatch.setattr("distdl.callbacks.progress.default_workers", lambda: 8)
+    assert default_workers() >= 1
+    assert remedy(ImageData(2, 3)).startswith("data.num_workers=8 uses")
     assert "--short-side 256" in remedy(ImageData(2, 8)) and "nvjpeg" in remedy(ImageData(2, 8))
-    assert "8 CPU cores" in remedy(object())
+    assert "CPU cores for 8" in remedy(object())
 
 
 class OneLayer(LightningModule):

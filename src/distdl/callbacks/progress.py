@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from distdl.callbacks.metrics import StepMetrics
-from distdl.data.images import cpus_per_rank
+from distdl.data.images import default_workers
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +132,12 @@ class Progress(Callback):
 
 def remedy(datamodule: Any) -> str:
     """What makes training wait less for its data, by what this run has: the cheapest first."""
-    workers, cores = getattr(datamodule, "num_workers", None), cpus_per_rank()
+    workers, most = getattr(datamodule, "num_workers", None), default_workers()
     if workers is None:
-        return f"use more loader workers; this process has {cores} CPU cores"
-    if workers < cores:
-        return f"data.num_workers={cores} uses all of this process's CPU cores (now {workers})"
-    says = f"data.num_workers={workers} uses all {cores} CPU cores of this process already; "
+        return f"use more loader workers; this process has CPU cores for {most}"
+    if workers < most:
+        return f"data.num_workers={most} uses this process's CPU cores (now {workers})"
+    says = f"data.num_workers={workers} uses this process's CPU cores already; "
     if not getattr(datamodule, "decodes", False):
         return says + "make a sample cheaper to load"
     return says + (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distdl.errors import Problem, UserError
+from distdl.resources import loader_workers
 from distdl.suggest import closest
 
 
@@ -50,8 +51,6 @@ MODELS = {
 BESIDES = 1.15
 # torch's default, and ours.
 PREFETCH = 2
-# More workers than that are not started by default (distdl.data.images.cpus_per_rank).
-DEFAULT_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def judge(wanted: Need, formats: list[Format], reading: float, cores: int, gpus:
         waiting = math.ceil(wanted.rate * (BESIDES / per_core + 1 / reading))
         if waiting > workers:
             text += f"; {waiting} workers while the disk's cache is cold"
-        default = min(DEFAULT_WORKERS, int(share))
+        default = loader_workers(int(share))
         return Verdict(True, text, (f"data.num_workers={waiting}",) if waiting > default else ())
     # Whole processes, as in `needed`; rounded down, since what starves is never at 100 %.
     percent = int(100 * (int(share) - 1) * per_core / BESIDES / wanted.rate)

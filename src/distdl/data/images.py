@@ -15,18 +15,16 @@ from distdl.data.damage import Damage
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.side_stream import SideStream
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
+from distdl.resources import loader_workers
 
 
-def cpus_per_rank() -> int:
-    """This process's share of the CPU cores that it may use, at least 1 and at most 16.
-
-    More than 16 decoders feed no single GPU faster but cost memory.
-    """
+def default_workers() -> int:
+    """As many as this rank's share of the CPU cores bears (`distdl.resources.loader_workers`)."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
         cores = os.cpu_count() or 1
-    return min(16, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return loader_workers(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class ImageData(LightningDataModule):
@@ -38,7 +36,8 @@ class ImageData(LightningDataModule):
 
     Args:
         batch_size: Images per device.
-        num_workers: Processes that load; None: this rank's share of the cores.
+        num_workers: Processes that load; None: this rank's share of the cores, less
+            one or two for the training.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
         on_damaged: What an image that cannot be decoded means: "skip" reports it and puts another
@@ -59,7 +58,7 @@ class ImageData(LightningDataModule):
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
-        self.num_workers = cpus_per_rank() if num_workers is None else num_workers
+        self.num_workers = default_workers() if num_workers is None else num_workers
         self.damage = Damage(on_damaged)
         self._mean, self._std = tuple(mean), tuple(std)
         self._constants: dict[torch.device, tuple[torch.Tensor, ...]] = {}

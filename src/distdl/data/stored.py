@@ -56,7 +56,8 @@ class StoredImages(ImageData):
         image_size: Height and width in pixels after cropping: torchvision's --train-crop-size.
         scale: Share of the area that a random crop takes, from and to.
         ratio: Width to height of a random crop, from and to.
-        num_workers: Processes that decode; None: this rank's share of the cores.
+        num_workers: Processes that decode; None: this rank's share of the cores, less
+            one or two for the training.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
         decoder: As `distdl.data.decoding` names them; "auto": the fastest that is installed.

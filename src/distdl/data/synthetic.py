@@ -25,7 +25,7 @@ class SyntheticImages(ImageData):
         train_samples: Images in a training epoch (default: ImageNet's).
         val_samples: Images in a validation (default: ImageNet's).
         pool_size: Different images; each takes 3 * image_size**2 bytes of the device's memory.
-        num_workers: 0 is fastest here, since samples are two numbers; None: this rank's cores.
+        num_workers: 0 is fastest here, since samples are two numbers; None: its cores.
         seed: Of the pool.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.

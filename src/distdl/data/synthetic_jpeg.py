@@ -36,7 +36,8 @@ class SyntheticJpegs(ImageData):
         height: Of the JPEGs in pixels.
         kilobytes: Of one JPEG, to within a tenth where noise can make it so; 1 is 1,000 bytes.
         pool_size: Different images; all are held in memory.
-        num_workers: Processes that decode; None: this rank's share of the cores.
+        num_workers: Processes that decode; None: this rank's share of the cores, less
+            one or two for the training.
         seed: Of the pool.
         scale: Share of the area that a random crop takes, from and to.
         ratio: Width to height of a random crop, from and to.
