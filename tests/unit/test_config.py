@@ -61,7 +61,7 @@ def test_both_together_are_the_config_again() -> None:
     merged = configs.merge(configs.recipe_of(config), configs.where_of(config))
     assert OmegaConf.to_container(merged) == OmegaConf.to_container(config)
     changed = configs.merge(merged, OmegaConf.create(), {"data.batch_size": 7})
-    assert changed.data.batch_size == 7 and merged.data.batch_size == 32
+    assert changed.data.batch_size == 7 and merged.data.batch_size == 256
 
 
 @pytest.mark.parametrize("experiment", [None, "resnet50_ddp", "resnet50_imagenet"])
