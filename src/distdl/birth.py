@@ -26,7 +26,7 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
     """A rank without its GPU is told before the others wait for it.
 
     Raises:
-        UserError: This node shows fewer GPUs than it has ranks.
+        UserError: This node shows fewer GPUs than it has ranks, or its driver is too old.
     """
     if accelerator != "gpu":
         return
@@ -38,18 +38,48 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
         raise _missing(here, len(seen))
     if torch.cuda.device_count() <= cluster.device_index(here):
         raise _missing(here, torch.cuda.device_count())
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # the driver shows GPUs, and cannot run this torch on them
+        said = str(error).strip().splitlines()[0]
+        raise UserError(
+            Problem(
+                "trainer.accelerator",
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
+                f"{socket.gethostname()}: {said}",
+                "update NVIDIA's driver, or install a torch that is built for the CUDA version "
+                "that nvidia-smi shows, or write trainer.accelerator=cpu",
+            )
+        ) from error
 
 
 def _missing(here: Environment, count: int) -> UserError:
     named = f" ({VISIBLE}={os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
+    remedy = "ask for as many devices as a node has, or write trainer.accelerator=cpu"
+    if torch.version.cuda is None and torch.version.hip is None:
+        remedy = "this torch is built for CPUs: install one for CUDA; or trainer.accelerator=cpu"
     return UserError(
         Problem(
             "trainer.devices",
             f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
             f"node, and torch sees {count} GPUs there{named}",
-            "ask for as many devices as a node has, or write trainer.accelerator=cpu",
+            remedy,
         )
     )
+
+
+def warn_without_bf16(accelerator: str, precision: Any) -> None:
+    """A T4 or a V100 has no arithmetic in bf16: torch emulates it, slowly, where it does at all."""
+    if accelerator != "gpu" or not str(precision).startswith("bf16"):
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        log.warning(
+            "trainer.precision=%s: a %s has no bf16 arithmetic (GPUs from 2020 on have), so steps "
+            "will be slow or fail; write trainer.precision=16-mixed, or 32-true with "
+            "strategy=fsdp, local_sgd and pipeline",
+            precision,
+            torch.cuda.get_device_name(),
+        )
 
 
 def announce(here: Environment, accelerator: str) -> None:

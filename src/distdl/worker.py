@@ -120,6 +120,7 @@ def perform(
     failed = False
     try:
         birth.announce(here, resources.accelerator)
+        birth.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
         chosen = newest_checkpoint(config, run) if here.rank == 0 else None
         checkpoint = fetching.provide(chosen, run.path, here)
         if (config.get("strategy") or {}).get("autotune"):

@@ -37,6 +37,7 @@ def sees(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setenv(VISIBLE, visible)
 
     monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     return see
 
 
@@ -53,6 +54,45 @@ def test_a_rank_without_a_gpu(sees, count, visible) -> None:
     with pytest.raises(UserError, match=f"torch sees . GPUs there .{VISIBLE}='{visible}'"):
         birth.refuse_missing_device(rank(2), "gpu")
     birth.refuse_missing_device(rank(2), "cpu")
+
+
+def test_a_driver_that_is_too_old(sees, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts GPUs all the same, so that torch fails later, in the middle of the start."""
+
+    def init() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nAnd"
+        )
+
+    sees(1)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(
+        UserError, match=r"too old \(found version 11040\)\.\n.*update NVIDIA's"
+    ) as told:
+        birth.refuse_missing_device(rank(0, 1), "gpu")
+    assert f"torch {torch.__version__} (CUDA {torch.version.cuda})" in str(told.value)
+    sees(0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match="this torch is built for CPUs"):
+        birth.refuse_missing_device(rank(0, 1), "gpu")
+
+
+@pytest.mark.parametrize(
+    ("major", "precision", "said"),
+    [(7, "bf16-mixed", 1), (7, "16-mixed", 0), (7, None, 0), (8, "bf16-mixed", 0)],
+)
+def test_without_bf16_the_way_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, major, precision, said
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    birth.warn_without_bf16("gpu", precision)
+    birth.warn_without_bf16("cpu", "bf16-mixed")
+    assert [r.getMessage().count("trainer.precision=16-mixed") for r in caplog.records] == [
+        1
+    ] * said
 
 
 def test_each_rank_takes_its_own_mig_instance(sees) -> None:
