@@ -14,7 +14,7 @@ from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
 from distdl.shards.format import WORK
-from distdl.stores.files import raised
+from distdl.stores.walking import ClassFolders
 
 # torchvision's list; compared in lower case, so `.JPEG` counts.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -71,19 +71,31 @@ class FolderImages(EncodedImages):
     Paths are kept in one array and not in a list of strings: each worker process would copy a list
     of a million strings bit by bit, since counting references writes to their memory.
 
+    Args:
+        folder: Of the split. Images may also lie in folders inside a class's, as for torchvision's
+            ImageFolder; whatever links lead to such a folder, it counts once.
+        view: `distdl.data.views`.
+        folders: Shared with the other split.
+
     Raises:
-        UserError: A class folder holds no image.
+        UserError: A class folder holds no image, or a folder is of two classes.
         OSError: A folder cannot be read.
     """
 
-    def __init__(self, folder: Path, view: View) -> None:
+    def __init__(self, folder: Path, view: View, folders: ClassFolders | None = None) -> None:
         super().__init__(view)
+        folders = folders or ClassFolders(folder.parent, "data.root")
         self.folder = folder
         self.classes = class_names(folder)
         paths: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):
-            found = _images_below(folder / name)
+            found = [
+                os.path.join(inner, file)
+                for inner, _, files in sorted(folders.walk(folder, name))
+                for file in sorted(files)
+                if file.lower().endswith(EXTENSIONS)
+            ]
             if not found:
                 raise UserError(
                     Problem("data.root", f"{folder / name} holds no image", ", ".join(EXTENSIONS))
@@ -118,13 +130,3 @@ class FolderImages(EncodedImages):
 
     def name(self, index: int) -> str:
         return str(self.path(index))
-
-
-def _images_below(folder: Path) -> list[str]:
-    """Also in folders inside it, as torchvision's ImageFolder does."""
-    found = []
-    for inner, _, names in sorted(os.walk(folder, onerror=raised, followlinks=True)):
-        found += [
-            os.path.join(inner, name) for name in sorted(names) if name.lower().endswith(EXTENSIONS)
-        ]
-    return found

@@ -28,6 +28,7 @@ from distdl.shards.order import Windows
 from distdl.shards.reading import DataSet, Shards, open_data_set
 from distdl.stores import is_remote, open_store
 from distdl.stores.files import readable
+from distdl.stores.walking import ClassFolders
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +160,9 @@ class StoredImages(ImageData):
             return
         with readable("data.root"):
             _refuse(check_folder(Path(self.root), self.num_classes))
+            folders = ClassFolders(Path(self.root), "data.root")
             splits = {
-                split: FolderImages(Path(self.root, split), view)
+                split: FolderImages(Path(self.root, split), view, folders)
                 for split, view in (("train", self._train_view), ("val", self._val_view))
             }
         refuse_others("-".join(images.key[:12] for images in splits.values()))

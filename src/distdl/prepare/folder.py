@@ -19,6 +19,7 @@ from distdl.prepare.source import (
     no_folder,
     refuse_changed,
 )
+from distdl.stores.walking import ClassFolders
 
 SPLITS = ("train", "val")
 
@@ -65,11 +66,12 @@ class Folder:
 
     @cached_property
     def _images(self) -> list[Sample]:
-        found = []
+        found, folders = [], ClassFolders(self.folder, "--source")
         for split in SPLITS:
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name
-                images = [(path, *_size_and_mtime(path)) for path in files_below(top)]
+                walk = folders.walk(self.folder / split, name)
+                images = [(path, *_size_and_mtime(path)) for path in files_below(top, walk=walk)]
                 if not images:
                     what = f"{top} holds no image"
                     raise UserError(Problem("--source", what, ", ".join(EXTENSIONS)))

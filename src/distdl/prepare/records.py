@@ -12,6 +12,7 @@ from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.prepare.source import Sample
+from distdl.stores.walking import walk_once
 
 # Words of a path, as Inception ("validation-00000-of-00128"), TFDS ("imagenet2012-train.tfrecord-
 # 00000-of-01024") and Hugging Face ("data/train-00000-of-00294.parquet") name their files.
@@ -77,7 +78,11 @@ def split_of(name: str) -> str | None:
 
 
 def _below(folder: Path, names: str) -> Iterator[str]:
-    for inner, folders, files in os.walk(folder, followlinks=True):
+    def kind(path: str) -> str | None:  # of a link from one split to another both are meant
+        parts = reversed(Path(path).relative_to(folder).parts)
+        return next((split for part in parts if (split := split_of(part)) is not None), None)
+
+    for inner, folders, files in walk_once(folder, kind=kind):
         # Hidden, and what Spark and Petastorm keep for themselves: _common_metadata, _SUCCESS.
         folders[:] = [f for f in folders if not f.startswith((".", "_"))]
         for name in files:

@@ -9,13 +9,13 @@ A source is a module of this package (or of yours) with two functions::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from distdl.errors import Problem, Unfinished
-from distdl.stores.files import raised
+from distdl.stores.walking import walk_once
 
 # By the word after `prepare`: the module, and one line for --help.
 KINDS = {
@@ -123,14 +123,23 @@ def refuse_changed(
     raise Unfinished(Problem("--source", what, remedy))
 
 
-def files_below(folder: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[Path]:
+def files_below(
+    folder: Path,
+    endings: tuple[str, ...] = EXTENSIONS,
+    walk: Iterable[tuple[str, list[str], list[str]]] | None = None,
+) -> Iterator[Path]:
     """Sorted, also in folders inside, without the hidden ones.
+
+    Args:
+        folder: Where to look.
+        endings: Of their names, in lower case.
+        walk: Through `folder`; None: `walk_once`.
 
     Raises:
         OSError: A folder cannot be read.
     """
-    for inner, folders, names in os.walk(folder, onerror=raised, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    for inner, folders, names in walk or walk_once(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted(names):
             if is_image(name, endings):
                 yield Path(inner, name)
