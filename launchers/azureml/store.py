@@ -46,7 +46,8 @@ class Store:
         return ContainerClient(account, container, credential=key or self._connection.credential)
 
     def fetch(self, to: Path) -> int:
-        """Copies the folder into `to`; what is there in the same size and not older is kept.
+        """Copies the folder into `to`; what is there in the same size and not older is kept, and so
+        are the run's own files (`distdl.inside`).
 
         Returns:
             How many files were copied.
@@ -54,23 +55,29 @@ class Store:
         Raises:
             UserError: There is nothing, or Azure refuses.
         """
-        copied = present = 0
+        from distdl.inside import places
+
+        copied = 0
         with told(), self.container() as container:
-            for blob in container.list_blobs(name_starts_with=f"{self.folder}/"):
-                if (blob.metadata or {}).get("hdi_isfolder"):  # how mounts mark a folder
-                    continue
-                present += 1
-                target = to / blob.name.removeprefix(f"{self.folder}/")
-                # The run's own launch.yaml here knows more: it names folders of this machine.
-                if is_same(target, blob) or (target.name == "launch.yaml" and target.exists()):
+            found = {
+                blob.name.removeprefix(f"{self.folder}/"): blob
+                for blob in container.list_blobs(
+                    name_starts_with=f"{self.folder}/", include=["metadata"]
+                )
+                if not (blob.metadata or {}).get("hdi_isfolder")  # how mounts mark a folder
+            }
+            for name, target in places(to, found).items():
+                blob = found[name]
+                if is_same(target, blob):
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
                 temporary = target.with_name(f".{target.name}.part")
+                temporary.unlink(missing_ok=True)
                 with temporary.open("wb") as file:
                     container.download_blob(blob.name).readinto(file)
                 temporary.replace(target)
                 copied += 1
-        if not present:
+        if not found:
             what = f"nothing is in {self.folder} of the datastore {self.datastore} yet"
             raise UserError(Problem("", what))
         return copied

@@ -172,11 +172,13 @@ class SageMakerJob:
                     raise
 
     def fetch(self, to: Path) -> None:
-        """Copies the run's store from S3 into a folder; what is there already is left alone.
+        """Copies the run's store from S3 into a folder; what is there already is left alone, and so
+        are the run's own files (`distdl.inside`).
 
         Raises:
             UserError: SageMaker knows no such job, or AWS refuses it.
         """
+        from distdl.inside import places
         from distdl.launchers.sagemaker.uploads import objects
 
         uri = (self.describe().get("CheckpointConfig") or {}).get("S3Uri")
@@ -185,12 +187,13 @@ class SageMakerJob:
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         with explained():
             s3 = self.aws("s3")
-            found = objects(s3, bucket, f"{prefix.rstrip('/')}/")
+            start = f"{prefix.rstrip('/')}/"
+            listed = [o for o in objects(s3, bucket, start) if not o[0].endswith("/")]
             # Without its manifest a checkpoint does not exist: manifests come last.
-            for key, facts in sorted(found, key=lambda o: o[0].endswith(".manifest.json")):
-                path = to / key.removeprefix(f"{prefix.rstrip('/')}/")
-                if key.endswith("/") or not path.resolve().is_relative_to(to.resolve()):
-                    continue
+            listed.sort(key=lambda o: o[0].endswith(".manifest.json"))
+            found = {key.removeprefix(start): facts for key, facts in listed}
+            for name, path in places(to, found).items():
+                key, facts = start + name, found[name]
                 changed, size = facts["LastModified"].timestamp(), facts["Size"]
                 if path.is_file() and (path.stat().st_size, path.stat().st_mtime) == (
                     size,

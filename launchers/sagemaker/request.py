@@ -22,10 +22,10 @@ STORE = "/opt/ml/checkpoints"  # kept equal to a place in S3, and filled from it
 UNPACKED = "/opt/ml/distdl"
 ARCHIVE = "bundle.tar.gz"
 
-# Nothing of distdl is in the image: its code comes with the bundle. The image has a shell, tar,
-# Python and what distdl depends on. `exec`, so that SIGTERM reaches our entry point.
+# Nothing of distdl is in the image: its code comes with the bundle. The image has a shell, Python
+# and what distdl depends on. `exec`, so that SIGTERM reaches our entry point.
 ENTRY = (
-    f"mkdir -p {UNPACKED} && tar -xzf {INPUTS}/{BUNDLE}/{ARCHIVE} -C {UNPACKED} && "
+    f"python -m tarfile --filter data -e {INPUTS}/{BUNDLE}/{ARCHIVE} {UNPACKED} && "
     f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
 )
 SECRETS = "DISTDL_SECRETS"  # variable -> name of its secret, as JSON

@@ -247,16 +247,31 @@ def test_cancel_asks_the_service(aws) -> None:
             running.cancel()
 
 
-def test_fetch_copies_the_store(launcher, run, aws, tmp_path) -> None:
+def test_fetch_copies_the_store(launcher, run, aws, tmp_path, capsys) -> None:
     submitted = launcher.submit(launcher.request(spec(run)))
     store = "distdl/resnet50_ddp/x/store"
-    for key in ("config.yaml", "attempts/001/status.json", "checkpoints/a.ckpt", "../outside"):
+    hostile = (
+        "../outside",
+        "a/../../outside",
+        "/outside",
+        "C:/outside",
+        "a\\..\\outside",
+        "elsewhere/x",
+    )
+    outside, elsewhere = tmp_path / "outside", tmp_path / "elsewhere"
+    (tmp_path / "here").mkdir()
+    elsewhere.mkdir()
+    (tmp_path / "here" / "elsewhere").symlink_to(elsewhere)
+    for key in ("config.yaml", "attempts/001/status.json", "checkpoints/a.ckpt", *hostile):
         aws("s3").put_object(Bucket="my-bucket", Key=f"{store}/{key}", Body=key.encode())
     aws("s3").put_object(Bucket="my-bucket", Key=f"{store}-of-another/x", Body=b"x")
     submitted.fetch(tmp_path / "here")
-    found = {p.relative_to(tmp_path / "here").as_posix() for p in (tmp_path / "here").rglob("*.*")}
+    here = tmp_path / "here"
+    found = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
     assert found == {"config.yaml", "attempts/001/status.json", "checkpoints/a.ckpt"}
-    assert not (tmp_path / "outside").exists()
+    assert not outside.exists() and not [*elsewhere.iterdir()]
+    said = capsys.readouterr().err
+    assert all(f"left out   {name!a}: " in said for name in hostile)
     # Again: what has not changed stays, what has is copied.
     (tmp_path / "here/checkpoints/a.ckpt").chmod(0o400)
     before = (tmp_path / "here/checkpoints/a.ckpt").stat().st_ino

@@ -1,0 +1,93 @@
+"""Names that others chose (blobs, objects, archives) as paths below a folder of ours.
+
+A name is believed in nothing: it may lead out (`../x`, `/x`, `C:/x`), go through a link that lies
+here already, or be two files at once where capitals do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+LONGEST = 200  # bytes of one part of a path; the system takes 255, and temporary names are longer
+# What a run has here in a form that its far store has not, or must not change: its recipe, where
+# its attempts run, and the handles of its jobs.
+OWN = re.compile(r"config\.yaml|provenance\.json|attempts/\d+/(launch\.yaml|job\.json)")
+
+
+def odd(name: str) -> str:
+    """Why a name is no path below a folder; "" if it is one, on any system."""
+    parts = name.split("/")
+    if name.startswith("/") or re.match(r"[A-Za-z]:", name):
+        return "is absolute"
+    if ".." in parts:
+        return "leads out of the folder"
+    if "" in parts or "." in parts:
+        return "has an empty part"
+    if "\\" in name or any(ord(c) < 32 or ord(c) == 127 or "\ud800" <= c <= "\udfff" for c in name):
+        return "has a character that no file should have"
+    if max(len(part.encode()) for part in parts) > LONGEST:
+        return f"has a part longer than {LONGEST} bytes"
+    return ""
+
+
+def obstacle(folder: Path, name: str) -> str:
+    """What lies in the way here: a link, or a file where a folder is needed; "" if nothing."""
+    path = folder
+    *above, last = name.split("/")
+    for part in above:
+        path /= part
+        if path.is_symlink():
+            return f"{path} is a link here"
+        if path.exists() and not path.is_dir():
+            return f"{path} is a file here"
+    if (path / last).is_symlink():
+        return f"{path / last} is a link here"
+    return f"{path / last} is a folder here" if (path / last).is_dir() else ""
+
+
+def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Where each of these files goes. One that cannot go anywhere is left out, and it is said.
+
+    Args:
+        folder: Below which all of them go; it may be absent.
+        names: As a store lists them, relative to it.
+    """
+    names = list(dict.fromkeys(names))
+    folders = {parent for name in names for parent in above(name)}
+    seen: dict[str, str] = {}
+    found: dict[str, Path] = {}
+    same = None  # whether capitals count is asked only if it matters
+    for name in names:
+        why = odd(name) or obstacle(folder, name)
+        if not why and name in folders:
+            why = "is a file and a folder there"
+        if not why and (other := seen.setdefault(name.casefold(), name)) != name:
+            same = capitals_are_one(folder) if same is None else same
+            why = f"is {other!r} on this disk, where capitals do not count" if same else ""
+        if why:
+            print(f"left out   {name!a}: {why}", file=sys.stderr, flush=True)
+        elif not (OWN.fullmatch(name) and (folder / name).exists()):
+            found[name] = folder / name
+    return found
+
+
+def above(name: str) -> list[str]:
+    """`a/b` and `a` of `a/b/c`."""
+    parts = name.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def capitals_are_one(folder: Path) -> bool:
+    """Whether a file of this folder is also found by its name in capitals (macOS, Windows)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".distdl-{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        return os.path.exists(probe.with_name(probe.name.upper()))
+    finally:
+        probe.unlink()
