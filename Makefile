@@ -8,8 +8,9 @@ READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
-# Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server; and jpegtran.
-SERVERS := openmpi-bin mpich openssh-server munge slurm-wlm iproute2 libjpeg-turbo-progs
+# Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server; jpegtran; and a
+# compiler, for tests/gpu_rehearsal.
+SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 libjpeg-turbo-progs
 
 .PHONY: train test setup servers lint matrix bench clean
 
@@ -39,8 +40,8 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix: setup  ## every strategy: into every other, resnet50, the benchmark; the table in docs/strategies
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py tests/multiprocess/test_benchmark_ranks.py
+matrix: setup  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; the table in docs/strategies
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/strategies/test_any_to_any.py tests/multiprocess/test_benchmark_ranks.py tests/gpu_rehearsal
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

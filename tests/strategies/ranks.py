@@ -13,11 +13,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.conftest import ROOT, environment
+
+if TYPE_CHECKING:
+    from distdl.build import Built
 
 
 @dataclass
@@ -47,19 +51,26 @@ class Seen:
         losses: Of each micro-batch, the mean over the ranks.
         metrics: The last value of each.
         validated: Those of the validation afterwards.
+        counts: On simulated GPUs, by rank and step, as tests.gpu_rehearsal.counting has them.
         error: A traceback, or nothing.
     """
 
     losses: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)
+    counts: list[list[dict[str, int]]] = field(default_factory=list)
     error: str = ""
 
 
 class Ranks:
-    """A process group of `size` gloo ranks on this machine, which trains what it is told."""
+    """A process group of `size` gloo ranks on this machine, which trains what it is told.
 
-    def __init__(self, size: int, folder: Path) -> None:
+    Args:
+        module: What each rank runs; its `main` is ours, or is like it.
+        more: Variables of its environment.
+    """
+
+    def __init__(self, size: int, folder: Path, module: str = __name__, **more: str) -> None:
         self.size, self.log = size, folder / f"ranks-{size}.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -67,7 +78,7 @@ class Ranks:
         self._output = self.log.open("w")
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.strategies.ranks"],
+                [sys.executable, "-m", module],
                 cwd=ROOT,
                 env=environment(
                     RANK=str(rank),
@@ -77,6 +88,7 @@ class Ranks:
                     MASTER_ADDR="127.0.0.1",
                     MASTER_PORT=port,
                     DISTDL_LAUNCHER="local",
+                    **more,
                 ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if rank == 0 else self._output,
@@ -122,21 +134,12 @@ class Ranks:
 
 
 def train(case: Case) -> Seen:
-    """One case on this rank, from the command line's words on, as the worker does it."""
+    """One case on this rank."""
     from lightning.pytorch import Callback
 
-    from distdl import cluster, compose, environment, fetching, resources, stopping, tasks
-    from distdl import config as configs
-    from distdl.build import build
-    from distdl.run_directory import Attempt, RunDirectory
+    from distdl import cluster, tasks
 
-    here = environment.resolve()
-    config = compose.compose([*case.overrides, f"trainer.devices={here.local_world_size}"])
-    size = resources.resolve(configs.plain(config.trainer), local=True)
-    run = RunDirectory(Path(case.folder))
     seen = Seen()
-    folder = Path(case.folder)
-    folder.mkdir(parents=True, exist_ok=True)
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
@@ -144,9 +147,7 @@ def train(case: Case) -> Seen:
             losses = cluster.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
 
-    chosen = fetching.provide(str(case.resume) if case.resume else None, folder, here)
-    attempt = Attempt(run.path / "attempts/001")
-    built = build(config, run, attempt, here, size, stopping.StopRequest(), [], chosen)
+    built = built_of(case)
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
         seen.metrics = tasks.train(built)
@@ -155,7 +156,25 @@ def train(case: Case) -> Seen:
     return seen
 
 
-def main() -> None:
+def built_of(case: Case) -> Built:
+    """A case from the command line's words on, as the worker builds it."""
+    from distdl import compose, environment, fetching, resources, stopping
+    from distdl import config as configs
+    from distdl.build import build
+    from distdl.run_directory import Attempt, RunDirectory
+
+    here = environment.resolve()
+    config = compose.compose([*case.overrides, f"trainer.devices={here.local_world_size}"])
+    size = resources.resolve(configs.plain(config.trainer), local=True)
+    folder = Path(case.folder)
+    run = RunDirectory(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = fetching.provide(str(case.resume) if case.resume else None, folder, here)
+    attempt = Attempt(run.path / "attempts/001")
+    return build(config, run, attempt, here, size, stopping.StopRequest(), [], chosen)
+
+
+def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> None:
     import warnings
 
     import torch
@@ -163,12 +182,13 @@ def main() -> None:
     from distdl import allocator, cluster, environment
 
     warnings.filterwarnings("ignore")
-    allocator.keep_freed_memory()  # as a worker does
+    if accelerator == "cpu":
+        allocator.keep_freed_memory()  # as a worker does
     torch.set_num_threads(1)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     here = environment.resolve()
-    cluster.connect(here, "cpu")
+    cluster.connect(here, accelerator)
     for line in sys.stdin:
         case = json.loads(line)
         try:

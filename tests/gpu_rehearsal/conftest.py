@@ -1,0 +1,41 @@
+"""The machine with simulated GPUs, and ranks on it that train case after case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.gpu_rehearsal.machine import CannotBeCompiled, Machine
+from tests.strategies.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """Skips where it cannot be compiled, and fails there in CI (`.ci/run`)."""
+    try:
+        return Machine(tmp_path_factory.mktemp("machine"))
+    except CannotBeCompiled as error:
+        if os.environ.get("DISTDL_NO_SKIP"):
+            pytest.fail(f"the rehearsal cannot be compiled: {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    machine: Machine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], Ranks]]:
+    """So many ranks, with a card each, started when they are first asked for."""
+    started: dict[int, Ranks] = {}
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def of(size: int) -> Ranks:
+        if size not in started:
+            module, here = "tests.gpu_rehearsal.ranks", machine.environment(size)
+            started[size] = Ranks(size, folder, module, **here)
+        return started[size]
+
+    yield of
+    for each in started.values():
+        each.close()

@@ -1,0 +1,36 @@
+"""Ranks that stay, each with a simulated GPU: `python -m tests.gpu_rehearsal.ranks`."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.gpu_rehearsal.counting import Counting
+from tests.strategies import ranks
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    from distdl import cluster, tasks
+
+    counting = Counting()
+
+    def train(case: ranks.Case) -> ranks.Seen:
+        alone = not dist.is_initialized()
+        built = ranks.built_of(case)
+        counting.clear()
+        try:
+            metrics = tasks.train(built)
+            counts = cluster.gather(counting.steps)
+            return ranks.Seen(metrics=metrics, counts=counts)
+        finally:
+            # What one rank opened for itself is not for the next case; but DeepSpeed keeps its
+            # first group for good.
+            if alone and "deepspeed" not in sys.modules:
+                cluster.disconnect()
+
+    ranks.main(train, "gpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""torch on the simulated GPUs: which operators get a stand-in, and what takes NCCL's place.
+
+`install` is run at the end of each `import torch`, as an extension of torch's that is found by its
+entry point (https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+_kept: list[Any] = []  # torch forgets operators whose library is gone
+
+
+def install() -> None:
+    operators()
+    collectives()
+
+
+# ------------------------------------------------------------------------------------- operators
+
+
+def operators() -> None:
+    """Those that torch leaves to cuDNN and cuBLAS, which ask the driver for more than is there.
+
+    Each answers with memory of the right shape, type and layout, in which nothing was computed, as
+    after every other kernel.
+    """
+    import torch
+    from torch import Tensor
+
+    def like(tensor: Tensor, *shape: int) -> Tensor:
+        channels_last = (
+            tensor.dim() == 4
+            and len(shape) == 4
+            and tensor.is_contiguous(memory_format=torch.channels_last)
+        )
+        form = torch.channels_last if channels_last else torch.contiguous_format
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=form)
+
+    def convolution(images: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+        images_there, weight_there = images.to("meta"), weight.to("meta")
+        there = torch.ops.aten.convolution.default(images_there, weight_there, None, *how)
+        return like(images, *there.shape)
+
+    def convolution_backward(
+        gradient: Tensor, images: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
+    ) -> tuple[Tensor | None, ...]:
+        wanted = how[-1]
+        return (
+            like(images, *images.shape) if wanted[0] else None,
+            like(weight, *weight.shape) if wanted[1] else None,
+            like(weight, weight.shape[0]) if wanted[2] else None,
+        )
+
+    def batch_norm(images: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, ...]:
+        reserved = torch.empty(0, dtype=torch.uint8, device=images.device)
+        return (
+            like(images, *images.shape),
+            like(weight, *weight.shape),
+            like(weight, *weight.shape),
+            reserved,
+        )
+
+    def batch_norm_backward(
+        images: Tensor, gradient: Tensor, weight: Tensor, *how: Any
+    ) -> tuple[Tensor, ...]:
+        same = [like(weight, *weight.shape) for _ in range(2)]
+        return like(images, *images.shape), *same
+
+    replaced = {
+        "convolution": convolution,
+        "convolution_backward": convolution_backward,
+        "cudnn_batch_norm": batch_norm,
+        "cudnn_batch_norm_backward": batch_norm_backward,
+        "mm": lambda a, b: like(a, a.shape[0], b.shape[1]),
+        "addmm": lambda c, a, b, *, beta=1, alpha=1: like(a, a.shape[0], b.shape[1]),
+        "bmm": lambda a, b: like(a, *a.shape[:2], b.shape[2]),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are replaced
+        library = torch.library.Library("aten", "IMPL")
+        for name, stand_in in replaced.items():
+            library.impl(name, stand_in, "CUDA")
+    _kept.append(library)
+
+
+# ------------------------------------------------------------------------------------ collectives
+
+
+def collectives() -> None:
+    """gloo, which copies to the host and back, under NCCL's name."""
+    import torch
+    import torch.distributed as dist
+
+    def create(options: Any, _: Any) -> Any:
+        # A group of NCCL's binds its device (torch 2.15), which other parts of torch look at.
+        local = int(os.environ.get("LOCAL_RANK", options.group_rank))
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        options.process_group.bound_device_id = options.process_group.bound_device_id or device
+        made = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout
+        )
+        made.options.global_ranks_in_group = options.global_ranks_in_group
+        made.options.group_name = options.group_id
+        return made
+
+    kind = dist.ProcessGroup.BackendType.NCCL
+    dist.Backend.register_backend("nccl", create, True, ["cuda"], _backend_type=kind)
