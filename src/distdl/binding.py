@@ -8,7 +8,6 @@ may happen to the command line itself.
 from __future__ import annotations
 
 import gc
-import importlib
 import importlib.util
 import inspect
 import json
@@ -18,8 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
+from distdl import kinds
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import closest
+from distdl.targets import BUILT, Trust, nodes
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 UNKNOWN = "takes no argument"
@@ -37,18 +38,31 @@ class Binding:
         self.local: bool = self.context["local"]
         self.skip = [tuple(path) for path in request["skip"]]
         self.broken = [tuple(path) for path in request["broken"]]
+        self.trust = Trust(*map(tuple, request["trust"]))
+        self.called: dict[Path, Any] = {}
         self.expressions = {tuple(path): text for path, text in request["expressions"]}
         self.problems: list[tuple[str, str, str]] = []
         self.notes: list[str] = []
         self.facts: dict[str, Any] = {"model_configures_optimizers": None}
 
     def run(self) -> None:
+        self.look()
         for key in COMPONENTS:
             self.visit(self.config.get(key), (key,))
         for key in COLLECTIONS:
             self.visit(self.config.get(key), (key,))
         if isinstance(self.config.get("trainer"), dict):
             self.trainer(self.config["trainer"])
+
+    def look(self) -> None:
+        """Imports every target and asks for its kind, before anything is built to be looked at."""
+        for path, node in nodes({key: self.config.get(key) for key in BUILT}):
+            if path not in self.skip:
+                found = self.locate(node["_target_"], path)
+                if found is None or not self.accepted(found, node, path):
+                    self.skip.append(path)
+                else:
+                    self.called[path] = found
 
     def visit(self, value: Any, path: Path, *, built: bool = True) -> None:
         """Checks a node and those inside it.
@@ -69,9 +83,7 @@ class Binding:
             self.visit(item, (*path, key), built=inner_built)
 
     def node(self, node: dict[str, Any], path: Path, built: bool) -> None:
-        called = self.locate(node["_target_"], path)
-        if called is None:
-            return
+        called = self.called[path]
         if len(path) == 1:
             self.kind(called, str(path[0]))
         if built:
@@ -89,33 +101,23 @@ class Binding:
     def locate(self, target: str, path: Path) -> Any:
         """Imports what a dotted path names; None (and a problem or a note) if it cannot be."""
         place = (*path, "_target_")
-        package, *names = target.split(".")
+        package = target.partition(".")[0]
         if package not in sys.modules and importlib.util.find_spec(package) is None:
             return self.absent(package, place)
-        found: Any = None
-        reached = package
         try:
-            found = importlib.import_module(package)
-            for name in names:
-                if not hasattr(found, name) and inspect.ismodule(found):
-                    try:
-                        importlib.import_module(f"{reached}.{name}")
-                    except ModuleNotFoundError as error:
-                        if error.name != f"{reached}.{name}":
-                            raise
-                if not hasattr(found, name):
-                    near = closest(name, [n for n in dir(found) if not n.startswith("_")])
-                    remedy = f"did you mean {reached}.{near}?" if near else ""
-                    self.add(place, f"{reached} has no {name!r}", remedy)
-                    return None
-                found = getattr(found, name)
-                reached = f"{reached}.{name}"
+            return kinds.locate(target)
+        except AttributeError as error:
+            if not isinstance(error, kinds.NoSuchName):
+                raise
+            near = closest(error.name, [n for n in dir(error.obj) if not n.startswith("_")])
+            remedy = f"did you mean {error.reached}.{near}?" if near else ""
+            self.add(place, f"{error.reached} has no {error.name!r}", remedy)
+            return None
         except ModuleNotFoundError as error:
             return self.absent(str(error.name).partition(".")[0], place)
         except Exception as error:
             self.add(place, f"{target} cannot be imported: {said(error)}", origin(error))
             return None
-        return self.accepted(found, target, place)
 
     def absent(self, package: str, place: Path) -> None:
         if self.local:
@@ -125,18 +127,17 @@ class Binding:
             note = f"not checked: {path_text(place)}: package {package} is not installed here"
             self.notes.append(note)
 
-    def accepted(self, found: Any, target: str, place: Path) -> Any:
-        """Refuses what is not callable, and names that lead out of their package."""
+    def accepted(self, found: Any, node: dict[str, Any], path: Path) -> bool:
+        """Whether it can be called, and is of the kind that its section takes."""
+        target = node["_target_"]
         if not callable(found):
-            self.add(place, f"{target} is a {type(found).__name__}, no class or function")
-            return None
-        is_plain = inspect.isclass(found) or inspect.isroutine(found)
-        real = str(found.__module__ or "").partition(".")[0] if is_plain else ""
-        if real in sys.stdlib_module_names and real != target.partition(".")[0]:
-            name = getattr(found, "__qualname__", "")
-            self.add(place, f"{target} is Python's own {real}.{name}")
-            return None
-        return found
+            what = f"{target} is a {type(found).__name__}, no class or function"
+            self.add((*path, "_target_"), what)
+            return False
+        refused = kinds.problem_of_kind(found, node, path, self.trust)
+        if refused:
+            self.add((*path, "_target_"), *refused)
+        return refused is None
 
     def kind(self, called: Any, section: str) -> None:
         """The model must be Lightning's, and so must the data; a strategy can what is asked."""
@@ -267,8 +268,6 @@ class Binding:
 
 
 def targets(value: Any) -> Iterator[str]:
-    from distdl.targets import nodes
-
     for _, node in nodes(value):
         yield str(node["_target_"])
 
@@ -297,8 +296,7 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.load(sys.stdin)
-    # As provenance.python_path: the folder the user works in, then the root of his code.
-    sys.path[:0] = dict.fromkeys((os.getcwd(), request["root"]))
+    sys.path[:0] = request["trust"][0]  # and not what `python -m` puts there
     binding = Binding(request)
     binding.run()
     from distdl.redact import hide_shapes

@@ -23,6 +23,7 @@ WHERE = (
     "dry_run",
     "follow",
     "project.root",
+    "project.allow",
     "project.max_snapshot_mb",
     "checkpoint.trust_pickle",
     "trainer.devices",
@@ -73,6 +74,11 @@ def recipe_of(config: DictConfig) -> DictConfig:
     for path in WHERE:
         _pop(recipe, path)
     return recipe
+
+
+def same_recipe(one: DictConfig, other: DictConfig) -> bool:
+    """Whether two configs are of one run. An older recipe may hold what is of WHERE by now."""
+    return recipe_of(one) == recipe_of(other)
 
 
 def where_of(config: DictConfig) -> DictConfig:

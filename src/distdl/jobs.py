@@ -7,15 +7,21 @@ believed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from distdl import kinds, provenance, user_conf
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState, Launcher
-from distdl.provenance import make_importable
+from distdl.own_code import own_folders
+from distdl.redact import looks_secret
+from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory, shown, write_json
+from distdl.targets import Trust, target_problems
 
 
 def record(attempt: Attempt, job: Job) -> None:
@@ -23,8 +29,22 @@ def record(attempt: Attempt, job: Job) -> None:
     write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url})
 
 
-def of(attempt: Attempt) -> Job:
-    """The job of an attempt.
+def own_trust(allow: Sequence[str] = ()) -> Trust:
+    """Whose code may run while a run is looked at, or gone on with: the project that the command is
+    typed in, what its `conf/` allows, and what the command line does. Never what the run's own
+    files say: they may come from somebody else."""
+    folders = own_folders(provenance.project_root(None))
+    return Trust(folders, (*user_conf.allowed(), *allow))
+
+
+def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
+    """The job of an attempt, without running what the run's files name.
+
+    Args:
+        allow: As `project.allow`, from the command line.
+
+    Returns:
+        Its job; `Unasked` where asking its place would run code that is not trusted.
 
     Raises:
         UserError: Its launcher does not know it.
@@ -34,11 +54,55 @@ def of(attempt: Attempt) -> Job:
     handle = attempt.job().get("handle")
     if handle is None:  # it lived in a process on some machine, and wrote here
         return LocalLauncher().attach(f"local://{attempt.path}")
-    launch = attempt.launch()
-    root = (launch["where"].get("project") or {}).get("root")
-    if root:
-        make_importable(Path(root), launch.get("python_path") or ["."])
-    return instantiate(launch["where"]["launcher"]).attach(handle)
+    written = attempt.launch()["where"]["launcher"]
+    trust = own_trust(allow)
+    found = resolve({"launcher": written})
+    node = found.section("launcher")
+    for _, refused in target_problems({"launcher": node}, trust):
+        why = f"{refused.what}; the run's launch.yaml says so, and its place was not asked"
+        return Unasked(str(handle), Problem(refused.path, why, refused.remedy))
+    secret = [name for _, name, _ in found.variables() if looks_secret(name)]
+    if secret:
+        why = f"the run's launch.yaml asks for ${secret[0]}, which no look at a run gives away"
+        return Unasked(str(handle), Problem("launcher", f"{why}: its place was not asked"))
+    if is_elsewhere(str(handle), attempt):
+        why = f"job.json names a job of another folder: {handle}"
+        return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
+    if trust.covers(str(node["_target_"])):
+        provenance.make_importable(trust.folders)
+    return instantiate(node).attach(str(handle))
+
+
+def is_elsewhere(handle: str, attempt: Attempt) -> bool:
+    """Whether a handle that names a folder (local, mpi) names another than that of its attempt."""
+    scheme, _, rest = handle.partition("://")
+    folder = Path("/" + rest.partition("/")[2])
+    return scheme in ("local", "mpi") and folder.resolve() != attempt.path.resolve()
+
+
+@dataclass
+class Unasked:
+    """A job whose place nobody asks, and why."""
+
+    handle: str
+    problem: Problem
+    url = None
+
+    @property
+    def why(self) -> str:
+        return str(self.problem)
+
+    def state(self) -> JobState:
+        return JobState.UNKNOWN
+
+    def wait(self) -> JobState:
+        raise UserError(self.problem)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        raise UserError(self.problem)
+
+    def cancel(self) -> None:
+        raise UserError(self.problem)
 
 
 def place_of(attempt: Attempt) -> str:
@@ -63,24 +127,29 @@ def named(handle: str) -> Job:
 
 
 def instantiate(node: Any) -> Launcher:
-    """The launcher of a config node.
+    """The launcher of a config node that was found to be allowed.
 
     Raises:
-        UserError: Its own, if it refuses its settings.
+        UserError: Its own, if it refuses its settings; or the node leads to no launcher.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as build
 
+    node = OmegaConf.create(node)
+    target = str(node.get("_target_"))
     try:
-        return build(OmegaConf.create(node), _convert_="all")
+        found = kinds.locate(target)
+    except (ImportError, AttributeError) as error:
+        what = f"{target} cannot be imported here"
+        remedy = f"is {target.partition('.')[0]} installed in this environment?"
+        raise UserError(Problem("launcher", what, remedy)) from error
+    if not kinds.launches(found):
+        raise UserError(Problem("launcher._target_", f"{target} is no launcher"))
+    try:
+        return build(node, _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
-        if "Error locating target" in str(error):
-            target = str(OmegaConf.create(node).get("_target_"))
-            what = f"{target} cannot be imported here"
-            remedy = f"is {target.partition('.')[0]} installed in this environment?"
-            raise UserError(Problem("launcher", what, remedy)) from error
         raise
 
 

@@ -14,12 +14,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl import batches, checkpoint, checks, provenance, resources, validate
+from distdl import batches, checkpoint, checks, kinds, provenance, resources, validate
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.importing import uncollected
 from distdl.job import JobState, Resources
+from distdl.own_code import own_folders
 from distdl.run_directory import RunDirectory, shown
+from distdl.targets import Trust, problem_of
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
 AGENT = "torch.distributed.launcher.api"  # starts several ranks here
@@ -85,7 +87,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         refuse_missing_start(planned)
         return planned
     stored = run.recipe()
-    if stored != recipe:
+    if not configs.same_recipe(stored, recipe):
         raise UserError(
             Problem(
                 "name",
@@ -171,7 +173,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
     ]
     local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
     root = root_of(config)
-    provenance.make_importable(root, provenance.python_path(root))
+    provenance.make_importable(own_folders(root))
     size, uncounted = None, None
     known = getattr(launcher_class(config), "devices", None)
     try:
@@ -250,9 +252,10 @@ def suppressed_import(module: str) -> None:
 
 def launcher_class(config: DictConfig) -> Any:
     """The class that `launcher._target_` names, or None: validation says what is wrong with it."""
-    from hydra.utils import get_object
-
     try:
-        return get_object(str(config.launcher["_target_"]))
+        target = str(config.launcher["_target_"])
+        trust = Trust(own_folders(root_of(config)), tuple(config.project.get("allow") or ()))
+        found = None if problem_of(target, trust, ("launcher",)) else kinds.locate(target)
+        return found if kinds.launches(found) else None
     except Exception:
         return None

@@ -72,16 +72,10 @@ def python_path(root: Path) -> list[str]:
     return list(dict.fromkeys([here.relative_to(root).as_posix(), "."]))
 
 
-def make_importable(root: Path, paths: Sequence[str]) -> None:
+def make_importable(folders: Sequence[str]) -> None:
     """Puts the user's modules before everything that is installed, in this process: a launcher may
-    be one of them.
-
-    Args:
-        root: Of his code.
-        paths: As `python_path` gives them.
-    """
-    mine = [str((root / path).resolve()) for path in paths]
-    sys.path[:] = [*mine, *(path for path in sys.path if path not in mine)]
+    be one of them."""
+    sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
 
 
 def packages() -> list[str]:

@@ -1,8 +1,9 @@
 """Which classes and functions a config may name by `_target_`, decided without importing any.
 
-A config travels (mail, a shared folder, MLflow) and `_target_` calls what it names, so only names
-under known packages are accepted, as Hydra's advisory GHSA-37p2-j732-x8pj advises. The second
-stage checks again what a name really leads to, since `torch.os.system` is a name, too.
+A config travels (mail, a shared folder, MLflow) and `_target_` calls what it names. So there are
+two gates. Here, by name: only what lies in known packages may be imported at all. Then by kind
+(`distdl.kinds`), on what the name really leads to: a callback must be a Callback, an optimizer an
+Optimizer. Whose code may be more than that is said by a `Trust`.
 """
 
 from __future__ import annotations
@@ -10,32 +11,38 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from distdl.errors import Problem
-from distdl.schema import Path, path_text
+from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
 
 ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
 # Single names outside those packages that many configs need and that can do no harm.
 HARMLESS = ("datetime.timedelta",)
-# Inside allowed packages, yet they run what a file or a repository says.
-DENIED = (
-    "torch.load",
-    "torch.serialization",
-    "torch.hub",
-    "torch.package",
-    "torch.utils.cpp_extension",
-    "torch.utils.model_zoo",
-    "torch.multiprocessing",
-    "timm.models.load_checkpoint",
-)
-# Modules that packages import and thereby offer as attributes: `torch.hub.os.system`.
-_LEADS_OUT = {
-    "os", "sys", "posix", "nt", "subprocess", "shutil", "builtins", "importlib", "runpy", "pickle",
-    "socket", "ctypes", "pty", "code", "codecs", "inspect", "tempfile", "platform",
-}  # fmt: skip
+# Sections whose target is imported by the command line itself, and where it then must lie.
+WITHIN = {"launcher": "distdl.launchers", "task": "distdl.tasks"}
+# The sections whose nodes are instantiated.
+BUILT = (*COMPONENTS, *COLLECTIONS, "trainer")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose code may be imported whatever it is, besides the kinds that every config may name.
+
+    Args:
+        folders: Of the user's own code, in the order in which they are searched.
+        allow: Dotted prefixes, from `project.allow`.
+    """
+
+    folders: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    def covers(self, target: str) -> bool:
+        """Whether a dotted name is one of trusted code."""
+        return under(target, self.allow) or lies_in(target, self.folders)
 
 
 def nodes(values: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -60,7 +67,8 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
 
     A name of the standard library is never the user's: Python has already imported its own.
     """
-    package, inner = target.split(".")[:2]
+    package, _, rest = target.partition(".")
+    inner = rest.partition(".")[0]
     if package in sys.stdlib_module_names:
         return False
     for place in (FilePath(folder) / package for folder in folders):
@@ -70,38 +78,57 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
     return False
 
 
-def problem_of(target: Any, allow: Sequence[str], folders: Sequence[str]) -> tuple[str, str] | None:
+def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
     """Why a `_target_` is refused and the remedy, or None if it may be imported.
 
     Args:
         target: The value of `_target_`.
-        allow: Further allowed prefixes, from `project.allow`.
-        folders: Folders of the user's own code.
+        trust: Whose code may be imported besides.
+        path: Of the node, whose section may ask for more.
     """
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         return f"is no dotted path of a class or function: {target!r}", "write package.module.Class"
+    if trust.covers(target) or target in HARMLESS:
+        return None
     package, *inner = target.split(".")
-    if under(target, allow) or target in HARMLESS:
-        return None
-    if any(part.startswith("__") for part in inner) or _LEADS_OUT & set(inner):
-        return f"{target} leads out of the package {package}", ""
-    if under(target, DENIED):
-        return f"{target} may run foreign code", f"if you trust it: project.allow=[{target}]"
-    if package in ALLOWED or lies_in(target, folders):
-        return None
-    what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
-    if package in sys.stdlib_module_names:
-        return what, ""  # hardly ever meant, and never advised
-    return what, f"if you trust it: project.allow=[{package}]"
+    if package not in ALLOWED:
+        what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
+        if package in sys.stdlib_module_names:
+            return what, ""  # hardly ever meant, and never advised
+        return what, f"if you trust it: project.allow=[{package}]"
+    if any(part.startswith("_") for part in inner):
+        return f"{target} is private to {package}", advice(target)
+    section = str(path[0]) if path else ""
+    within = WITHIN.get(section)
+    if within and not (len(path) == 1 and target.startswith(f"{within}.")):
+        return f"{target} is no {section} of distdl", advice(target)
+    return None
 
 
-def target_problems(
-    values: dict[str, Any], allow: Sequence[str], folders: Sequence[str]
-) -> list[tuple[Path, Problem]]:
-    """The refused `_target_`s of a whole config."""
+def advice(target: str) -> str:
+    return f"if you trust it: project.allow=[{target}]"
+
+
+def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
+    """The refused `_target_`s of a whole config, and what could become one."""
     problems = []
     for path, node in nodes(values):
-        if found := problem_of(node["_target_"], allow, folders):
+        if found := problem_of(node["_target_"], trust, path):
             place = (*path, "_target_")
             problems.append((place, Problem(path_text(place), *found)))
+    for path, text in unresolved({key: values.get(key) for key in BUILT}):
+        what = f"still holds an interpolation after it was resolved: {text!r}"
+        problems.append((path, Problem(path_text(path), what)))
     return problems
+
+
+def unresolved(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Strings that Hydra would resolve a second time, and might then find a `_target_` in."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from unresolved(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from unresolved(item, (*path, index))
+    elif isinstance(value, str) and "${" in value:
+        yield path, value

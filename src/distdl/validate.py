@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from distdl import checks
 from distdl.checks import Found, Topology, is_here, strings
 from distdl.errors import Problem, UserError
+from distdl.own_code import own_folders
 from distdl.redact import redact
 from distdl.resolve import Resolved, all_paths, resolve
 from distdl.schema import (
@@ -31,7 +32,7 @@ from distdl.schema import (
     check,
     known_paths,
 )
-from distdl.targets import target_problems
+from distdl.targets import Trust, target_problems
 
 _CHILD_SECONDS = 300.0
 
@@ -134,9 +135,13 @@ def _root(resolved: Resolved, project_root: str | None) -> str:
     return str(project_root or resolved.section("project").get("root") or os.getcwd())
 
 
-def _refused(resolved: Resolved, project_root: str | None) -> Found:
+def _trust(resolved: Resolved, project_root: str | None) -> Trust:
     allow = strings(resolved.section("project").get("allow"))
-    return target_problems(resolved.values, allow, [_root(resolved, project_root), os.getcwd()])
+    return Trust(own_folders(_root(resolved, project_root)), tuple(allow))
+
+
+def _refused(resolved: Resolved, project_root: str | None) -> Found:
+    return target_problems(resolved.values, _trust(resolved, project_root))
 
 
 def _stage_1(
@@ -194,12 +199,13 @@ def _stage_2(
     told: Sequence[Path] = (),
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
     nodes, devices = (size.num_nodes, size.devices) if size else (1, 1)
+    trust = _trust(resolved, root)
     request = {
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
         "skip": [path[:-1] for path, _ in _refused(resolved, root)],
         "broken": [*told, *(path for path, _ in resolved.problems)],
-        "root": os.path.abspath(_root(resolved, root)),
+        "trust": [trust.folders, trust.allow],
         "supplied": SUPPLIED,
         "context": {
             "num_nodes": nodes,
@@ -217,7 +223,8 @@ def _stage_2(
 
 def _ask_child(request: str) -> dict[str, Any]:
     """Runs `distdl.binding`; that it hangs or crashes is a problem like any other."""
-    command = [sys.executable, "-m", "distdl.binding"]
+    # -P: the current folder may hold anything; what is the user's own code stands in the request.
+    command = [sys.executable, "-P", "-m", "distdl.binding"]
     try:
         child = subprocess.run(
             command, input=request, capture_output=True, text=True, timeout=_CHILD_SECONDS

@@ -20,14 +20,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import config as configs
 from distdl import environment as environments
+from distdl import kinds
 from distdl.bundle import Bundle
 from distdl.errors import UserError
 from distdl.importing import uncollected
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.leaving import leave
 from distdl.redact import RedactingFilter, redact
+from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import Stopped, StopRequest
+from distdl.targets import Trust
 
 log = logging.getLogger("distdl.worker")
 
@@ -111,6 +114,8 @@ def perform(
     # The user's code comes before everything that is installed.
     mine = bundle.python_path(launch)
     sys.path[:] = [*mine, *(path for path in sys.path if path not in mine)]
+    allow = OmegaConf.select(config, "project.allow") or ()
+    kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
     stop.check()
     resources = attempt.resources()
     birth.refuse_missing_device(here, resources.accelerator)

@@ -34,7 +34,8 @@ def in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     def answer(text: str) -> dict[str, Any]:
         parsed = json.loads(text)
-        monkeypatch.syspath_prepend(parsed["root"])
+        for folder in reversed(parsed["trust"][0]):
+            monkeypatch.syspath_prepend(folder)
         binding = Binding(parsed)
         binding.run()
         assert json.dumps(binding.problems)
@@ -170,9 +171,9 @@ def test_a_valid_config_binds() -> None:
         ({"model._target_": f"{DEMOS}.BorinModel"}, f"{DEMOS} has no 'BorinModel'"),
         ({"model._target_": f"{DEMOS}.BorinModel"}, f"did you mean {DEMOS}.BoringModel?"),
         ({"model._target_": "torch.optim.lr_scheduler"}, "is a module, no class or function"),
-        ({"model._target_": "torch.nn.Linear"}, "missing, torch.nn.Linear needs it"),
-        ({"model._target_": "torch.nn.ReLU"}, "model._target_: ReLU is no LightningModule"),
-        ({"data._target_": f"{DEMOS}.BoringModel"}, "BoringModel is no LightningDataModule"),
+        ({"model.x": {"_target_": "torch.nn.Linear"}}, "missing, torch.nn.Linear needs it"),
+        ({"model._target_": "torch.nn.ReLU"}, "torch.nn.ReLU is not a LightningModule, and model"),
+        ({"data._target_": f"{DEMOS}.BoringModel"}, "BoringModel is not a LightningDataModule"),
         ({"model._target_": "timm.utils.jit.nosuch"}, "timm.utils.jit has no 'nosuch'"),
     ],
 )

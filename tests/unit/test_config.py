@@ -40,7 +40,7 @@ def test_the_recipe_does_not_depend_on_where_it_runs() -> None:
 def test_where_it_runs_holds_the_rest() -> None:
     where = configs.where_of(compose.compose(list(ELSEWHERE)))
     assert where.trainer == {"devices": 8, "num_nodes": 4}
-    assert where.project == {"root": "/somewhere", "max_snapshot_mb": 300}
+    assert where.project == {"root": "/somewhere", "allow": [], "max_snapshot_mb": 300}
     assert where.task._target_ == "distdl.tasks.validate"
     assert (where.output_dir, where.dry_run) == ("elsewhere", True)
     assert where.launcher.max_attempts == 3

@@ -21,6 +21,7 @@ LIGHT = [
     "config",
     "errors",
     "job",
+    "own_code",
     "redact",
     "resolve",
     "resources",

@@ -49,7 +49,7 @@ def is_due(member: Member) -> bool:
         UserError: It was measured with another config.
     """
     state = member.state()
-    if state is not None and configs.recipe_of(member.config) != member.run.recipe():
+    if state is not None and not configs.same_recipe(member.config, member.run.recipe()):
         what = f"{shown(member.run.path)} was measured with another config"
         raise UserError(Problem("name", what, "choose another name=, or leave it out"))
     if member.damaged():

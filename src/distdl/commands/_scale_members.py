@@ -154,7 +154,7 @@ def kept(
             same[member.name].modes += member.modes
         elif not member.run.exists or not member.read():
             notes.append(f"left out: {member.name}, there is no {FILE} of it any more")
-        elif member.run.recipe() != configs.recipe_of(member.config) or member.other_task():
+        elif not configs.same_recipe(member.config, member.run.recipe()) or member.other_task():
             notes.append(f"left out: {member.name}, it was measured with other settings")
         else:
             more.append(member)

@@ -1,0 +1,309 @@
+"""What a `_target_` may lead to: decided by kind on the object itself, and nothing is called.
+
+The allowed packages hold functions that run a shell command or unpickle a file, more than any list
+of refusals could name. So each section takes one kind of thing: `callbacks` subclasses of
+Lightning's Callback, `optimizer` subclasses of torch's Optimizer, and so on. Nodes among arguments
+are parts: layers, networks, transforms, ... from the modules that are named here. The user's own
+code, and what `project.allow` names, may be anything.
+
+Validation asks this (`distdl.binding`), and each worker again, before it builds: `refuse`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.targets import ALLOWED, BUILT, Trust, advice, nodes, target_problems, under
+
+# Where classes of layers and networks may come from: modules elsewhere in torch run code of files.
+LAYERS = (
+    *("torch.nn.modules", "torchvision.models", "torchvision.ops", "torchvision.transforms"),
+    *("timm.layers", "timm.models", "timm.loss", "distdl.models"),
+)
+TRANSFORMS = ("torchvision.transforms", "timm.data.mixup", "timm.data.random_erasing")
+# Those that read images, or files that they compare with a checksum before they unpickle them.
+DATASETS = (
+    *("CIFAR10", "CIFAR100", "DTD", "EMNIST", "EuroSAT", "FakeData", "FashionMNIST", "Flowers102"),
+    *("Food101", "GTSRB", "ImageFolder", "KMNIST", "MNIST", "OxfordIIITPet", "STL10", "SVHN"),
+)
+# Small things that configs pass as arguments.
+PARTS = (
+    *("datetime.timedelta", "torch.device", "torch.Generator", "torch.tensor", "torch.ones"),
+    *("torch.zeros", "torch.profiler.schedule", "torch.profiler.tensorboard_trace_handler"),
+    *("torch.distributed.fsdp.MixedPrecision", "torch.distributed.fsdp.MixedPrecisionPolicy"),
+    *("torch.distributed.fsdp.CPUOffload", "torch.distributed.fsdp.CPUOffloadPolicy"),
+    *("torch.distributed.fsdp.ShardingStrategy", "torch.distributed.fsdp.BackwardPrefetch"),
+    *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
+    *(f"torchvision.datasets.{name}" for name in DATASETS),
+)
+SCHEDULES = ("distdl.schedules.constant", "distdl.schedules.warmup_cosine")
+SCHEDULES += ("distdl.schedules.warmup_step",)
+STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
+TASKS = ("distdl.tasks.benchmark", "distdl.tasks.train", "distdl.tasks.validate")
+TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
+# Arguments of timm's models that name a file to load, or describe where weights come from.
+TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "_args_")
+_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a section takes.
+
+    Args:
+        words: "a Callback of Lightning's".
+        example: What to write, for instance.
+        takes: Whether an object is of the kind.
+    """
+
+    words: str
+    example: str
+    takes: Callable[[Any], bool]
+
+
+def kind_of(path: Path) -> Kind:
+    """The kind that the node at `path` must lead to."""
+    section = str(path[0])
+    if section in COLLECTIONS and len(path) == 2:
+        return KINDS[section]
+    if section in COMPONENTS and len(path) == 1:
+        return KINDS[section]
+    return KINDS["trainer"] if path == ("trainer", "profiler") else PART
+
+
+def problem_of_kind(
+    found: Any, node: Mapping[str, Any], path: Path, trust: Trust
+) -> tuple[str, str] | None:
+    """Why what a node's `_target_` leads to is refused and the remedy; None if it may be called.
+
+    Args:
+        found: What `_target_` leads to, imported and not called.
+        node: With its arguments.
+        path: Of the node in the config.
+        trust: Whose code may be anything.
+    """
+    target = str(node["_target_"])
+    if is_trusted(found, target, trust):
+        return None
+    kind, real = kind_of(path), name_of(found)
+    if not kind.takes(found):
+        pythons = real.partition(".")[0] in sys.stdlib_module_names
+        shown = f"{target} is Python's own {real}, and" if pythons else f"{target} is"
+        what = f"{shown} not {kind.words}, and {_place(path)} takes nothing else"
+        remedy = f"such as {kind.example}"
+        return what, remedy if pythons else f"{remedy}; {advice(target)}"
+    loads = [key for key in TIMM_LOADS if node.get(key) and _builds_timm(found)]
+    if loads or (_builds_timm(found) and ":" in str(node.get("model_name"))):
+        key = loads[0] if loads else f"model_name={node['model_name']}"
+        what = f"{key} lets timm load what a file or a repository says"
+        return what, f"model.weights=FILE loads weights and nothing else; {advice(target)}"
+    if node.get("weights_only") not in (None, True):
+        return "weights_only=false runs what a file says", f"leave it out; {advice(target)}"
+    return None
+
+
+def is_trusted(found: Any, target: str, trust: Trust) -> bool:
+    """Whether both the name and what it leads to are trusted code: `mine.torch.load` is torch's."""
+    if not trust.covers(target):
+        return False
+    if target in trust.allow or not (inspect.isclass(found) or inspect.isroutine(found)):
+        return True  # said of this very thing; or an object of a trusted module, made there
+    home = str(getattr(found, "__module__", None) or "")
+    return home.partition(".")[0] == target.partition(".")[0] or trust.covers(f"{home}.x")
+
+
+def refuse(values: Mapping[str, Any], trust: Trust) -> None:
+    """The worker's gate: looks at every `_target_` of what it is about to build.
+
+    A frozen config may come from somebody else, by whatever way; validation may not have seen it.
+
+    Args:
+        values: Sections of the config as plain containers, resolved.
+
+    Raises:
+        UserError: With everything that is refused.
+    """
+    built = {key: values.get(key) for key in BUILT if key != "launcher"}
+    refused = target_problems(built, trust)
+    problems = [problem for _, problem in refused]
+    for path, node in nodes(built):
+        place = (*path, "_target_")
+        if place in (told for told, _ in refused):
+            continue
+        try:
+            called = locate(str(node["_target_"]))
+        except Exception:
+            continue  # its builder meets the same, and tells the cause
+        if found := problem_of_kind(called, node, path, trust):
+            problems.append(Problem(path_text(place), *found))
+    if problems:
+        raise UserError(*problems)
+
+
+class NoSuchName(AttributeError):
+    """`reached` leads somewhere (`obj`), and that has no `name`."""
+
+    def __init__(self, reached: str, name: str, obj: Any) -> None:
+        super().__init__(f"{reached} has no {name!r}", name=name, obj=obj)
+        self.reached, self.name = reached, name
+
+
+def locate(target: str) -> Any:
+    """What a dotted path leads to. Imports modules, calls nothing.
+
+    Raises:
+        NoSuchName: A module or class on the way has no such name.
+        Exception: Whatever importing a module raises.
+    """
+    reached, *names = target.split(".")
+    found: Any = importlib.import_module(reached)
+    for name in names:
+        if not hasattr(found, name) and inspect.ismodule(found):
+            try:
+                importlib.import_module(f"{reached}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{reached}.{name}":
+                    raise
+        if not hasattr(found, name):
+            raise NoSuchName(reached, name, found)
+        found, reached = getattr(found, name), f"{reached}.{name}"
+    return found
+
+
+def name_of(found: Any) -> str:
+    """Where a class or function really comes from, `posix.system`."""
+    named = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
+    return f"{getattr(named, '__module__', None) or ''}.{getattr(named, '__qualname__', named)}"
+
+
+def _place(path: Path) -> str:
+    if kind_of(path) is PART:
+        return "a node in another one's arguments"
+    return path_text(path[:1])
+
+
+def _classes_of(*bases: str) -> Callable[[Any], bool]:
+    """Whether something is a class, of an allowed package, derived from one of these bases."""
+
+    def takes(found: Any) -> bool:
+        if not inspect.isclass(found) or found.__module__.partition(".")[0] not in ALLOWED:
+            return False
+        return any(base is not None and issubclass(found, base) for base in map(_known, bases))
+
+    return takes
+
+
+def _lightnings(name: str) -> Callable[[Any], bool]:
+    return _classes_of(*(f"{package}.{name}" for package in _LIGHTNINGS))
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
+    return lambda found: any(found is _known(name) for name in names)
+
+
+def _known(name: str) -> Any:
+    """What a name of ours leads to, if its module is imported: otherwise nothing leads there."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, None)
+
+
+def launches(found: Any) -> bool:
+    """Whether it is a class with the methods of a launcher (distdl.job.Launcher)."""
+    methods = ("request", "submit", "attach")
+    return inspect.isclass(found) and all(callable(getattr(found, m, None)) for m in methods)
+
+
+def _is_launcher(found: Any) -> bool:
+    return launches(found) and under(found.__module__, ("distdl.launchers",))
+
+
+def _is_part(found: Any) -> bool:
+    if _one_of(PARTS)(found) or _is_registered(found):
+        return True
+    if not inspect.isclass(found):
+        return False
+    if _classes_of("torch.nn.Module")(found):
+        return under(found.__module__, LAYERS)
+    if under(found.__module__, TRANSFORMS):
+        return True
+    learning = _classes_of("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
+    return learning(found) or _lightnings("plugins.precision.Precision")(found)
+
+
+def _is_registered(found: Any) -> bool:
+    """Whether it builds a model and stands in torchvision's or timm's own register of those."""
+    name = getattr(found, "__name__", None)
+    if not inspect.isfunction(found) or name is None:
+        return False
+    if found.__module__.startswith("torchvision.models."):
+        models = sys.modules["torchvision.models"]
+        return name in models.list_models() and models.get_model_builder(name) is found
+    return _is_timm_entry(found)
+
+
+def _is_timm_entry(found: Any) -> bool:
+    if not str(getattr(found, "__module__", "")).startswith("timm.models."):
+        return False
+    timm = sys.modules["timm"]
+    name = getattr(found, "__name__", "")
+    return timm.is_model(name) and timm.model_entrypoint(name) is found
+
+
+def _builds_timm(found: Any) -> bool:
+    return found is _known("timm.create_model") or _is_timm_entry(found)
+
+
+def _any_of(*tests: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda found: any(test(found) for test in tests)
+
+
+KINDS = {
+    "model": Kind(
+        "a LightningModule", "distdl.models.ImageClassifier", _lightnings("LightningModule")
+    ),
+    "data": Kind(
+        "a LightningDataModule", "distdl.data.StoredImages", _lightnings("LightningDataModule")
+    ),
+    "optimizer": Kind(
+        "an Optimizer of torch's", "torch.optim.SGD", _classes_of("torch.optim.Optimizer")
+    ),
+    "schedule": Kind(
+        "a schedule of torch's or distdl's",
+        "torch.optim.lr_scheduler.StepLR",
+        _any_of(_classes_of("torch.optim.lr_scheduler.LRScheduler"), _one_of(SCHEDULES)),
+    ),
+    "strategy": Kind(
+        "a Strategy of Lightning's",
+        "distdl.strategies.DDPStrategy",
+        _any_of(_lightnings("strategies.Strategy"), _one_of(STRATEGIES)),
+    ),
+    "launcher": Kind("a launcher", "distdl.launchers.local.LocalLauncher", _is_launcher),
+    "task": Kind("a task of distdl", "distdl.tasks.train", _one_of(TASKS)),
+    "tracking": Kind(
+        "a Logger of Lightning's or distdl's",
+        "lightning.pytorch.loggers.CSVLogger",
+        _any_of(_lightnings("loggers.Logger"), _one_of(TRACKERS)),
+    ),
+    "callbacks": Kind(
+        "a Callback of Lightning's",
+        "lightning.pytorch.callbacks.EarlyStopping",
+        _lightnings("Callback"),
+    ),
+    "trainer": Kind(
+        "a Profiler of Lightning's",
+        "lightning.pytorch.profilers.SimpleProfiler",
+        _lightnings("profilers.Profiler"),
+    ),
+}
+PART = Kind(
+    "a layer, network, transform, optimizer or schedule of torch, torchvision or timm",
+    "torch.nn.Linear, torchvision.models.resnet50 or timm.create_model",
+    _is_part,
+)
