@@ -116,8 +116,9 @@ class LocalJob:
     def cancel(self) -> None:
         """As Ctrl-C in the shell it runs in would."""
         pid = self._attempt.status().get("pid")
-        if pid and self.state() is JobState.RUNNING:
-            os.kill(int(pid), signal.SIGINT)
+        # A file says it: 0 and what is below are whole groups of processes, and 1 is init.
+        if isinstance(pid, int) and pid > 1 and self.state() is JobState.RUNNING:
+            os.kill(pid, signal.SIGINT)
 
     def _here(self) -> JobState:
         from distdl import worker

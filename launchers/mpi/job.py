@@ -108,8 +108,11 @@ class MpiJob:
 
     def _is_kept(self, record: dict[str, Any]) -> bool:
         """Whether the keeper lives: the very process, not a later one with its number."""
+        pid = record["pid"]
+        if not isinstance(pid, int) or pid <= 1:  # 0 and below are groups of processes
+            return False
         if not Path("/proc/self/stat").exists():  # not Linux
             from distdl.run_directory import is_alive
 
-            return is_alive(record["pid"])
-        return birth(record["pid"]) == record["birth"]
+            return is_alive(pid)
+        return birth(pid) not in ("", None) and birth(pid) == record.get("birth")

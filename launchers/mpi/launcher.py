@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec, variables
@@ -49,6 +49,8 @@ class MpiLauncher:
     """
 
     in_turn = True
+    # Settings that name what a dry run starts, to ask which mpirun it is; and their defaults.
+    programs: ClassVar = {"mpirun": "mpirun"}
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -128,7 +129,7 @@ class SageMakerLauncher:
         return SageMakerJob(request.name, self.aws)
 
     def attach(self, handle: str) -> SageMakerJob:
-        region, _, name = handle.removeprefix(SCHEME).partition("/")
-        if not handle.startswith(SCHEME) or not region or not name:
+        found = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
+        if found is None:
             raise UserError(Problem(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>"))
-        return SageMakerJob(name, Aws(region, self.aws.profile))
+        return SageMakerJob(found[2], Aws(found[1], self.aws.profile))

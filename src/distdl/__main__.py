@@ -8,9 +8,11 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from distdl import __version__
 from distdl.errors import Problem, UserError
+from distdl.own_code import in_a_run
 from distdl.suggest import closest
 
 # Verbs that are no training run: module and one line for --help.
@@ -33,6 +35,8 @@ HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for whatever the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if in_a_run(Path.cwd()):  # `python -m` looks there first, and the run may be somebody else's
+        sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
     try:
         if arguments and arguments[0] in COMMANDS:
             module = importlib.import_module(COMMANDS[arguments[0]][0])

@@ -12,6 +12,7 @@ from distdl import jobs
 from distdl.errors import UserError
 from distdl.job import Job, JobState
 from distdl.run_directory import Attempt, shown
+from distdl.tailing import plain
 
 
 def follow(job: Job, attempt: Attempt) -> JobState | None:
@@ -24,7 +25,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
         while True:
             try:
                 for line in job.logs(follow=True):
-                    print(line, flush=True)
+                    print(plain(line), flush=True)
                 job.wait()
                 return jobs.state(attempt, job)
             except UserError as error:  # the place cannot be asked any more; the job lives on

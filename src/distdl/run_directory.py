@@ -243,7 +243,8 @@ class RunDirectory:
 
     def attempts(self) -> list[Attempt]:
         folders = (self.path / "attempts").glob("[0-9]*")
-        return [Attempt(f) for f in sorted(folders) if (f / "launch.yaml").exists()]
+        own = [f for f in sorted(folders) if not f.is_symlink()]  # a link leads into another run
+        return [Attempt(f) for f in own if (f / "launch.yaml").exists()]
 
     def last_attempt(self) -> Attempt | None:
         return (self.attempts() or [None])[-1]  # type: ignore[list-item]

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from distdl.errors import Problem, UserError
+from distdl.own_code import in_a_run
 
 VARIABLE = "DISTDL_CONF"
 # The directories of --config-dir: their options come after ours and shadow none.
@@ -28,6 +31,8 @@ def folder() -> Path | None:
 
     named = os.environ.get(VARIABLE)
     path = Path(named or "conf").resolve()
+    if not named and in_a_run(path):  # what lies in a run may come from somebody else
+        return None
     if not path.is_dir():
         if named:
             raise UserError(Problem(VARIABLE, f"{named!r} is no folder"))
@@ -55,6 +60,21 @@ def shadowed() -> list[str]:
     ours = Path(distdl.conf.__file__).parent
     files = (f.relative_to(path) for f in sorted(path.glob("*/**/*.yaml")))
     return [str(f.with_suffix("")) for f in files if (ours / f).exists()]
+
+
+def allowed() -> tuple[str, ...]:
+    """What the files of the user's folder write as `project.allow`: trusted by him, here."""
+    path = folder()
+    found: dict[str, None] = {}
+    for file in sorted(path.rglob("*.yaml")) if path else ():
+        try:
+            written = yaml.safe_load(file.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        project = written.get("project") if isinstance(written, dict) else None
+        names = project.get("allow") if isinstance(project, dict) else None
+        found |= dict.fromkeys(n for n in names if isinstance(n, str)) if names else {}
+    return tuple(found)
 
 
 def print_shadowed() -> None:

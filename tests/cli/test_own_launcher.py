@@ -205,6 +205,8 @@ def test_what_its_place_refuses(command, without_stage_2, here) -> None:
     job = here / "outputs/default/refused/attempts/001/job.json"
     job.write_text('{"handle": "places://1"}')
     said = command("jobs", "status", "outputs/default/refused")
+    assert "places.Full is outside the allowed packages" in said.out
+    said = command("jobs", "status", "outputs/default/refused", "project.allow=[places]")
     assert said.code == 2 and "is places installed in this environment?" in said.err
     said = command("jobs", "status", "refused")
     assert said.code == 2 and "did you mean outputs/default/refused?" in said.err

@@ -12,6 +12,7 @@ from distdl import jobs
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState
 from distdl.run_directory import Attempt, RunDirectory, shown
+from distdl.tailing import plain, tail
 
 VERBS = {
     "list": "the runs of a folder and how they stand",
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         return list_runs(Path(options.target or "outputs"))
     if options.verb == "resubmit":
         return resubmit(options.target, options.overrides)
-    found = targets(options.target, options.attempt)
+    found = targets(options.target, options.attempt, allowed(options.overrides))
     if options.verb == "status":
         return status(found)
     if options.verb == "cancel":
@@ -65,6 +66,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if name == "resubmit":
             verb.add_argument("overrides", nargs="*", help="as of `resume`: trainer.max_epochs=20")
         else:
+            verb.add_argument(
+                "overrides", nargs="*", help="project.allow=[PACKAGE]: a launcher's that you trust"
+            )
             verb.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
         if name == "logs":
             verb.add_argument("--follow", "-f", action="store_true")
@@ -76,7 +80,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 Target = tuple[Job, Attempt | None]
 
 
-def targets(text: str, number: int | None) -> list[Target]:
+def allowed(overrides: Sequence[str]) -> list[str]:
+    """What `project.allow=[...]` on the command line allows, for this command.
+
+    Raises:
+        UserError: Another setting: whoever looks at a run changes none.
+    """
+    from distdl import compose
+
+    names: list[str] = []
+    for override in compose.parse_overrides(overrides):
+        value = override.value()
+        if override.key_or_group != "project.allow" or not isinstance(value, list):
+            remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"
+            raise UserError(Problem(str(override.input_line), "changes nothing here", remedy))
+        names += map(str, value)
+    return names
+
+
+def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Target]:
     """What a user named: a handle, a run, or all the runs of a folder (a sweep)."""
     if "://" in text:
         return [(jobs.named(text), None)]
@@ -84,7 +106,7 @@ def targets(text: str, number: int | None) -> list[Target]:
     below = [] if (folder / "config.yaml").is_file() else jobs.runs_below(folder)
     runs = below or [RunDirectory.open(text)]
     attempts = [attempt_of(run, number) for run in runs]
-    return [(jobs.of(attempt), attempt) for attempt in attempts]
+    return [(jobs.of(attempt, allow), attempt) for attempt in attempts]
 
 
 def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
@@ -105,7 +127,8 @@ def status(found: list[Target]) -> int:
     for job, attempt in found:
         state = state_of(job, attempt)
         unknown |= state is JobState.UNKNOWN
-        why = getattr(job, "why", "") if state is JobState.UNKNOWN else ""
+        unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unasked)
+        why = getattr(job, "why", "") if unasked else ""
         if attempt is None:
             print(f"{state}  {job.handle}" + (f"  ({why})" if why else ""))
             continue
@@ -113,41 +136,49 @@ def status(found: list[Target]) -> int:
         print(f"{shown(attempt.path.parents[1])}  (attempt {attempt.number})")
         print(f"  state   {state}" + (f", restarted {n} times" if (n := restarts(attempt)) else ""))
         if why:
-            print(f"  because {why}")
-        print(f"  job     {attempt.job().get('handle') or jobs.place_of(attempt)}")
+            print(f"  because {plain(why)}")
+        print(f"  job     {plain(attempt.job().get('handle') or jobs.place_of(attempt))}")
         if job.url:
-            print(f"  watch   {job.url}")
-        if facts.get("started"):
-            print(f"  started {time.ctime(facts['started'])}")
-        if facts.get("ended"):
-            print(f"  ended   {time.ctime(facts['ended'])}")
+            print(f"  watch   {plain(job.url)}")
+        for name in ("started", "ended"):
+            if when := number(facts.get(name)):
+                print(f"  {name:7} {time.ctime(when)}")
         first = attempt.first_error()
         if first:
-            print(f"  error   rank {first['rank']}: {first['type']}: {first['message']}")
+            said = f"{first.get('type')}: {first.get('message')}"
+            print(f"  error   rank {plain(first.get('rank'))}: {plain(said)}")
         elif facts.get("error"):
-            print(f"  error   {facts['error']}")
+            print(f"  error   {plain(facts['error'])}")
     return 1 if unknown else 0
 
 
 def restarts(attempt: Attempt) -> int:
-    return int(attempt.status().get("restarts") or 0)
+    return int(number(attempt.status().get("restarts")) or 0)
+
+
+def number(value: object) -> float | None:
+    """A number of a file; None for anything else that stands there."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e11 else None  # type: ignore[operator,arg-type]
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
-    if follow and attempt is not None:
+    if follow and attempt is not None and not isinstance(job, jobs.Unasked):
         from distdl.following import follow as follow_job
 
         state = follow_job(job, attempt)
         return 0 if state is None else state.exit_code
     try:
         for line in job.logs(follow=follow):
-            print(line, flush=True)
+            print(plain(line), flush=True)
     except UserError:
         # A scheduler forgets a job after minutes; what rank 0 wrote is in the run, if it is here.
         kept = attempt.logs / "rank_0.log" if attempt else None
         if kept is None or not kept.exists():
             raise
-        print(f"{job.handle} is gone; {shown(kept)}:\n{kept.read_text()}", end="", flush=True)
+        print(f"{plain(getattr(job, 'why', '')) or f'{job.handle} is gone'}; {shown(kept)}:")
+        for line in tail(kept, lambda: False):
+            print(plain(line), flush=True)
     return job.state().exit_code if follow else 0
 
 
@@ -200,20 +231,31 @@ def list_runs(folder: Path) -> int:
     if not runs:
         raise UserError(Problem(str(folder), "there are no runs", "python -m distdl jobs list DIR"))
     table = Table("run", "attempt", "state", "where", "started", "metrics")
+    unasked: dict[str, None] = {}
     for run in runs:
         attempt = attempt_of(run, None)
         try:
-            state = str(jobs.state(attempt))
-        except Exception as error:  # a place that is out of reach must not hide the others
-            state = f"UNKNOWN ({type(error).__name__})"
-        facts = attempt.status()
-        metrics = "  ".join(
-            f"{k} {v:.4g}"
-            for k, v in sorted((facts.get("metrics") or {}).items())
-            if k.startswith(("val", "train"))
-        )
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.get("started", 0)))
-        where = attempt.job().get("handle") or jobs.place_of(attempt)
-        table.add_row(shown(run.path), str(attempt.number), state, where, started, metrics)
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
+            job = jobs.of(attempt)
+            state = str(jobs.state(attempt, job))
+            if isinstance(job, jobs.Unasked):
+                unasked[job.why] = None
+            cells = (attempt.job().get("handle") or jobs.place_of(attempt), *facts_of(attempt))
+        except Exception as error:  # one that is out of reach, or damaged, must not hide the others
+            state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", "")
+        row = (shown(run.path), str(attempt.number), state, *cells)
+        table.add_row(*map(plain, row))
+    # Brackets are text here, and no colours.
+    Console(width=None if sys.stdout.isatty() else 240, markup=False, emoji=False).print(table)
+    for why in unasked:
+        print(f"note: {plain(why)}", file=sys.stderr)
     return 0
+
+
+def facts_of(attempt: Attempt) -> tuple[str, str]:
+    """When an attempt started, and its metrics."""
+    facts = attempt.status()
+    started = time.localtime(number(facts.get("started")) or 0)
+    metrics = {k: number(v) for k, v in sorted((facts.get("metrics") or {}).items())}
+    told = [f"{k} {v:.4g}" for k, v in metrics.items() if v is not None]
+    told = [text for text in told if text.startswith(("val", "train"))]
+    return time.strftime("%Y-%m-%d %H:%M", started), "  ".join(told)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl import compose, environment, external, launch, planning
+from distdl import compose, environment, external, jobs, launch, planning
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.run_directory import RunDirectory
@@ -43,7 +43,14 @@ def main(argv: Sequence[str]) -> int:
 def plan(
     run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
 ) -> planning.Plan:
-    """The next attempt of `run`; `started` are the ranks that somebody else started for it."""
+    """The next attempt of `run`; `started` are the ranks that somebody else started for it.
+
+    The run's files say what it is, not whose code may run: that is the project that the command is
+    typed in, and `project.root` and `project.allow` of the command line.
+
+    Raises:
+        UserError: Anything is wrong with it; nothing that is not trusted has been imported.
+    """
     recipe = run.recipe()
     last = run.last_attempt()
     if last is None:
@@ -52,7 +59,8 @@ def plan(
     run_id = before["run_id"]
     # Where it lies is where it was found, whatever folder it was first written to.
     folder = str(run.path.parents[run_id.count("/")])
-    here = {"output_dir": folder, "dry_run": False, "follow": True}
+    mine = {"root": None, "allow": list(jobs.own_trust().allow)}
+    here = {"output_dir": folder, "dry_run": False, "follow": True, "project": mine}
     # A key that a run from before it existed lacks.
     later = {"project": {"max_snapshot_mb": 300}}
     where = OmegaConf.merge(later, before["where"], here)
@@ -102,11 +110,46 @@ def plan(
     ]
     # What is as it was is no change, and a finished run that is asked for it has still finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
-    size, notes = planning.check(config)
+    try:
+        size, notes = planning.check(config)
+    except UserError as error:
+        raise UserError(*error.problems, *code_elsewhere(config, before["where"], error)) from None
+    refuse_programs(config, given)
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
     return planning.proceed(planned, given)
+
+
+def code_elsewhere(
+    config: DictConfig, before: dict[str, Any], error: UserError
+) -> Iterator[Problem]:
+    """Where the code is that is missing here: as the run's files say, so it is not taken from there
+    unasked."""
+    root = (before.get("project") or {}).get("root")
+    here = planning.root_of(config)
+    refused = any("_target_" in problem.path for problem in error.problems)
+    if refused and root and str(root) != str(here):
+        what = f"the run was started with the code of {root}, and this project is {here}"
+        yield Problem("project.root", what, f"cd {root}, or if you trust it: project.root={root}")
+
+
+def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:
+    """A dry run starts no program that the run's files name, and nothing else looks at them first.
+
+    Raises:
+        UserError: The launcher would ask one of them what it is.
+    """
+    launcher = planning.launcher_class(config)
+    if not config.dry_run or "launcher" in given:
+        return
+    names = [name for name in getattr(launcher, "programs", ()) if f"launcher.{name}" not in given]
+    for name in names:
+        value, default = config.launcher.get(name), launcher.programs[name]
+        if value not in (None, default):
+            what = f"launch.yaml of the run names the program {value}: a dry run does not start it"
+            remedy = f"if it is yours: launcher.{name}={value}"
+            raise UserError(Problem(f"launcher.{name}", what, remedy))
 
 
 def _refused(path: str, known: Sequence[str] = ()) -> Problem:
