@@ -21,7 +21,13 @@ STEPS = 12
 LOG_EVERY = 6
 
 
-def losses(tmp_path: Path, *, side_stream: bool = True, fused: bool | None = None, **model: Any):
+def losses(
+    tmp_path: Path,
+    *more: Any,
+    side_stream: bool = True,
+    fused: bool | None = None,
+    **model: Any,
+) -> torch.Tensor:
     """float32, per step, of resnet18 at 64 px; float32 throughout, so that ways can be compared."""
     from lightning.pytorch import Callback, Trainer
     from torchvision.models import resnet18
@@ -73,7 +79,7 @@ def losses(tmp_path: Path, *, side_stream: bool = True, fused: bool | None = Non
         use_distributed_sampler=False,
         deterministic="warn",
         default_root_dir=tmp_path,
-        callbacks=[Watch(), StepMetrics(32)],
+        callbacks=[Watch(), StepMetrics(32), *more],
     ).fit(module, data)
     assert len(seen) == STEPS
     return torch.stack(seen).cpu()
@@ -89,6 +95,15 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 def test_the_side_stream_changes_no_bit(tmp_path: Path) -> None:
     beside, one = (losses(tmp_path, side_stream=way) for way in (True, False))
     assert torch.equal(beside, one)
+
+
+def test_the_average_of_the_weights_waits_for_nothing(tmp_path: Path) -> None:
+    from distdl.callbacks import EMAWeightAveraging
+
+    ema = EMAWeightAveraging(decay=0.5)
+    losses(tmp_path, ema)
+    average = ema._average_model
+    assert average is not None and average.updates == int(average.n_averaged) == STEPS
 
 
 @pytest.mark.parametrize(

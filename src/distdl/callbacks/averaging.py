@@ -53,6 +53,7 @@ class CountedOnHost(AveragedModel):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """One update by `multi_avg_fn`; the first one copies."""
+        assert self.multi_avg_fn is not None
         groups = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
         buffers = zip(self.module.buffers(), model.buffers(), strict=True)
