@@ -8,10 +8,13 @@ import math
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
@@ -234,6 +237,19 @@ def test_mean_and_std_are_those_of_the_pixels(folder: Path) -> None:
     with found.reading(found.splits["train"], None) as reader:
         mean, std = look(reader, range(9)).average()
     assert mean == pytest.approx([1, 0.2, 0.5]) and std == pytest.approx([0, 0, 0.5], abs=1e-6)
+
+
+def test_a_busy_machine_is_no_slow_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = 0.0
+
+    def view(data: bytes) -> dict[str, Any]:  # a hundredth of a second of CPU time
+        nonlocal used
+        used += float(data)
+        return {"image": torch.zeros(3)}
+
+    monkeypatch.setattr(time, "process_time", lambda: used)
+    slow, fast = _data_rates._decode([[b"0.01"], [b"0.0025"]], view)
+    assert (slow, fast) == (pytest.approx(100), pytest.approx(400))
 
 
 def test_verdicts() -> None:
