@@ -167,7 +167,7 @@ def environment(node: Node) -> Iterator[Problem]:
 def inputs(node: Node) -> Iterator[Problem]:
     for name, given in (node.get("inputs") or {}).items():
         path = f"inputs.{name}"
-        if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
             yield Problem(path, "a name has letters, digits and _ only")
         if not isinstance(given, Mapping):
             given = {"path": given}
@@ -233,7 +233,7 @@ def words(node: Node) -> Iterator[Problem]:
     if shm and not re.fullmatch(r"[1-9]\d*[bkmgBKMG]", str(shm)):
         yield Problem("shm_size", f"{shm!r} is no size", "a number and b, k, m or g: 16g")
     store = str(node.get("datastore"))
-    if not re.fullmatch(r"\w+", store):
+    if not re.fullmatch(r"[A-Za-z0-9_]+", store):
         what = f"{store!r} is no name of a datastore"
         yield Problem("datastore", what, "letters, digits and _; the path is distdl's own")
     vault = node.get("key_vault")

@@ -50,19 +50,37 @@ CONFIG_KEYS = {
     "resource_group": "resource_group",
     "workspace": "workspace_name",
 }
+# Of names that become part of an address: what Azure allows in any of them, and no way out.
+PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.()-]+"
 HANDLE = re.compile(
-    r"azureml://subscriptions/([^/]+)/resourceGroups/([^/]+)/workspaces/([^/]+)"
-    r"/jobs/([^/]+)(?:/members/([^/]+))?"
+    rf"azureml://subscriptions/({PART})/resourceGroups/({PART})/workspaces/({PART})"
+    rf"/jobs/({PART})(?:/members/({PART}))?"
 )
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a workspace is. Its name, the resource group's and the subscription's id."""
+    """Where a workspace is. Its name, the resource group's and the subscription's id.
+
+    Raises:
+        UserError: One of them cannot be part of an address.
+    """
 
     subscription: str
     resource_group: str
     name: str
+
+    def __post_init__(self) -> None:
+        given = (self.subscription, self.resource_group, self.name)
+        problems = [
+            Problem(
+                f"launcher.{key}", f"{value!r} is no name in Azure", "letters, digits, _ . ( ) -"
+            )
+            for key, value in zip(VARIABLES, given, strict=True)
+            if not re.fullmatch(PART, value)
+        ]
+        if problems:
+            raise UserError(*problems)
 
     @classmethod
     def find(

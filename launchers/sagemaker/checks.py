@@ -21,6 +21,7 @@ REQUIRED = {
     "instance_type": "launcher.instance_type=ml.g5.12xlarge, for example",
 }
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
+_PREFIX_PART = re.compile(r"(?!\.+$)[A-Za-z0-9_.+=@-]+")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
@@ -44,6 +45,10 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
         yield Problem(
             "bucket", f"{bucket} is no name of a bucket", f"launcher.bucket={plain}; {hint}"
         )
+    prefix = str(node.get("prefix") or "").strip("/")
+    if prefix and not all(map(_PREFIX_PART.fullmatch, prefix.split("/"))):
+        what = f"{prefix!r} cannot be part of the names of objects and secrets"
+        yield Problem("prefix", what, "letters, digits and _ . + = @ -, and / between folders")
     if node.get("instance_type"):
         yield from _instance(str(node["instance_type"]), context)
     yield from _times(node)

@@ -64,7 +64,7 @@ class Snapshot:
             lines += [f"and {more} more"] if more > 0 else []
         if self.left_out:
             name = self.left_out[0][0]
-            lines.append(f"(all the same sent is what {IGNORE_FILE} names by itself: !{name})")
+            lines.append(f"(to send one all the same, name it in {IGNORE_FILE}: !{name})")
         return lines
 
     def refuse_changed(self, path: Path, name: str) -> None:

@@ -50,6 +50,7 @@ class Probe(Callback):
         self.file.write_text(hashlib.sha256(os.environ["CANARY"].encode()).hexdigest())
         print("SLURM_JOB_ID", os.environ.get("SLURM_JOB_ID"), "STALE" in os.environ)
 """
+KEY = "Bz7Gq0Vn3Yt5Kx8Wm1Rd4Jc6Ph9Sf2Lu" * 2
 SECRET = "kept-a4b5c6d7-by-the-canary"
 # What a shell inside an allocation may hold; none of it may reach sbatch or the job.
 STALE = {
@@ -94,6 +95,7 @@ def test_two_nodes_train_as_two_processes_here(
     folder = tmp_path / "my runs"
     folder.mkdir()
     (folder / "probe.py").write_text(PROBE)
+    (folder / "deploy").write_text(f"-----BEGIN PRIVATE KEY-----\n{KEY}\n-----END PRIVATE KEY-----")
     proof = tmp_path / "proof"
     same = (*SHORT, "name=a", "+callbacks.probe._target_=probe.Probe")
     same += (f"+callbacks.probe.file={proof}", "tracking=csv")
@@ -121,6 +123,10 @@ def test_two_nodes_train_as_two_processes_here(
     assert (shown["NumNodes"], shown["Requeue"]) == ("2", "1")
     assert shown["TimeLimit"] == "00:10:00"
     assert f"SLURM_JOB_ID {shown['JobId']} False" in whole_log(run)
+
+    assert "left out   deploy: line 1 holds a private key\n" in done.stderr
+    assert (run / "attempts/001/bundle/code/project/probe.py").exists()
+    assert not (run / "attempts/001/bundle/code/project/deploy").exists()
 
     assert len(proof.read_text()) == 64
     told = [done.stdout, done.stderr, slurm.run("scontrol", "show", "job", shown["JobId"])]

@@ -255,6 +255,9 @@ def test_a_password_in_the_address_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set MLFLOW_TRACKING_URI"):
         track.main(["sync", str(info.run_dir)])
     assert redact(database(tmp_path)) == database(tmp_path)
+    token = "gh" + "p_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7cF0hJ3kL6"
+    assert redact(f"https://{token}@host/x") == "https://***@host/x"
+    assert redact("postgresql://me@host/db") == "postgresql://me@host/db"
 
 
 # --- `track sync` ---
@@ -304,6 +307,26 @@ os.kill(os.getpid(), 9)
     assert track.main(["sync", str(outputs / "killed/r")]) == 0
     (run,) = runs_of(database(outputs), "killed")
     assert run.info.status == "KILLED" and run.data.metrics == {"x": 1.0}
+
+
+def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(
+    outputs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = info_of(outputs, "foreign/r")
+    start_tracking(info, {"mlflow": logger()}).finish("SUCCEEDED")
+    (outputs / "mine.txt").write_text("a private file")
+    (info.run_dir / "link.txt").symlink_to(outputs / "mine.txt")
+    (info.run_dir / "own.txt").write_text("of the run")
+    state = info.run_dir / "tracking/mlflow.json"
+    names = ["../../mine.txt", str(outputs / "mine.txt"), "link.txt", "own.txt"]
+    state.write_text(
+        json.dumps(json.loads(state.read_text()) | {"artifacts": [[n, "sent"] for n in names]})
+    )
+    assert track.main(["sync", str(info.run_dir)]) == 0
+    (run,) = runs_of(database(outputs), "foreign")
+    sent = client(database(outputs)).list_artifacts(run.info.run_id, "sent")
+    assert [file.path for file in sent] == ["sent/own.txt"]
+    assert caplog.text.count("is not in the run, and is not sent") == 3
 
 
 def test_reading_and_syncing_need_no_torch() -> None:

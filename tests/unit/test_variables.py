@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from distdl import checks
 from distdl.errors import UserError
 from distdl.job import JobSpec, Resources, variables
+from distdl.launchers.azureml.client import Workspace
+from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.launchers.azureml.needs import to_yaml
 from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
+from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
 from distdl.resolve import resolve
 
@@ -172,3 +175,31 @@ def test_a_folder_that_a_place_would_misread_is_refused(launcher: Any, store: st
 def test_a_dry_run_can_be_copied_into_a_shell() -> None:
     text = LocalLauncher().request(spec(env={"A": "b c; id"})).render()
     assert "A='b c; id'" in text
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        "sagemaker://eu-west-1/a/../b",
+        "sagemaker://eu-west-1@evil.example/a",
+        "sagemaker://eu-west-1/a?b#c",
+        "azureml://subscriptions/s/resourceGroups/g/workspaces/w/jobs/..",
+        "azureml://subscriptions/s/resourceGroups/../workspaces/w/jobs/a",
+        "azureml://subscriptions/s/resourceGroups/g/workspaces/w/jobs/a?x=1",
+        "azureml://subscriptions/s/resourceGroups/g/workspaces/w#/jobs/a",
+    ],
+)
+def test_a_handle_is_no_way_to_another_address(handle: str) -> None:
+    launcher = SageMakerLauncher() if handle.startswith("sagemaker") else AzureMLLauncher()
+    with pytest.raises(UserError, match=r"is no (SageMaker job|handle)"):
+        launcher.attach(handle)
+
+
+def test_names_of_a_place_are_names() -> None:
+    with pytest.raises(UserError) as refused:
+        Workspace.find("s/../t", "a group", "w?x")
+    keys = ["launcher.subscription", "launcher.resource_group", "launcher.workspace"]
+    assert [problem.path for problem in refused.value.problems] == keys
+    for prefix in ("../x", "a//b", "a b", "a\nb", "é"):
+        found = SageMakerLauncher.check({"prefix": prefix}, {"devices": 1, "accelerator": "cpu"})
+        assert "prefix" in [problem.path for problem in found], prefix

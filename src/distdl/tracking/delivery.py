@@ -139,8 +139,10 @@ class Delivery:
     def send_artifacts(self) -> None:
         while self.outbox.state.artifacts:
             name, folder = item = self.outbox.state.artifacts[0]
-            path = self.outbox.run_dir / name
-            if path.is_file():
+            path, run = self.outbox.run_dir / name, self.outbox.run_dir.resolve()
+            if not path.resolve().is_relative_to(run):  # `track sync` of somebody else's run
+                log.warning("the artifact %r is not in the run, and is not sent", name)
+            elif path.is_file():
                 try:
                     self.client.log_artifact(self.run_id, str(path), folder or None)
                 except Exception as error:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distdl.redact import hide_shapes
+
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file in one step: a reader sees the old or the new one, whole."""
@@ -22,8 +24,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def redact(address: str) -> str:
-    """A server's address without the password and the query, either of which may be a secret."""
-    return re.sub(r"\?.*", "?***", re.sub(r"(://[^/:@]*):.*@", r"\1:***@", address))
+    """A server's address without password, token and query, each of which may be a secret."""
+    plain = re.sub(r"\?.*", "?***", re.sub(r"(://[^/:@]*):.*@", r"\1:***@", address))
+    return hide_shapes(plain)  # https://<token>@host
 
 
 def is_local(address: str) -> bool:
