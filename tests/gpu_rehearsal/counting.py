@@ -1,40 +1,39 @@
-"""What the simulated runtime counted from one optimizer step to the next."""
+"""What the simulated runtime counted in each step of a training."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
+
+from lightning.pytorch import Callback
 
 Counts = dict[str, int]
 
 
-class Counting:
-    """steps[k - 1]: counts from the end of optimizer step k to the end of step k + 1.
+class Counting(Callback):
+    """The first of the callbacks, for one training without accumulation.
 
-    So it holds what follows step k (reports, checkpoints) and all of step k + 1.
+    steps[k - 1]: counts of step k, of what follows it (reports, checkpoints) and of fetching the
+    next batch.
     """
 
     def __init__(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
         self._read = ctypes.CDLL(None).rehearsal_counter
         self._read.restype = ctypes.c_char_p
         self._before: Counts | None = None
         self.steps: list[Counts] = []
-        register_optimizer_step_post_hook(self._stepped)
+        if "REHEARSAL_TRACE" in os.environ:  # streamsync, devicesync or pageable
+            faulthandler.register(signal.SIGUSR2, all_threads=False)
 
-    def clear(self) -> None:
-        self._before, self.steps = None, []
-
-    def _stepped(self, *_: Any) -> None:
-        now, before = self.now(), self._before
+    def on_train_batch_start(self, *_: Any) -> None:
+        now, before = dict(self._counters()), self._before
         if before is not None:
             self.steps.append({name: now[name] - before[name] for name in now})
         self._before = now
-
-    def now(self) -> Counts:
-        return dict(self._counters())
 
     def _counters(self) -> Iterator[tuple[str, int]]:
         value, index = ctypes.c_long(), 0

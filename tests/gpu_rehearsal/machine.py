@@ -65,6 +65,9 @@ class Machine:
             "PATH": f"{self.folder}{os.pathsep}{inherited['PATH']}",
             "PYTHONPATH": os.pathsep.join(paths),
             "SIMULATED_GPUS": str(cards),
+            # Memory is fresh, which is to say 0, in the place of what a kernel would have written:
+            # DeepSpeed reads from its gradients whether one is infinite, and ranks must agree.
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
             **more,
         }
 

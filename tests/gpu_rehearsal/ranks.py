@@ -13,12 +13,11 @@ def main() -> None:
 
     from distdl import cluster, tasks
 
-    counting = Counting()
-
     def train(case: ranks.Case) -> ranks.Seen:
         alone = not dist.is_initialized()
         built = ranks.built_of(case)
-        counting.clear()
+        counting = Counting()
+        built.trainer.callbacks.insert(0, counting)
         try:
             metrics = tasks.train(built)
             counts = cluster.gather(counting.steps)

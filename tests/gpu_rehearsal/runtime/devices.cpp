@@ -5,6 +5,7 @@
 // that no card has. A name that begins with MIG- takes the card of its UUID.
 // https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -107,6 +108,11 @@ cudaDeviceProp properties(int device) {
 bool known(int device) { return device >= 0 && device < visible_devices(); }
 
 }  // namespace
+
+void trace(const char* what) {
+    static const char* wanted = getenv("REHEARSAL_TRACE");
+    if (wanted && strcmp(wanted, what) == 0) raise(SIGUSR2);
+}
 
 int current_device() { return current; }
 int visible_devices() { return static_cast<int>(visible().size()); }

@@ -69,6 +69,12 @@ bool find(const void* address, Block* block) {
     return true;
 }
 
+void count_pageable() {
+    if (on_gloos_thread()) return;
+    counters.pageable++;
+    trace("pageable");
+}
+
 void copy(void* to, const void* from, size_t size) {
     Block target{}, source{};
     const bool known_target = find(to, &target), known_source = find(from, &source);
@@ -76,11 +82,11 @@ void copy(void* to, const void* from, size_t size) {
     const bool out_of_device = known_source && source.kind == Kind::device;
     if (into_device && !out_of_device) {
         counters.to_device++;
-        if (!known_source) counters.pageable++;
+        if (!known_source) count_pageable();
     }
     if (out_of_device && !into_device) {
         counters.to_host++;
-        if (!known_target) counters.pageable++;
+        if (!known_target) count_pageable();
     }
     memmove(to, from, size);
 }

@@ -24,12 +24,20 @@ struct Counters {
     std::atomic<long> eventsync{0};    // the host waited for an event
     std::atomic<long> devicesync{0};   // the host waited for the whole device
     std::atomic<long> allocations{0};  // of device memory, from the driver; so is each release
-    std::atomic<long> collective{0};   // streams that gloo waited for, in NCCL's place
+    std::atomic<long> collective{0};   // waits of gloo for a stream, in NCCL's place
 };
 extern Counters counters;
 
 constexpr size_t GIB = size_t{1} << 30;
 constexpr size_t CARD_MEMORY = 80 * GIB;
+
+// Where REHEARSAL_TRACE is `what`, has Python print its stacks (counting.py sets that up): whoever
+// looks for the line of Python that made the host wait.
+void trace(const char* what);
+
+// gloo's own threads copy to the host and back, and wait for that, as NCCL, whose place gloo takes,
+// never does.
+bool on_gloos_thread();
 
 // The visible device that is current on this thread.
 int current_device();

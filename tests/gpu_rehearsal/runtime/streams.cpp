@@ -25,16 +25,16 @@ cudaError_t record(cudaEvent_t event) {
     return cudaSuccess;
 }
 
-// gloo's own threads copy to the host and wait for that, as NCCL, whose place it takes, never does.
-bool on_gloos_thread() {
+}  // namespace
+
+bool simulated::on_gloos_thread() {
     char name[16] = "";  // the most that Linux keeps
     pthread_getname_np(pthread_self(), name, sizeof name);
     return strncmp(name, "pt_gloo", 7) == 0;
 }
 
-}  // namespace
-
 using simulated::counters;
+using simulated::trace;
 
 RUNTIME cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
     *stream = reinterpret_cast<cudaStream_t>(new Stream{priority});
@@ -61,11 +61,17 @@ RUNTIME cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 
 RUNTIME cudaError_t cudaStreamSynchronize(cudaStream_t) {
-    (on_gloos_thread() ? counters.collective : counters.streamsync)++;
+    if (simulated::on_gloos_thread()) {
+        counters.collective++;
+        return cudaSuccess;
+    }
+    counters.streamsync++;
+    trace("streamsync");
     return cudaSuccess;
 }
 RUNTIME cudaError_t cudaDeviceSynchronize() {
     counters.devicesync++;
+    trace("devicesync");
     return cudaSuccess;
 }
 RUNTIME cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }

@@ -45,8 +45,9 @@ class FirstStageLoader:
                 yield batch
             self._share(())
             return
+        pin = torch.cuda.is_available() and getattr(self.loader, "pin_memory", False)
         while received := self._share(None):
-            yield received[0]
+            yield tree_map(_pinned, received[0]) if pin else received[0]
 
     def _share(self, value: Any) -> Any:
         box = [value]
@@ -67,6 +68,12 @@ def without_inputs(batch: Any, key: Any) -> Any:
 
 def _empty(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _pinned(value: Any) -> Any:
+    """What was received lies in ordinary memory, from which a copy to the GPU makes the host wait."""
+    on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return value.pin_memory() if on_host else value
 
 
 def to_device(
