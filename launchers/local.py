@@ -104,7 +104,12 @@ class LocalJob:
             while not (state := self.state()).ended:
                 time.sleep(0.5)
             return state
-        return self._here() if self._request.in_process else self._under_agent()
+        try:
+            return self._here() if self._request.in_process else self._under_agent()
+        except KeyboardInterrupt as interrupt:  # before anything of it listened
+            from distdl import stopping
+
+            return self._ended(-stopping.number_of(interrupt))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.tailing import tail
@@ -136,12 +141,13 @@ class LocalJob:
             spec.worker(),
             name=spec.name,
             devices=spec.resources.devices,
-            logs=self._attempt.logs / "agent",
+            attempt=self._attempt,
             grace_seconds=self._request.grace_seconds,
             env=self._request.env,
         )
         return self._ended(code)
 
     def _ended(self, code: int) -> JobState:
-        place = JobState.FAILED if code else JobState.SUCCEEDED
-        return self._attempt.conclude(place, code)
+        from distdl import stopping
+
+        return self._attempt.conclude(stopping.state_of(code), code)

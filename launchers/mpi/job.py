@@ -14,7 +14,8 @@ from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
-from distdl.launchers.mpi.keeper import LOG, RECORD, birth
+from distdl.launchers.mpi.keeper import LOG, RECORD
+from distdl.processes import is_alive
 
 INTERVAL = 0.2  # seconds between two looks
 
@@ -33,6 +34,8 @@ class MpiJob:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.why = ""
+        self.exit_code: int | None = None
+        self.killed = ""  # what ended mpirun from outside, if anything did
 
     @classmethod
     def attach(cls, handle: str) -> MpiJob:
@@ -59,15 +62,17 @@ class MpiJob:
         return f"mpi://{self.record().get('host', '')}{self.folder}"
 
     def record(self) -> dict[str, Any]:
-        """What the keeper wrote; empty if there is nothing."""
+        """What the keeper wrote; empty if there is nothing, or something else."""
         try:
-            return json.loads((self.folder / RECORD).read_text())
+            found = json.loads((self.folder / RECORD).read_text())
         except (OSError, ValueError):
             return {}
+        return found if isinstance(found, dict) and isinstance(found.get("host"), str) else {}
 
     def state(self) -> JobState:
         record = self.record()
         if "exit_code" in record:
+            self.exit_code, self.killed = record["exit_code"], record.get("killed") or ""
             if record.get("cancelled"):
                 return JobState.CANCELLED
             return JobState.FAILED if record["exit_code"] else JobState.SUCCEEDED
@@ -78,8 +83,10 @@ class MpiJob:
             return JobState.PENDING
         if self._is_kept(record):
             return JobState.RUNNING
-        # Gone without a word, unless it wrote the word just now.
-        return JobState.FAILED if self.record() == record else self.state()
+        if self.record() != record:  # it wrote its word just now
+            return self.state()
+        self.killed = f"mpirun's keeper (pid {record['pid']} on {record['host']}) was killed"
+        return JobState.FAILED
 
     def wait(self) -> JobState:
         while not (state := self.state()).ended:
@@ -111,8 +118,4 @@ class MpiJob:
         pid = record["pid"]
         if not isinstance(pid, int) or pid <= 1:  # 0 and below are groups of processes
             return False
-        if not Path("/proc/self/stat").exists():  # not Linux
-            from distdl.run_directory import is_alive
-
-            return is_alive(pid)
-        return birth(pid) not in ("", None) and birth(pid) == record.get("birth")
+        return is_alive(pid, record.get("birth"))

@@ -1,7 +1,7 @@
 """Looks after one mpirun in the background: `python keeper.py ATTEMPT_FOLDER`.
 
 It is what `jobs cancel` signals and what writes down how mpirun ended, in `mpirun.json` of the
-attempt. Standard library only: it is run by its path.
+attempt. Run by its path; of distdl it needs what needs nothing else.
 
 - SIGTERM: mpirun gets SIGUSR1, which all flavours hand on to the ranks and which asks them for a
   checkpoint. (SIGTERM itself: Open MPI kills the ranks after one second or less, and with its
@@ -19,12 +19,15 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from distdl.processes import birth
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -45,7 +48,7 @@ class Keeper:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-        self.cancelled = False
+        self.cancelled = self.ending = False
 
     def run(self) -> None:
         libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -71,11 +74,13 @@ class Keeper:
             return
         code = self.watch(mpirun)
         remove_orphans()
-        if code and not self.cancelled:
+        killed = ""
+        if code < 0 and not self.ending:  # and by that its ranks: none of them is to blame
+            killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
+        elif code and not self.cancelled:
             self.blame()
-        self.write(
-            exit_code=code if code >= 0 else 128 - code, cancelled=self.cancelled, ended=time.time()
-        )
+        code = code if code >= 0 else 128 - code
+        self.write(exit_code=code, killed=killed, cancelled=self.cancelled, ended=time.time())
 
     def _note(self, *_: object) -> None:
         self.cancelled = True
@@ -93,6 +98,7 @@ class Keeper:
             if steps is not None and time.monotonic() >= deadline:
                 number, seconds = next(steps)
                 if number is not None:
+                    self.ending = True
                     mpirun.send_signal(number)
                 deadline = time.monotonic() + seconds
             time.sleep(0.1)
@@ -189,15 +195,6 @@ def remove_orphans(seconds: float = 3.0) -> None:
         if time.monotonic() > deadline + seconds:
             return
         time.sleep(0.05)
-
-
-def birth(pid: int) -> str:
-    """When a process began, in ticks: tells it from a later one with its number. Empty if gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

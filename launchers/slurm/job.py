@@ -33,6 +33,8 @@ STATES = {
     "REVOKED": JobState.CANCELLED,
     "PREEMPTED": JobState.PREEMPTED,
 }
+# Ends that Slurm brings about, and that a rank at most sees as a signal.
+KILLS = ("BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 @dataclass
@@ -50,6 +52,7 @@ class SlurmJob:
     log: Path | None = None
     url: None = field(default=None, init=False)
     why: str = field(default="", init=False)
+    killed: str = field(default="", init=False)
 
     @property
     def handle(self) -> str:
@@ -62,6 +65,7 @@ class SlurmJob:
             self.why = str(error)
             return JobState.UNKNOWN
         self.why = "" if found else "Slurm does not know it, or has forgotten it (MinJobAge)"
+        self.killed = f"ended by Slurm: {told(found)}" if found and found.state in KILLS else ""
         return state_of(found)
 
     def wait(self) -> JobState:

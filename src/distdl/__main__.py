@@ -8,9 +8,10 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from distdl import __version__
+from distdl import __version__, stopping
 from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
 from distdl.suggest import closest
@@ -28,6 +29,8 @@ COMMANDS = {
     "report": ("distdl.commands.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.commands.track", "deliver metrics that a tracking server missed"),
 }
+# Those that start runs: a signal that asks them to end is noted in the run.
+STARTING = ("resume", "scale")
 # Flags that are Hydra's own business: it answers them itself.
 HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
@@ -39,11 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
     try:
         if arguments and arguments[0] in COMMANDS:
-            module = importlib.import_module(COMMANDS[arguments[0]][0])
-            return int(module.main(arguments[1:]) or 0)
+            with stopping.raised() if arguments[0] in STARTING else nullcontext():
+                module = importlib.import_module(COMMANDS[arguments[0]][0])
+                return int(module.main(arguments[1:]) or 0)
         if any(a.split("=")[0] in HYDRAS for a in arguments):
             return hydra_itself(arguments)
-        return run(arguments)
+        with stopping.raised():
+            return run(arguments)
+    except stopping.Ended as ended:
+        print(f"{ended.state.lower()} by {ended}", file=sys.stderr)
+        return ended.state.exit_code
     except UserError as error:
         print_problems(error)
         return error.exit_code

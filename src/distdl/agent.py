@@ -9,12 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+from distdl import failures, stopping
+from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
+from distdl.orphans import PARENT
+from distdl.run_directory import Attempt
+
+# Seconds: torch's agent kills what has not ended 30 s after the first rank did. A rank that was
+# killed before that, somebody else has killed.
+OWN_KILLS = 20
 
 
 def run(
@@ -22,36 +31,69 @@ def run(
     *,
     name: str,
     devices: int,
-    logs: Path,
+    attempt: Attempt,
     nodes: int = 1,
     node_rank: int = 0,
     main: str = "127.0.0.1:0",
     grace_seconds: int = 30,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Starts `devices` ranks here and waits for them.
+    """Starts `devices` ranks here and waits for them. On one machine nothing of it can be reached
+    from another one.
 
     Args:
         command: What each rank runs, without the interpreter.
         name: Names the job to the other nodes' agents.
         devices: Ranks on this node.
-        logs: Where the output of all but the node's first rank goes.
+        attempt: Where the output of all but the node's first rank goes, redacted, and the record of
+            ranks that were killed.
         nodes, node_rank: How many nodes there are, and which one this is.
-        main: `host:port` where node 0 keeps the ranks' store; port 0 chooses a free one.
+        main: Of several nodes: `host:port` where node 0 keeps the ranks' store.
         grace_seconds: From a signal until the ranks are killed.
         env: Variables to set before.
 
     Returns:
-        0, or the exit code of the rank that failed first; -N for one that signal N ended.
+        0, or the exit code of the rank that failed first; -N for one that signal N ended, and if
+        this process was told to end by signal N.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    kept = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
+    os.environ.update(env or {})
+    os.environ[PARENT] = str(os.getpid())
+    # One thread per process unless asked: what torchrun does, without its warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if nodes == 1 and (interface := loopback()):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[name] = os.environ.get(name) or interface
+    try:
+        with stopping.raised():
+            return _run(command, name, devices, attempt, nodes, node_rank, main, grace_seconds)
+    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
+        return -stopping.number_of(interrupt)
+    finally:
+        os.environ.pop(PARENT, None)
+        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
+
+
+def _run(
+    command: Sequence[str],
+    name: str,
+    devices: int,
+    attempt: Attempt,
+    nodes: int,
+    node_rank: int,
+    main: str,
+    grace_seconds: int,
+) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.update(env or {})
-    # One thread per process unless asked: what torchrun does, without its warning.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from distdl import rendezvous
+    from distdl.rank_output import RankOutput
+
+    folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
+    output = RankOutput(folder, devices)
+    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
     several = {"rdzv_backend": "static", "rdzv_configs": {"rank": node_rank, "timeout": 900}}
     options: dict[str, Any] = {
         "min_nodes": nodes,
@@ -61,24 +103,49 @@ def run(
         "rdzv_endpoint": main,
         "max_restarts": 0,
         "monitor_interval": 0.1,
-        # The first rank keeps the terminal; what the others print goes to a file.
-        "logs_specs": DefaultLogsSpecs(
-            log_dir=str(logs), redirects=dict.fromkeys(range(1, devices), Std.ALL)
-        ),
-        "signals_to_handle": SIGNALS,
+        "logs_specs": output.specs,
+        "signals_to_handle": signals,
         "shutdown_timeout": grace_seconds,
-        **(several if nodes > 1 else {"rdzv_backend": "c10d"}),
+        **(several if nodes > 1 else {"rdzv_backend": rendezvous.register()}),
     }
     known = {f.name for f in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        return int(error.get_first_failure()[1].exitcode)
-    except SignalException:
-        return 1  # the status says what the workers made of it
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    with output:
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            return blame(attempt, error.failures)
+        except SignalException as error:
+            return -int(error.sigval)
     return 0
+
+
+def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
+    """Records the ranks that could not do so themselves, and returns the cause's exit code.
+
+    Args:
+        ended: Of each rank that did not end well, `exitcode` and `timestamp`, as torch knows them.
+    """
+    start = min(each.timestamp for each in ended.values())
+    for rank, each in ended.items():
+        code = int(each.exitcode)
+        agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.MEANING
+        if not agreed and each.timestamp - start < OWN_KILLS:
+            # In whole seconds, rounded down. Nothing is killed because another rank fails; it may
+            # well crash because of that, and then comes second.
+            later = 0 if -code == signal.SIGKILL else 1
+            failures.record_end(attempt.errors, rank, code, each.timestamp + later)
+    first = attempt.first_error()
+    if first and first["rank"] in ended:
+        return int(ended[first["rank"]].exitcode)
+    return int(min(ended.values(), key=lambda each: each.timestamp).exitcode)
+
+
+def loopback() -> str | None:
+    """The interface that leads to this machine alone: `lo`, or `lo0`."""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if name in ("lo", "lo0")), None)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -108,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         ["-m", "distdl.worker", *given[split + 1 :]],
         name="distdl",  # the same on every node; their store's address tells jobs apart
         devices=options.devices,
-        logs=store / "attempts" / f"{number:03d}" / "logs" / f"agent-{node_rank}",
+        attempt=Attempt(store / "attempts" / f"{number:03d}"),
         nodes=options.nodes,
         node_rank=node_rank,
         main=f"{options.main_address}:{options.main_port}",
@@ -116,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # From here on the ranks are torchrun's, whatever started this agent.
         env={"DISTDL_LAUNCHER": "local"},
     )
+    if -code in stopping.MEANING:  # the status says what the ranks made of it
+        code = EXIT_FAILURE
     leave(code if code >= 0 else 128 - code, launcher)
 
 

@@ -31,7 +31,7 @@ from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
-from distdl.run_directory import Attempt, RunDirectory, write_text
+from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import Stopped, StopRequest
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def freeze(
         launch = attempt.launch()
         launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
         launch[name] = [line(each) for each in found]
-        write_text(attempt.path / "launch.yaml", OmegaConf.to_yaml(OmegaConf.create(launch)))
+        attempt.write_launch(launch)
     return configs.merge(config, OmegaConf.create({}), best.changes)
 
 

@@ -295,6 +295,9 @@ def main() -> None:
     # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    from distdl.orphans import die_with_parent
+
+    die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     request = json.load(sys.stdin)
     sys.path[:0] = request["trust"][0]  # and not what `python -m` puts there
     binding = Binding(request)

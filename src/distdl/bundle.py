@@ -21,10 +21,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.errors import Problem, UserError
-from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, write_text
+from distdl.run_directory import CONFIG, LAUNCH, PROVENANCE, Attempt, RunDirectory
+from distdl.run_files import write_stamped, write_text
 from distdl.snapshot import Snapshot
 
-LAUNCH = "launch.yaml"
 # What only the submitter's machine knows.
 NOT_SENT = (("where", "output_dir"), ("where", "project", "root"))
 
@@ -52,7 +52,7 @@ class Bundle:
             for part in parents:
                 node = node.get(part) or {}
             node.pop(key, None)
-        write_text(bundle.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(launch)))
+        write_stamped(bundle.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(launch)))
         for name in (PROVENANCE, CONFIG):
             shutil.copyfile(run.path / name, bundle.path / name)
         return bundle

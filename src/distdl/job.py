@@ -194,7 +194,9 @@ class Request(Protocol):
 class Job(Protocol):
     """A job as its place knows it. What the run itself says stands in the attempt's status.json;
     `distdl.jobs` puts the two together. A job may also have `fetch(to)`, which copies a store that
-    is not on this machine into the folder `to`, and `why`: the reason of its last UNKNOWN.
+    is not on this machine into the folder `to`, and `why`: the reason of its last UNKNOWN. Of one
+    that has ended: `exit_code`, where one process stands for it, and `killed`: what ended it from
+    outside, in a sentence, empty if nothing did.
     """
 
     @property

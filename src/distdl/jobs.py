@@ -160,9 +160,11 @@ def state(attempt: Attempt, job: Job | None = None) -> JobState:
         return recorded
     if recorded.ended and attempt.status().get("concluded"):
         return recorded
-    place = (job or of(attempt)).state()
+    job = job or of(attempt)
+    place = job.state()
     if place.ended:
-        return attempt.conclude(place)
+        code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
+        return attempt.conclude(place, code, killed)
     if place is JobState.UNKNOWN:
         return recorded if recorded.ended else place
     return place

@@ -11,14 +11,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl import batches, following, jobs, provenance, snapshot
+from distdl import batches, following, jobs, provenance, snapshot, stopping
 from distdl import config as configs
 from distdl.bundle import Bundle
 from distdl.errors import Problem, UserError
+from distdl.failures import KILLED, told
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
-from distdl.run_directory import Attempt, shown, told
+from distdl.run_directory import Attempt, shown
 from distdl.snapshot import Snapshot
 
 
@@ -132,7 +133,8 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
     if not planned.run.exists:
         recipe = configs.to_yaml(planned.recipe)
         planned.run.create(recipe, provenance.collect(command, root))
-    attempt = planned.run.begin_attempt(launch_record(planned, root))
+    record = launch_record(planned, root)
+    attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
     if code is not None:
         with kept(attempt):
             Bundle.write(planned.run, attempt, code)
@@ -145,7 +147,10 @@ def kept(attempt: Attempt) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        attempt.end(JobState.FAILED, error=f"not submitted: {redact(str(error))}")
+        state = JobState.FAILED
+        if isinstance(error, KeyboardInterrupt):
+            state = stopping.state_of(-stopping.number_of(error))
+        attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
         print(
             f"{run} is kept. Once it is mended:\n  python -m distdl resume {run}", file=sys.stderr
@@ -268,7 +273,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 def report_failure(attempt: Attempt) -> None:
     """Names the rank that failed first: the others usually fail because of it."""
     first = attempt.first_error()
-    if first is not None and first["rank"] != 0:
+    if first is not None and (first["rank"] != 0 or first["type"] == KILLED):
         print(
             f"rank {first['rank']} failed first: {told(first)}\n"
             f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",

@@ -1,15 +1,38 @@
-"""What becomes of the processes of a pool whose owner is gone."""
+"""What becomes of processes whose parent is gone: a killed one (-9) can tell them nothing."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import threading
+import sys
+
+PARENT = "DISTDL_PARENT"  # the number of the process that started this one
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """On Linux: ends this process with its parent, also if that is killed with -9. First thing.
+
+    Args:
+        parent: Its number; None reads $DISTDL_PARENT, and knows nothing where that is not set.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+    import signal
+
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    given = os.environ.pop(PARENT, None)  # it is nobody else's parent
+    expected = int(given or 0) if parent is None else parent
+    if expected and os.getppid() != expected:  # it went before this call
+        os._exit(1)
 
 
 def end_with_parent() -> None:
     """Ends this process with the one that spawned it: of a killed one (-9) it would wait for work
     for ever. For the initializer of a pool."""
+    import multiprocessing
+    import threading
+
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -6,64 +6,46 @@
         attempts/001/       launch.yaml, status.json, errors/, logs/
         checkpoints/  logs/  tracking/
 
-Files are written under a temporary name and renamed, so a reader never sees half of one.
+How its files are written and read: `distdl.run_files`.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl import failures, run_files
 from distdl.errors import Problem, UserError
-from distdl.job import EXIT_REFUSED, JobState, Resources
+from distdl.job import JobState, Resources
+from distdl.processes import is_alive, this_process
+from distdl.run_files import Damaged, read_json, write_json, write_text
+from distdl.run_files import sync as sync
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
-
-
-def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a file as a whole or not at all; if `durable`, on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several hosts may write the same file at once, and process numbers repeat among them.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(text)
-    if durable:
-        sync(temporary)
-    os.replace(temporary, path)
-    if durable:
-        sync(path.parent)
-
-
-def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    text = json.dumps(value, indent=2, sort_keys=False, default=str) + "\n"
-    write_text(path, text, durable=durable)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a folder, are on the disk."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError:
-        if not path.is_dir():  # some file systems (blobfuse) cannot sync a folder
-            raise
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Empty if the file is absent or torn."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+LAUNCH, STATUS = "launch.yaml", "status.json"
+NUMBER = (int, float)
+STATUS_SHAPE: run_files.Shape = {
+    "state": str,
+    "host": str,
+    "pid": int,
+    "birth": str,
+    "started": NUMBER,
+    "ended": NUMBER,
+    "exit_code": int,
+    "restarts": int,
+    "error": str,
+    "metrics": dict,
+}
+# Of one that carries no checksum: it was frozen before there was any.
+RECIPE_SHAPE: run_files.Shape = {"model": dict, "trainer": dict, "callbacks": object}
 
 
 @dataclass(frozen=True)
@@ -81,50 +63,111 @@ class Attempt:
         return self.path / "logs"
 
     def launch(self) -> dict[str, Any]:
-        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`."""
-        loaded = OmegaConf.load(self.path / "launch.yaml")
-        return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]
+        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`.
+
+        Raises:
+            Damaged: The file is absent, cut, changed, or of another shape.
+        """
+        aside = self.path.with_name(f"damaged-{self.path.name}")
+        remedy = f"restore it, or put this attempt aside: mv {self.path} {aside}"
+        return run_files.load_yaml(self.path / LAUNCH, {"run_id": str, "where": dict}, remedy)
+
+    def write_launch(self, record: dict[str, Any]) -> None:
+        text = OmegaConf.to_yaml(OmegaConf.create(record))
+        run_files.write_stamped(self.path / LAUNCH, text)
 
     def resources(self) -> Resources:
-        size = dict(self.launch()["resources"])
+        """How large it is.
+
+        Raises:
+            Damaged: launch.yaml does not say.
+        """
+        size = dict(self.launch().get("resources") or {})
         ids = size.pop("device_ids", None)
-        return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
+        try:
+            return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
+        except TypeError:
+            what = f"resources is {size}"
+            raise Damaged(self.path / LAUNCH, what, "restore it") from None
 
     def status(self) -> dict[str, Any]:
-        return read_json(self.path / "status.json")
+        """What status.json says, empty if there is none.
+
+        Raises:
+            Damaged: The file is cut, of another shape, or of a state that does not exist.
+        """
+        path = self.path / STATUS
+        remedy = f"make sure that no process of this attempt runs any more, and then: rm {path}"
+        found = run_files.load_json(path, STATUS_SHAPE, remedy)
+        if found.get("state") is not None and found["state"] not in list(JobState):
+            raise Damaged(path, f"state is {found['state'][:40]!r}", remedy)
+        for name, value in (found.get("metrics") or {}).items():
+            if not isinstance(value, NUMBER):
+                raise Damaged(path, f"metrics.{name} is {str(value)[:40]!r}", remedy)
+        return found
+
+    def recorded(self) -> JobState:
+        """The state on record, believed as it is."""
+        return JobState(self.status().get("state") or "UNKNOWN")
 
     def state(self) -> JobState:
-        """The state on record; a RUNNING one whose process is gone from this host has failed.
+        """The state on record; one that waits or runs and whose process is gone from this host has
+        failed.
 
         That of a job which lives elsewhere is for `distdl.jobs` to say.
         """
-        status = self.status()
-        state = JobState(status.get("state", "UNKNOWN"))
-        if self.job():
-            return state
-        if state is JobState.RUNNING and status.get("host") == socket.gethostname():
-            return state if is_alive(int(status.get("pid", 0))) else JobState.FAILED
-        return state
+        recorded = self.recorded()
+        waits = recorded in (JobState.PENDING, JobState.RUNNING)
+        return JobState.FAILED if waits and not self.job() and self._is_gone() else recorded
 
     def is_under_way(self) -> bool:
-        """Whether it runs, or is being started by a process of this host."""
+        """Whether it runs, or is being started, as far as can be known from here. (A job that
+        waits somewhere is for `distdl.jobs` to say.)"""
+        state = self.state()
+        if state is JobState.PENDING:
+            mine = self._is_of_this_host() and self.status().get("pid") == os.getpid()
+            return not mine and not self.job()
+        return state is JobState.RUNNING
+
+    def _is_of_this_host(self) -> bool:
+        return self.status().get("host") == socket.gethostname()
+
+    def _is_gone(self) -> bool:
+        """Whether the process on record was one of this host and has ended."""
         status = self.status()
-        if self.state() is JobState.PENDING and status.get("host") == socket.gethostname():
-            return is_alive(int(status.get("pid", 0))) and status.get("pid") != os.getpid()
-        return self.state() is JobState.RUNNING
+        pid = status.get("pid") or 0
+        return self._is_of_this_host() and not is_alive(pid, status.get("birth"))
 
     def job(self) -> dict[str, Any]:
-        """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none."""
-        return read_json(self.path / "job.json")
+        """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none.
+
+        Raises:
+            Damaged: The file is cut or of another shape.
+        """
+        path = self.path / "job.json"
+        remedy = "write the job's handle into it again: " + '{"handle": "slurm://123", "url": null}'
+        found = run_files.load_json(path, {"handle": str, "url": str}, remedy)
+        if path.exists() and not found.get("handle"):
+            raise Damaged(path, "it names no handle", remedy)
+        return found
 
     def update(self, **fields: Any) -> None:
-        """Merges `fields` into status.json."""
-        write_json(self.path / "status.json", {**self.status(), **fields})
+        """Merges `fields` into status.json. A damaged one is kept beside it, and begun anew: that a
+        run goes on is worth more than what a file said before."""
+        write_json(self.path / STATUS, {**self._whole_status(), **fields})
+
+    def _whole_status(self) -> dict[str, Any]:
+        path = self.path / STATUS
+        try:
+            return self.status()
+        except Damaged:
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
+            return {}
 
     def begin(self) -> None:
         """Rank 0 is here. Of an attempt that its scheduler started again, what went wrong before
         is kept apart."""
-        restarts = self.status().get("restarts")
+        restarts = self._whole_status().get("restarts")
         restarts = 0 if restarts is None else restarts + 1
         if restarts and (self.path / "errors").is_dir():
             os.replace(self.path / "errors", self.path / f"errors-{restarts:03d}")
@@ -132,8 +175,7 @@ class Attempt:
             state=JobState.RUNNING,
             started=time.time(),
             ended=None,
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            **this_process(),
             error=None,
             restarts=restarts,
         )
@@ -141,67 +183,54 @@ class Attempt:
     def end(self, state: JobState, **fields: Any) -> None:
         self.update(state=state, ended=time.time(), exit_code=state.exit_code, **fields)
 
-    def conclude(self, place: JobState, code: int | None = None) -> JobState:
+    def conclude(self, place: JobState, code: int | None = None, killed: str = "") -> JobState:
         """The job has ended: puts on record what the run did not say itself.
 
         Args:
             place: How it ended as its place knows it.
             code: The exit code, where one process stands for the job.
+            killed: What ended the job from outside, in a sentence; the signals that its ranks got
+                by that are no preemption.
         """
-        recorded = JobState(self.status().get("state", "UNKNOWN"))
+        recorded = JobState(self._whole_status().get("state") or "UNKNOWN")
         first = self.first_error()
-        if first:  # whatever rank 0 made of it
-            self.end(
-                JobState.FAILED,
-                error=f"rank {first['rank']}: {told(first)}",
-            )
+        agreed = place in (JobState.CANCELLED, JobState.PREEMPTED)
+        if killed and recorded is not JobState.SUCCEEDED and (not first or first.get("lost_peer")):
+            self.end(JobState.FAILED, error=killed)
+        elif first:  # whatever rank 0 made of it
+            error = f"rank {first['rank']}: {failures.told(first)}"
+            self.end(JobState.FAILED, error=error, first_error=failures.facts(first))
             code = first.get("exit_code", code)
-        elif recorded.ended and not (code and recorded is JobState.SUCCEEDED):
+        elif recorded.ended and (agreed or not code or recorded is not JobState.SUCCEEDED):
             # A scheduler's cancel and its preemption are the same signal to a worker.
             if recorded is JobState.PREEMPTED and place is JobState.CANCELLED:
                 self.update(state=place, exit_code=place.exit_code)
         elif recorded is JobState.PENDING and place is JobState.SUCCEEDED and not code:
             self.end(place)  # its store is elsewhere
         else:
-            agreed = place in (JobState.CANCELLED, JobState.PREEMPTED)
             said = f"a worker ended with exit code {code}" if code else "it ended without a word"
+            if agreed:
+                said = "it was told to end, and its ranks did so before they could say it"
             self.end(place if agreed else JobState.FAILED, error=said)
-        state = JobState(self.status()["state"])
+        state = self.recorded()
         if state is JobState.FAILED and code is not None and code > 0:
             self.update(exit_code=code)
         self.update(concluded=True)
         return state
 
-    def record_error(
-        self, rank: int, kind: str, message: str, traceback: str, exit_code: int = 1
-    ) -> None:
-        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages.
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
 
-        Its first one stays: what follows while it takes itself down is not the cause.
-        """
-        path = self.path / "errors" / f"rank_{rank}.json"
-        if path.exists():
-            return
-        fields = {
-            "time": time.time(),
-            "rank": rank,
-            "host": socket.gethostname(),
-            "type": kind,
-            "message": message,
-            "exit_code": exit_code,
-        }
-        write_json(path, {**fields, "traceback": traceback})
+    def record_error(
+        self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any
+    ) -> bool:
+        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages."""
+        return failures.record(self.errors, rank, kind, message, trace, exit_code, **more)
 
     def first_error(self) -> dict[str, Any] | None:
-        """The earliest failure of any rank: the others usually fail because of it."""
-        errors = [read_json(f) for f in (self.path / "errors").glob("rank_*.json")]
-        return min((e for e in errors if e), key=lambda e: e["time"], default=None)
-
-
-def told(error: dict[str, Any]) -> str:
-    """What a recorded error says. A refusal speaks for itself; else the type is a part of it."""
-    refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
-    return str(error["message"] if refused else f"{error['type']}: {error['message']}")
+        """The failure of a rank from which the others follow, see `distdl.failures`."""
+        return failures.first(self.errors)
 
 
 @dataclass(frozen=True)
@@ -231,74 +260,83 @@ class RunDirectory:
         return run
 
     def create(self, recipe: str, provenance: dict[str, Any]) -> None:
-        """Lays the run down. `config.yaml` comes last: with it, the run exists."""
+        """Lays the run down. `config.yaml` comes last: with it, the run exists. Its checksum stands
+        beside it, since it is byte for byte the same wherever the run runs."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / PROVENANCE, provenance)
+        stamped = {**provenance, "config_sha256": run_files.digest(recipe)}
+        write_json(self.path / PROVENANCE, stamped)
         write_text(self.path / CONFIG, recipe)
 
     def recipe(self) -> DictConfig:
-        config = OmegaConf.load(self.path / CONFIG)
-        assert isinstance(config, DictConfig)
-        return config
+        """The frozen config.
+
+        Raises:
+            Damaged: It is cut, or is not what was frozen.
+        """
+        path = self.path / CONFIG
+        remedy = "restore it, or start a new run from its weights: checkpoint.resume_from="
+        remedy += str(self.path)
+        sha256 = read_json(self.path / PROVENANCE).get("config_sha256")
+        found = run_files.load_yaml(path, {} if sha256 else RECIPE_SHAPE, remedy, sha256)
+        return OmegaConf.create(found)
 
     def attempts(self) -> list[Attempt]:
-        folders = (self.path / "attempts").glob("[0-9]*")
-        own = [f for f in sorted(folders) if not f.is_symlink()]  # a link leads into another run
-        return [Attempt(f) for f in own if (f / "launch.yaml").exists()]
+        own = (
+            a for a in self._folders() if not a.path.is_symlink()
+        )  # a link leads into another run
+        return [a for a in own if (a.path / LAUNCH).exists()]
+
+    def _folders(self) -> list[Attempt]:
+        """Also those of which nothing is left but the folder."""
+        folders = [f for f in (self.path / "attempts").glob("[0-9]*") if f.name.isdigit()]
+        return [Attempt(f) for f in sorted(folders, key=lambda f: int(f.name))]
 
     def last_attempt(self) -> Attempt | None:
         return (self.attempts() or [None])[-1]  # type: ignore[list-item]
 
-    def begin_attempt(self, launch: dict[str, Any]) -> Attempt:
-        """The next attempt. Its folder is made exclusively, so two starts never share one.
+    def begin_attempt(
+        self, launch: dict[str, Any], check: Callable[[], None] = lambda: None
+    ) -> Attempt:
+        """The next attempt. It appears with all that says who starts it, in one rename that only
+        one of several starts can make: whoever comes second finds it there, and looks again.
+
+        Args:
+            launch: For launch.yaml.
+            check: Refuses the start for further reasons; called before each try.
 
         Raises:
             UserError: An attempt of this run is running.
         """
-        last = self.last_attempt()
-        if last is not None and last.is_under_way():
-            status = last.status()
-            remedy = "wait for it, stop it, or start a run with another name"
-            if status.get("host") != socket.gethostname() or last.job():
-                remedy += f"; if it is gone: rm {last.path / 'status.json'}"
-            raise UserError(
-                Problem(
-                    str(self.path),
-                    f"attempt {last.number} is running (pid {status.get('pid')} on "
-                    f"{status.get('host')}, started {time.ctime(status.get('started', 0))})",
-                    remedy,
-                )
-            )
-        number = last.number + 1 if last else 1
-        path = self.path / "attempts" / f"{number:03d}"
+        made = self.path / "attempts" / f".{socket.gethostname()}.{os.getpid()}"
         try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            remedy = f"if it is not: rmdir {path}"
-            raise UserError(Problem(str(path), "another start is under way", remedy)) from None
-        write_text(path / "launch.yaml", OmegaConf.to_yaml(OmegaConf.create(launch)))
-        attempt = Attempt(path)
-        attempt.update(
-            state=JobState.PENDING,
-            started=time.time(),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        return attempt
+            while True:
+                folders, last = self._folders(), self.last_attempt()
+                check()
+                if last is not None and last.is_under_way():
+                    raise UserError(refusal(self, last))
+                Attempt(made).write_launch(launch)
+                new = {"state": JobState.PENDING, "started": time.time(), **this_process()}
+                write_json(made / STATUS, new)
+                path = made.with_name(f"{folders[-1].number + 1 if folders else 1:03d}")
+                try:
+                    os.rename(made, path)
+                    return Attempt(path)
+                except OSError:
+                    if not path.exists():
+                        raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    # A zombie still has its number, and has ended.
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (OSError, IndexError):
-        return True
+def refusal(run: RunDirectory, last: Attempt) -> Problem:
+    status = last.status()
+    remedy = "wait for it, stop it, or start a run with another name"
+    if status.get("host") != socket.gethostname() or last.job():
+        remedy += f"; if it is gone: rm {last.path / STATUS}"
+    who = f"pid {status.get('pid')} on {status.get('host')}"
+    since = time.ctime(status.get("started") or 0)
+    what = f"attempt {last.number} is running ({who}, started {since})"
+    return Problem(str(run.path), what, remedy)
 
 
 def shown(path: Path) -> str:

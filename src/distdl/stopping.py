@@ -9,17 +9,81 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from distdl.job import JobState
 
-# SIGUSR1 is what Slurm (--signal=USR1@60) and mpirun can send before the end.
+# SIGUSR1 is what Slurm (--signal=USR1@60) and mpirun can send before the end, SIGHUP what is sent
+# when a terminal is closed.
 MEANING = {
     signal.SIGTERM: JobState.PREEMPTED,
     signal.SIGUSR1: JobState.PREEMPTED,
+    signal.SIGHUP: JobState.PREEMPTED,
     signal.SIGINT: JobState.CANCELLED,
 }
+
+
+def heard() -> list[signal.Signals]:
+    """Those that this process listens to: `nohup` says that it is to outlive its terminal."""
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in MEANING if not (nohup and number is signal.SIGHUP)]
+
+
+def state_of(code: int) -> JobState:
+    """How a process ended, by its exit code; -N for one that signal N ended. A signal that asks to
+    end has the same meaning for a process that could not listen to it yet."""
+    if code < 0:
+        return next((s for n, s in MEANING.items() if n == -code), JobState.FAILED)
+    agreed = (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.CANCELLED)
+    return next((state for state in agreed if state.exit_code == code), JobState.FAILED)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asked a command to end. As for Ctrl-C, what it was at is cleaned up on the way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def state(self) -> JobState:
+        return MEANING[signal.Signals(self.number)]
+
+
+def number_of(interrupt: KeyboardInterrupt) -> int:
+    return interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """While a command prepares a run, a signal that asks to end raises `Ended`: by default it would
+    end the process at once, and leave an attempt on record that nobody works on. Who can do better
+    (a worker, torch's agent) puts its own handlers in these places for its time."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Ended(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {n: signal.getsignal(n) for n in heard()}
+    for number in kept:
+        if number is not signal.SIGINT:  # which raises KeyboardInterrupt already
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        restore(kept)
+
+
+def restore(kept: dict[signal.Signals, Any]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 class Stopped(Exception):
@@ -36,7 +100,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.state: JobState | None = None
         self.signal: str = ""
-        self._before: dict[int, Any] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self.state is not None
@@ -44,12 +108,12 @@ class StopRequest:
     def install(self) -> None:
         """Before anything slow, so that a signal during set-up is not lost."""
         if threading.current_thread() is threading.main_thread():
-            for number in MEANING:
-                self._before[number] = signal.signal(number, self._note)
+            for number in heard():
+                if number not in self._before:
+                    self._before[number] = signal.signal(number, self._note)
 
     def uninstall(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        restore(self._before)
         self._before = {}
 
     def check(self) -> None:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from distdl import compose, jobs, launch, planning, user_conf
+from distdl import compose, jobs, launch, planning, stopping, user_conf
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
+from distdl.orphans import die_with_parent
 from distdl.planning import Plan
+from distdl.redact import redact_command
 from distdl.run_directory import shown
 
 Member = tuple[str, Plan]  # its share of what is swept, such as "seed=1 optimizer.lr=0.1"
@@ -44,7 +48,10 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     for member in members:
         try:
             chosen = " ".join(o for o in member if _key(o) in swept)
-            planned.append((chosen, plan(member, swept, config_dirs)))
+            each = plan(member, swept, config_dirs)
+            if each.run.exists and (last := each.run.last_attempt()):
+                last.state()  # that it can be read
+            planned.append((chosen, each))
         except UserError as error:
             fresh = [p for p in error.problems if str(p) not in seen]
             seen |= {str(p) for p in fresh}
@@ -82,24 +89,59 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
 
 def _run_all(planned: Sequence[Member]) -> int:
     results: list[tuple[str, Plan, JobState]] = []
-    stop: JobState | None = None
-    for number, (chosen, each) in enumerate(planned, 1):
-        last = each.run.last_attempt() if each.run.exists else None
-        state = last.state() if last else JobState.PENDING
-        title = f"[{number}/{len(planned)}] {chosen}"
-        if state is JobState.SUCCEEDED:
-            print(f"{title}: succeeded before, skipped", flush=True)
-        elif stop is None:
-            print(f"\n{title}", flush=True)
-            each.config.follow = True
-            state = run_one(each)
-            if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
-                stop = state
-        results.append((chosen, each, state))
+    with Turn() as turn:
+        for number, (chosen, each) in enumerate(planned, 1):
+            last = each.run.last_attempt() if each.run.exists else None
+            state = last.state() if last else JobState.PENDING
+            title = f"[{number}/{len(planned)}] {chosen}"
+            if state is JobState.SUCCEEDED:
+                print(f"{title}: succeeded before, skipped", flush=True)
+            elif turn.stop is None:
+                print(f"\n{title}", flush=True)
+                each.config.follow = True
+                state = run_one(each, turn)
+                if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
+                    turn.stop = turn.stop or state
+            results.append((chosen, each, state))
     _print_table(results)
-    if stop is not None:
-        return stop.exit_code
+    if turn.stop is not None:
+        again = shlex.join(redact_command(sys.argv[1:]))
+        print(f"{turn.stop.lower()}. To go on:\n  python -m distdl {again}", flush=True)
+        return turn.stop.exit_code
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
+
+
+class Turn:
+    """The members of a sweep, one after the other, and whether another one is to come.
+
+    A signal that asks to end, at any moment between the first member and the last, is handed to the
+    member that runs, and no other one is started.
+    """
+
+    def __init__(self) -> None:
+        self.stop: JobState | None = None
+        self.process: Any = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Turn:
+        if threading.current_thread() is threading.main_thread():
+            for number in stopping.heard():
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stopping.restore(self._before)
+
+    def _note(self, number: int, _: object) -> None:
+        self.stop = stopping.MEANING[signal.Signals(number)]
+        # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
+        if number != signal.SIGINT:
+            self.hand_on(number)
+
+    def hand_on(self, number: int) -> None:
+        process = self.process
+        if process is not None and process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)
 
 
 def _submit_all(planned: Sequence[Member]) -> int:
@@ -125,36 +167,34 @@ def _state_of(each: Plan) -> JobState | None:
     return jobs.state(last) if last else None
 
 
-def run_one(each: Plan) -> JobState:
+def run_one(each: Plan, turn: Turn | None = None) -> JobState:
     """In a fresh process: nothing leaks from one member to the next."""
-    process = multiprocessing.get_context("spawn").Process(target=_child, args=(each, sys.argv))
-    process.start()
-    before = {
-        # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: _forward(process, number)),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, _: _forward(process, number)),
-    }
-    try:
+    if turn is None:  # no member of a sweep
+        with Turn() as alone:
+            return run_one(each, alone)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
+    if turn.stop is None:  # a signal may have come since the caller looked
+        process.start()
+        turn.process = process
+        if turn.stop is not None:  # or while it was starting
+            turn.hand_on(signal.SIGTERM)
         process.join()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        turn.process = None
     last = each.run.last_attempt() if each.run.exists else None
-    return last.state() if last else JobState.FAILED
+    return last.state() if last else turn.stop or JobState.FAILED
 
 
-def _child(each: Plan, command: list[str]) -> None:
+def _child(each: Plan, command: list[str], parent: int) -> None:
+    die_with_parent(parent)
     try:
-        sys.exit(launch.start(each, command))
+        with stopping.raised():
+            sys.exit(launch.start(each, command))
+    except stopping.Ended as ended:  # before there was an attempt to note it in
+        sys.exit(ended.state.exit_code)
     except UserError as error:  # such as: this member is running already
         print(f"distdl: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def _forward(process: Any, number: int) -> None:
-    if process.pid is not None and process.is_alive():
-        os.kill(process.pid, number)
 
 
 def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:

@@ -224,7 +224,7 @@ def _stage_2(
 def _ask_child(request: str) -> dict[str, Any]:
     """Runs `distdl.binding`; that it hangs or crashes is a problem like any other."""
     # -P: the current folder may hold anything; what is the user's own code stands in the request.
-    command = [sys.executable, "-P", "-m", "distdl.binding"]
+    command = [sys.executable, "-P", "-m", "distdl.binding", str(os.getpid())]
     try:
         child = subprocess.run(
             command, input=request, capture_output=True, text=True, timeout=_CHILD_SECONDS

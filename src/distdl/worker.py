@@ -6,10 +6,20 @@ builds, and does the task. How it ended stands in the attempt's status.json and 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import sys
+
+if __name__ == "__main__":  # before the slow imports: a signal during set-up must not be lost
+    from distdl.orphans import PARENT, die_with_parent
+    from distdl.stopping import StopRequest
+
+    EARLY = StopRequest()
+    EARLY.install()
+    if PARENT in os.environ:
+        die_with_parent()
+
+import argparse
+import logging
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -20,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import config as configs
 from distdl import environment as environments
-from distdl import kinds
+from distdl import failures, kinds
 from distdl.bundle import Bundle
 from distdl.errors import UserError
 from distdl.importing import uncollected
@@ -40,16 +50,21 @@ HANDLER = "distdl"  # the name of our log handlers
 SHOWN = ("distdl", "lightning.pytorch.profilers")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one rank of one attempt and returns its exit code."""
+def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
+    """Runs one rank of one attempt and returns its exit code.
+
+    Args:
+        argv: Of the command line, None for this process's own.
+        stop: What has listened to signals since the process began, if anything has.
+    """
     parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
     parser.add_argument("bundle", type=Path, help="where config.yaml is")
     parser.add_argument("store", type=Path, help="where checkpoints, logs and status go")
     parser.add_argument("--attempt", type=int, help="default: the newest")
     arguments = parser.parse_args(argv)
 
-    stop = StopRequest()
-    stop.install()  # before the slow imports: a signal during set-up must not be lost
+    stop = stop or StopRequest()
+    stop.install()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     rank = 0
     state = JobState.FAILED
@@ -60,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     try:
         here = environments.resolve(resources=attempt.resources())
-        if here.launcher == "local":
-            die_with_parent()
         rank = here.rank
         here.export()
         start_logging(attempt, rank)
@@ -174,16 +187,6 @@ def perform(
         cluster.disconnect(failed)
 
 
-def die_with_parent() -> None:
-    """On Linux: a launcher that was killed with -9 must not leave ranks that train on unseen."""
-    if sys.platform == "linux":
-        import ctypes
-        import signal
-
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
 def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
     """Calls the task by itself: through Hydra its exceptions would come out as Hydra's."""
     from hydra.utils import get_method
@@ -269,14 +272,25 @@ def adopt_lightnings_loggers() -> None:
 
 
 def note(attempt: Attempt, rank: int, error: BaseException) -> int:
-    """Records what failed first on this rank; returns its exit code."""
+    """Records what failed first on this rank, and logs it at once: what follows may take its time,
+    or end with a kill. Returns the exit code."""
     code = JobState.FAILED.exit_code
     if isinstance(error, UserError):
         code = EXIT_REFUSED
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code or code  # whoever calls exit(0) in the middle has not trained
     text = redact("".join(traceback.format_exception(error)))
-    attempt.record_error(rank, type(error).__name__, redact(str(error)), text, code)
+    kind, said = type(error).__name__, redact(str(error))
+    lost = {"lost_peer": True} if failures.is_consequence(error) else {}
+    if attempt.record_error(rank, kind, said, text, code, **lost):
+        first = attempt.first_error()
+        if isinstance(error, UserError):
+            log.debug("%s", text)  # it is said without a traceback
+        elif first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED:
+            log.debug("%s", text)  # that refusal says it all; what its end did here is for the file
+            log.error("ends because rank %s failed first", first["rank"])
+        else:
+            log.error("%s", text)
     return code
 
 
@@ -286,18 +300,10 @@ def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
     if rank == 0:
         attempt.end(JobState.FAILED, error=f"{type(error).__name__}: {redact(str(error))}")
         attempt.update(exit_code=code)
-    text, first = redact("".join(traceback.format_exception(error))), attempt.first_error()
-    if isinstance(error, UserError):
-        log.debug("%s", text)  # said already, without a traceback
-    elif first and first["rank"] != rank and first["exit_code"] == EXIT_REFUSED:
-        log.debug("%s", text)  # that refusal says it all; what its end did here is for the file
-        log.error("ends because rank %s failed first", first["rank"])
-    else:
-        log.error("%s", text)
     return code
 
 
 if __name__ == "__main__":
     # Asked before: by then the user's code may have changed the environment.
     launcher = os.environ.get(environments.LAUNCHER_VARIABLE, "")
-    leave(main(), launcher)
+    leave(main(stop=EARLY), launcher)

@@ -24,7 +24,7 @@ VARIABLES = {name: CANARIES[name] for name in ("SAMPLE_API_KEY", "OTHER_TOKEN")}
 
 # What the user's own code may do with it: log it, warn with it, fail with it.
 LEAKY = """
-import logging, time, warnings
+import logging, os, time, warnings
 from pathlib import Path
 from lightning.pytorch import Callback
 
@@ -36,6 +36,9 @@ class Leaky(Callback):
         logging.getLogger("mine").info("connecting with %s", self.token)
         logging.getLogger("mine").error("Authorization: Bearer %s", self.token)
         warnings.warn(f"no answer from https://me:{self.token}@example.org")
+        if trainer.global_rank:  # the terminal is the user's own
+            print("printed", self.token)
+            os.system("echo by another process: $SAMPLE_API_KEY >&2")
 
     def on_train_end(self, trainer, module):
         # Not before MLflow was told: a rank that waits for it is killed 30 s after the other's end.
@@ -105,6 +108,9 @@ def test_the_leaks_were_real(failed, project) -> None:
         assert rank or "no answer from https://me:***" in log, "other ranks keep warnings quiet"
         assert "RuntimeError: refused: ***SAMPLE_API_KEY***" in log
         assert (run / f"attempts/001/errors/rank_{rank}.json").exists()
+    (out,), (err,) = (run.glob(f"**/agent/**/{name}.log") for name in ("stdout", "stderr"))
+    assert "printed ***SAMPLE_API_KEY***\n" in out.read_text()
+    assert "by another process: ***SAMPLE_API_KEY***\n" in err.read_text()
     assert "refused: ***SAMPLE_API_KEY***" in status(run)["error"]
     assert "refused: ***SAMPLE_API_KEY***" in failed.stderr
     assert "${oc.env:SAMPLE_API_KEY}" in (run / "config.yaml").read_text()

@@ -31,13 +31,22 @@ def workers(parent: int) -> dict[int, int]:
     return found
 
 
+def listening(parent: int) -> set[str]:
+    """The addresses at which a command's processes can be reached."""
+    processes = [psutil.Process(parent), *psutil.Process(parent).children(recursive=True)]
+    found = [each for process in processes for each in process.net_connections("inet")]
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGUSR1), (2, signal.SIGTERM)])
 def test_a_signal_in_training(ranks, number, background, tmp_path) -> None:
     """To one rank of two, and all agree; the launcher gets it in the tests below."""
     run = tmp_path / "outputs/default/s"
     short = (*(TWO if ranks == 2 else ()), "trainer.max_epochs=2", "name=s")
-    job = background(*TINY, *short, cwd=tmp_path, module=UNCHECKED)
+    unset = {"GLOO_SOCKET_IFNAME": ""}
+    job = background(*TINY, *short, cwd=tmp_path, module=UNCHECKED, env=unset)
     job.until(lambda: last_step(run) >= 5)
+    assert listening(job.process.pid) == ({"127.0.0.1"} if ranks == 2 else set())
     os.kill(workers(job.process.pid)[1] if ranks == 2 else job.process.pid, number)
     assert job.wait() == EXIT_PREEMPTED, job.output()
     told = status(run)
@@ -99,14 +108,20 @@ def test_a_signal_to_every_process_of_the_job(background, tmp_path) -> None:
     assert manifest["reason"] == "signal"
 
 
-def test_a_signal_in_set_up(background, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("when", "number"), [("PENDING", signal.SIGUSR1), ("RUNNING", signal.SIGTERM)]
+)
+def test_a_signal_in_set_up(when, number, background, tmp_path) -> None:
+    """Before there are ranks, and before they train."""
     run = tmp_path / "outputs/default/u"
     short = (*TWO, "data.train_samples=40", "trainer.max_epochs=1", "name=u")
     job = background(*TINY, *short, cwd=tmp_path, module=UNCHECKED)
-    job.until(lambda: status(run).get("state") == "RUNNING")
-    os.kill(job.process.pid, signal.SIGTERM)
+    job.until(lambda: status(run).get("state") == when)
+    os.kill(job.process.pid, number)
     assert job.wait() == EXIT_PREEMPTED, job.output()
-    assert status(run)["state"] == "PREEMPTED"
+    assert status(run)["state"] == "PREEMPTED" and "Traceback" not in job.output()
+    if when == "PENDING":
+        return
     trained(*short, "trainer.devices=1", cwd=tmp_path)
     assert status(run, 2)["state"] == "SUCCEEDED"
 

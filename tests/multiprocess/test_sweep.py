@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ from omegaconf import OmegaConf
 
 from distdl import sweeps
 from distdl.job import JobState
+from distdl.stopping import MEANING
 from tests.conftest import TINY, distdl, losses, status
 
 SHORT = (*TINY, "data.train_samples=16", "data.val_samples=8", "trainer.max_epochs=1")
@@ -69,7 +72,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     states = {"2": JobState.FAILED}
 
-    def run_one(each) -> JobState:
+    def run_one(each, turn) -> JobState:
         names.append(str(each.config.seed))
         if not each.run.exists:
             each.run.create(OmegaConf.to_yaml(each.recipe), {})
@@ -126,7 +129,7 @@ def test_one_bad_member_refuses_all(command, without_stage_2, started, tmp_path)
 def test_a_sweep_that_is_stopped_starts_no_more(command, without_stage_2, monkeypatch) -> None:
     seen = []
 
-    def run_one(each) -> JobState:
+    def run_one(each, turn) -> JobState:
         seen.append(each.config.seed)
         return JobState.PREEMPTED
 
@@ -134,6 +137,25 @@ def test_a_sweep_that_is_stopped_starts_no_more(command, without_stage_2, monkey
     said = command("-m", "seed=1,2", "name=s")
     assert (said.code, seen) == (JobState.PREEMPTED.exit_code, [1])
     assert "pending" in said.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_between_two_members_ends_the_sweep(
+    command, without_stage_2, started, monkeypatch, number
+) -> None:
+    run_one = sweeps.run_one
+
+    def run_and_signal(each, turn) -> JobState:
+        state = run_one(each, turn)
+        os.kill(os.getpid(), number)
+        return state
+
+    monkeypatch.setattr(sweeps, "run_one", run_and_signal)
+    before = signal.getsignal(number)
+    said = command("-m", "seed=1,3,4", "name=s")
+    assert (said.code, started) == (MEANING[number].exit_code, ["1"])
+    assert "To go on:\n  python -m distdl -m seed=1,3,4 name=s\n" in said.out
+    assert signal.getsignal(number) is before
 
 
 def test_a_member_that_runs_elsewhere_is_no_traceback(

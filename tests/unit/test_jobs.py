@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distdl import following, jobs
+from distdl.commands.jobs import list_runs
 from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.run_directory import Attempt, RunDirectory
@@ -177,3 +178,21 @@ def test_an_evicted_rank_waits_for_its_node_to_go() -> None:
     env = {"DISTDL_LINGER_SECONDS": "0.5"}
     assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 75
     assert time.monotonic() - started > 0.5
+
+
+def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage = {"status.json": "", "launch.yaml": "- 1", "job.json": "{}"}
+    for name, text in {"whole": "", **damage}.items():
+        run = RunDirectory(tmp_path / "outputs/e" / name)
+        run.create("seed: 1\n", {})
+        attempt = run.begin_attempt(LAUNCH)
+        attempt.end(JobState.SUCCEEDED)
+        if name in damage:
+            (attempt.path / name).write_text(text)
+    assert list_runs(tmp_path / "outputs") == 0
+    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[3:-1]}
+    assert "SUCCEEDED" in rows["outputs/e/whole"]
+    for name in damage:
+        assert "DAMAGED" in rows[f"outputs/e/{name}"], rows
+        assert f"outputs/e/{name}/attempts/001/{name} is damaged" in rows[f"outputs/e/{name}"]

@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 
+from distdl import jobs
 from distdl.errors import UserError
 from distdl.job import Job, JobSpec, JobState, Resources
 from distdl.launchers.mpi import MpiLauncher, flavours, hosts, keeper, rank, submit
 from distdl.launchers.mpi.flavours import FLAVOURS, Host
 from distdl.launchers.mpi.job import MpiJob
+from distdl.run_directory import Attempt
 from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
@@ -424,12 +426,25 @@ def test_a_lost_host_ends_an_mpirun_that_does_not_notice(start, monkeypatch) -> 
 def test_a_keeper_that_is_gone(start) -> None:
     job = start("exec sleep 600")
     os.kill(job.record()["pid"], signal.SIGKILL)
-    assert job.wait() is JobState.FAILED
+    assert job.wait() is JobState.FAILED and "mpirun's keeper" in job.killed
     record = {**job.record(), "host": "elsewhere"}
     keeper.write_json(job.folder / keeper.RECORD, record)
     assert job.state() is JobState.UNKNOWN
     with pytest.raises(UserError, match=r"mpirun runs on elsewhere, and this is .*"):
         job.cancel()
+
+
+def test_an_mpirun_that_is_killed_is_named_and_no_preemption(start) -> None:
+    """Its ranks get a signal by that: what they say then is not why the job ended."""
+    job = start("echo 'distdl: rank 1 on node2 ended with signal 15'; kill -9 $$")
+    assert job.wait() is JobState.FAILED and errors(job) == {}
+    attempt = Attempt(job.folder)
+    attempt.update(state="PREEMPTED")
+    jobs.record(attempt, job)
+    assert jobs.state(attempt, job) is JobState.FAILED
+    status = attempt.status()
+    assert status["error"] == f"mpirun was killed by SIGKILL on {socket.gethostname()}"
+    assert status["exit_code"] == 137
 
 
 @pytest.mark.parametrize("handle", ["slurm://7", "mpi://host", "mpi://host/nowhere"])

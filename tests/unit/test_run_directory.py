@@ -13,7 +13,9 @@ import pytest
 from distdl import run_directory
 from distdl.errors import UserError
 from distdl.job import JobState, Resources
-from distdl.run_directory import RunDirectory, is_alive, read_json, write_json
+from distdl.processes import birth, is_alive
+from distdl.run_directory import RunDirectory, read_json, write_json
+from distdl.run_files import Damaged
 
 LAUNCH = {
     "run_id": "e/r",
@@ -91,10 +93,9 @@ def test_attempts_are_counted_and_never_shared(run, monkeypatch) -> None:
         numbers.append(attempt.number)
     assert numbers == list(range(1, 12)) == [a.number for a in run.attempts()]
     assert run.last_attempt().number == 11
-    # Another start has just made the folder of the twelfth.
+    # Whatever lies there keeps its number.
     (run.path / "attempts/012").mkdir()
-    with pytest.raises(UserError, match="another start is under way"):
-        run.begin_attempt(LAUNCH)
+    assert run.begin_attempt(LAUNCH).number == 13
 
 
 def test_states_are_those_that_were_written(run) -> None:
@@ -118,7 +119,8 @@ def test_running_with_a_process_that_is_gone_has_failed(run, ended) -> None:
 
 def test_a_run_that_runs_is_not_started_again(run, ended) -> None:
     attempt = run.begin_attempt(LAUNCH)
-    attempt.update(pid=1)  # a process that lives, and has not come to begin() yet
+    # A process that lives, and has not come to begin() yet; an older record knows no birth.
+    attempt.update(pid=1, birth=None)
     with pytest.raises(UserError, match="attempt 1 is running"):
         run.begin_attempt(LAUNCH)
     attempt.begin()
@@ -137,24 +139,119 @@ def test_a_start_that_died_before_its_worker_does_not_block(run, ended) -> None:
     assert run.begin_attempt(LAUNCH).number == 2
 
 
-def _start(path: str, barrier, answers) -> None:
-    barrier.wait()
-    try:
-        answers.put(RunDirectory(Path(path)).begin_attempt(LAUNCH).number)
-    except UserError:
-        answers.put(None)
-    barrier.wait()  # both live until both have tried
+PAIRS = 150
 
 
-def test_two_starts_at_once_make_one_attempt(run) -> None:
+def _start(folder: str, barrier, answers) -> None:
+    for number in range(PAIRS):
+        barrier.wait()
+        try:
+            answers.put(
+                (number, RunDirectory(Path(folder, str(number))).begin_attempt(LAUNCH).number)
+            )
+        except UserError:
+            answers.put((number, None))
+        barrier.wait()  # both live until both have tried
+
+
+def test_of_two_starts_at_once_one_begins(tmp_path) -> None:
+    for number in range(PAIRS):
+        RunDirectory(tmp_path / str(number)).create("seed: 1\n", {})
     context = multiprocessing.get_context("fork")
     barrier, answers = context.Barrier(2), context.Queue()
-    both = [context.Process(target=_start, args=(run.path, barrier, answers)) for _ in range(2)]
+    both = [context.Process(target=_start, args=(tmp_path, barrier, answers)) for _ in range(2)]
     for process in both:
         process.start()
-    assert sorted([answers.get(timeout=30), answers.get(timeout=30)], key=str) == [1, None]
+    begun: dict[int, list[int | None]] = {}
+    for _ in range(2 * PAIRS):
+        number, attempt = answers.get(timeout=60)
+        begun.setdefault(number, []).append(attempt)
     for process in both:
-        process.join(30)
+        process.join(60)
+    assert [n for n, pair in begun.items() if sorted(pair, key=str) != [1, None]] == []
+    assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
+
+
+def test_a_number_that_belongs_to_another_process_by_now(run) -> None:
+    """Also after a reboot, when numbers and ticks begin anew."""
+    attempt = run.begin_attempt(LAUNCH)
+    attempt.begin()
+    for later in ("0-another-boot/17", f"{attempt.status()['birth']}0"):
+        attempt.update(birth=later)
+        assert attempt.state() is JobState.FAILED
+    attempt.update(birth=birth(os.getpid()))
+    assert attempt.state() is JobState.RUNNING
+    attempt.update(birth=birth(1), pid=os.getpid())
+    assert run.begin_attempt(LAUNCH).number == 2
+
+
+def test_another_host_that_is_starting_it_is_believed(run) -> None:
+    run.begin_attempt(LAUNCH).update(host="elsewhere", pid=3)
+    with pytest.raises(UserError, match="on elsewhere"):
+        run.begin_attempt(LAUNCH)
+
+
+DAMAGE = {
+    "": "it is empty",
+    '{"state": "RUN': "it is no JSON",
+    "[1, 2]": "it holds a list, and no mapping",
+    '{"state": "BANANA"}': "state is 'BANANA'",
+    '{"state": {"a": 1}}': "state is ",
+    '{"state": "RUNNING", "pid": "many"}': "pid is 'many'",
+    '{"state": "SUCCEEDED", "metrics": {"val/acc1": "good"}}': "metrics.val/acc1 is 'good'",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+def test_a_damaged_status_is_told_and_never_believed(run, text) -> None:
+    attempt = run.begin_attempt(LAUNCH)
+    path = attempt.path / "status.json"
+    path.write_text(text)
+    for ask in (attempt.state, attempt.status, lambda: run.begin_attempt(LAUNCH)):
+        with pytest.raises(Damaged) as refused:
+            ask()
+        (problem,) = refused.value.problems
+        assert problem.path == str(path) and DAMAGE[text] in problem.what
+        assert f"rm {path}" in problem.remedy
+    # The run itself goes on, and what the file said stays beside it.
+    attempt.begin()
+    assert attempt.state() is JobState.RUNNING
+    assert (attempt.path / "status.json.damaged").read_text() == text
+
+
+def test_half_of_a_frozen_file_is_no_file(run) -> None:
+    """Half of a YAML file is mostly one as well."""
+    attempt = run.begin_attempt({**LAUNCH, "changes": {"trainer.max_epochs": 9}})
+    launch, config = attempt.path / "launch.yaml", run.path / "config.yaml"
+    config.write_text("a: 1\nb: 2\n")
+    for path, ask in ((launch, attempt.launch), (config, run.recipe)):
+        whole = path.read_text()
+        for cut in range(len(whole)):
+            path.write_text(whole[:cut])
+            with pytest.raises(Damaged, match=r"is damaged: .*\n.*restore it"):
+                ask()
+    for text, what in (
+        ("- 1\n", "a list"),
+        ("where: [1]\nrun_id: a\n", "where is '"),
+        (": [", "no Y"),
+    ):
+        launch.write_text(text)
+        with pytest.raises(Damaged, match=what):
+            attempt.launch()
+
+
+def test_files_from_before_the_checksums_are_read(run) -> None:
+    write_json(run.path / "provenance.json", {"command": ["distdl"]})
+    old = "seed: 1\nmodel: {a: 1e-3}\ntrainer: {}\ntracking: {}\ncallbacks: null\n"
+    (run.path / "config.yaml").write_text(old)
+    assert run.recipe().model.a == 0.001
+    (run.path / "config.yaml").write_text(old[: old.index("trainer")])
+    with pytest.raises(Damaged, match="it lacks trainer, callbacks"):
+        run.recipe()
+    attempt = run.begin_attempt(LAUNCH)
+    path = attempt.path / "launch.yaml"
+    path.write_text(path.read_text().partition("\n")[2])
+    assert attempt.launch() == LAUNCH
 
 
 def test_the_first_failure_is_named(run) -> None:

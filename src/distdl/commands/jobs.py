@@ -12,6 +12,7 @@ from distdl import jobs
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState
 from distdl.run_directory import Attempt, RunDirectory, shown
+from distdl.run_files import Damaged
 from distdl.tailing import plain, tail
 
 VERBS = {
@@ -240,6 +241,9 @@ def list_runs(folder: Path) -> int:
             if isinstance(job, jobs.Unasked):
                 unasked[job.why] = None
             cells = (attempt.job().get("handle") or jobs.place_of(attempt), *facts_of(attempt))
+        except Damaged as damaged:
+            file, what = damaged.problems[0].path, damaged.problems[0].what
+            state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
         except Exception as error:  # one that is out of reach, or damaged, must not hide the others
             state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", "")
         row = (shown(run.path), str(attempt.number), state, *cells)

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
 IMPORT_TIMEOUT = 120.0  # seconds that a training waits for its sender's imports: some take 3
-PREEMPTED_TIMEOUT = 5.0  # a scheduler's grace is short, and the next attempt delivers the rest
+# Seconds. A scheduler's grace is short, and the next attempt delivers the rest; and the agent kills
+# a rank that failed, with what it has not written yet, 30 s after another one has ended.
+TIMEOUT = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
 class MLflowLogger:
@@ -120,8 +122,7 @@ class MLflowLogger:
                 outbox.state.end_time = time.time()
                 outbox.state.tags[f"distdl.attempt.{self.info.attempt}.state"] = status
                 outbox.save()
-        short = status in ("PREEMPTED", "CANCELLED")
-        timeout = min(self.flush_timeout, PREEMPTED_TIMEOUT) if short else self.flush_timeout
+        timeout = min(self.flush_timeout, TIMEOUT.get(status, self.flush_timeout))
         self._finishing = True
         self._wake.set()
         self._thread.join(timeout)

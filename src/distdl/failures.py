@@ -1,0 +1,127 @@
+"""What ranks leave when they fail (errors/rank_N.json), and which of the failures is the cause.
+
+A rank that fails takes the others with it: each says that it lost its peer, and a clock of another
+host may say that it did so first. So the kind of a failure decides before its time does.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from distdl.job import EXIT_REFUSED
+from distdl.run_files import read_json, write_json
+
+KILLED, ENDED = "Killed", "Ended"  # types of what a rank could not record itself
+# What gloo, NCCL, torch's store and MPI say when the process at the other end is gone.
+LOST_PEER = re.compile(
+    r"connection (was likely )?(closed|reset|refused|aborted)|closed by peer|broken pipe"
+    r"|socket closed|failed to recv|recvvalue failed|remote process exit|ncclremoteerror"
+    r"|ncclcommabort|timed out (waiting|after)|wait timeout|network error",
+    re.IGNORECASE,
+)
+
+
+def record(
+    folder: Path,
+    rank: int,
+    kind: str,
+    message: str,
+    traceback: str = "",
+    exit_code: int = 1,
+    **more: Any,
+) -> bool:
+    """Writes down how a rank failed. Its first failure stays: what follows while it takes itself
+    down is not the cause.
+
+    Args:
+        folder: The attempt's errors/.
+        kind: The exception's type, KILLED or ENDED.
+        more: Instead of, and besides, what is the same for all: `host`, `time`, `signal`,
+            `lost_peer`.
+
+    Returns:
+        Whether this is the rank's first one.
+    """
+    path = folder / f"rank_{rank}.json"
+    if path.exists():
+        return False
+    fields = {
+        "time": time.time(),
+        "rank": rank,
+        "host": socket.gethostname(),
+        "type": kind,
+        "message": message,
+        "exit_code": exit_code,
+    }
+    write_json(path, {**fields, **more, "traceback": traceback})
+    return True
+
+
+def record_end(folder: Path, rank: int, code: int, at: float) -> bool:
+    """Writes down the end of a rank that was there no longer to do so itself.
+
+    Args:
+        code: -N if signal N ended it.
+        at: When, in seconds since 1970 and by this host's clock.
+    """
+    host = socket.gethostname()
+    if code >= 0:
+        what = f"ended with exit code {code} on {host}, and said nothing"
+        return record(folder, rank, ENDED, what, exit_code=code, time=at)
+    name = signal_name(-code)
+    what = f"killed by {name} on {host}"
+    if -code == signal.SIGKILL:
+        what += " (out of memory? dmesg tells there)"
+    return record(folder, rank, KILLED, what, exit_code=128 - code, time=at, signal=name)
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first(folder: Path) -> dict[str, Any] | None:
+    """The failure that the others follow from, None if no rank has recorded one."""
+    errors = [read_json(file) for file in folder.glob("rank_*.json")]
+    return min(filter(is_whole, errors), key=lambda e: (_weight(e), e["time"]), default=None)
+
+
+def is_whole(error: dict[str, Any]) -> bool:
+    """Whether it is a record at all: a rank may have died while it wrote."""
+    kinds = {"rank": int, "time": int | float, "type": str, "message": str}
+    return all(isinstance(error.get(key), kind) for key, kind in kinds.items())
+
+
+def _weight(error: dict[str, Any]) -> int:
+    if error.get("lost_peer"):
+        return 2
+    # NCCL's watchdog aborts a process whose peer has gone.
+    return 1 if error.get("signal") == "SIGABRT" else 0
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether it only says that another rank is gone. What it was raised from, or while it was
+    being handled, came first and decides."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return bool(LOST_PEER.search(str(error)))
+
+
+def facts(error: dict[str, Any]) -> dict[str, Any]:
+    """Of a failure, what a program asks: which rank, where, by which signal."""
+    return {key: error[key] for key in ("rank", "host", "signal", "exit_code") if key in error}
+
+
+def told(error: dict[str, Any]) -> str:
+    """What a recorded failure says. A refusal and a kill speak for themselves; else the type is a
+    part of it."""
+    refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
+    plain = refused or error["type"] in (KILLED, ENDED)
+    return str(error["message"] if plain else f"{error['type']}: {error['message']}")

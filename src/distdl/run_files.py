@@ -1,0 +1,157 @@
+"""The files of a run, written as a whole and read as what they must be.
+
+Written under a temporary name and renamed, so a reader never sees half of one. Disks, copies and
+editors can still cut one or change it, and half of a YAML file is a YAML file too: so the frozen
+ones carry a checksum. A file that is absent is no error here; one that is damaged is always told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distdl.errors import Problem, UserError
+
+# First line of a file that is checked by it: the hash of all that follows.
+STAMP = "# sha256 "
+RETRY_SECONDS = 0.2  # a file system without an atomic rename may show half of a file for a moment
+
+Shape = Mapping[str, type | tuple[type, ...]]
+
+
+class Damaged(UserError):
+    """A file of a run is there, and is not what was written."""
+
+    def __init__(self, path: Path, what: str, remedy: str) -> None:
+        super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Writes a file as a whole or not at all; if `durable`, on the disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several hosts may write the same file at once, and process numbers repeat among them.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    temporary.write_text(text)
+    if durable:
+        sync(temporary)
+    os.replace(temporary, path)
+    if durable:
+        sync(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    text = json.dumps(value, indent=2, sort_keys=False, default=str) + "\n"
+    write_text(path, text, durable=durable)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError:
+        if not path.is_dir():  # some file systems (blobfuse) cannot sync a folder
+            raise
+
+
+def write_stamped(path: Path, text: str) -> None:
+    """Writes a text file whose first line tells whether the rest is whole."""
+    write_text(path, f"{STAMP}{digest(text)}\n{text}")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty if the file is absent, torn, or no mapping: for what may be missing."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
+    """Empty if the file is absent.
+
+    Args:
+        shape: The type of each key that has one; a key may be missing or null.
+        remedy: What to do about a damaged one.
+
+    Raises:
+        Damaged: It is not JSON, no mapping, or a key has another type.
+    """
+    for again in (True, False):
+        try:
+            text = path.read_bytes().decode()
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise Damaged(path, f"it cannot be read ({error})", remedy) from None
+        try:
+            return _shaped(path, json.loads(text), shape, remedy)
+        except ValueError as error:
+            if not again:
+                what = f"it is no JSON ({error})" if text.strip() else "it is empty"
+                raise Damaged(path, what, remedy) from None
+            time.sleep(RETRY_SECONDS)
+    raise AssertionError
+
+
+def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> dict[str, Any]:
+    """As `load_json`, for YAML that must be there; the keys of `shape` are required.
+
+    Args:
+        sha256: Of the whole file, where it is kept elsewhere.
+
+    Raises:
+        Damaged: Also if it does not match that checksum, or the one in its first line.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise Damaged(path, f"it cannot be read ({error})", remedy) from None
+    if not text.strip():
+        raise Damaged(path, "it is empty", remedy)
+    if sha256 and digest(text) != sha256:
+        raise Damaged(path, "it was cut or changed after it was written", remedy)
+    if text.startswith(STAMP):
+        said, _, rest = text.partition("\n")
+        if said.removeprefix(STAMP).strip() != digest(rest):
+            meant = f"{remedy}; if the change is yours and meant: remove its first line"
+            raise Damaged(path, "it was cut or changed after it was written", meant)
+    try:
+        # By OmegaConf: to YAML itself 1e-3 is a string.
+        found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except (yaml.YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
+    shaped = _shaped(path, found, shape, remedy)
+    missing = [key for key in shape if key not in shaped]
+    if missing:
+        raise Damaged(path, f"it lacks {', '.join(missing)}", remedy)
+    return shaped
+
+
+def _shaped(path: Path, value: Any, shape: Shape, remedy: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damaged(path, f"it holds a {type(value).__name__}, and no mapping", remedy)
+    for key, kind in shape.items():
+        if value.get(key) is not None and not isinstance(value[key], kind):
+            what = f"{key} is {str(value[key])[:40]!r}"
+            raise Damaged(path, what, remedy)
+    return value

@@ -1,0 +1,92 @@
+"""Which of several failures is the cause: by what they say, and not by the clocks of hosts."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distdl import agent, failures
+from distdl.job import JobState
+from distdl.run_directory import Attempt
+
+GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return Attempt(tmp_path / "attempts/001")
+
+
+def ended(code: int, at: int) -> SimpleNamespace:
+    """What torch's agent knows of a rank; in whole seconds."""
+    return SimpleNamespace(exitcode=code, timestamp=at)
+
+
+def test_a_lost_peer_comes_second_whatever_the_clock_says(attempt) -> None:
+    attempt.record_error(0, "RuntimeError", GLOO, "", time=5.0, lost_peer=True)
+    assert attempt.first_error()["rank"] == 0, "alone it is all there is"
+    attempt.record_error(1, "ValueError", "bad weather", "", time=9.0)
+    assert attempt.first_error()["rank"] == 1
+    attempt.record_error(2, "ValueError", "worse", "", time=7.0)
+    assert attempt.first_error()["rank"] == 2
+
+
+def test_a_killed_rank_is_recorded_by_who_saw_it_go(attempt) -> None:
+    """Rank 0 lost its peer, rank 2 was killed by the agent when its time of grace was over."""
+    attempt.record_error(0, "RuntimeError", GLOO, "", time=99.9, lost_peer=True)
+    code = agent.blame(attempt, {0: ended(1, 100), 1: ended(-9, 100), 2: ended(-9, 131)})
+    assert code == -9
+    assert not (attempt.errors / "rank_2.json").exists()
+    # Rank 0 took the agent's signal for a preemption.
+    attempt.update(state="PREEMPTED", exit_code=75)
+    assert attempt.conclude(JobState.FAILED, code) is JobState.FAILED
+    status = attempt.status()
+    assert status["error"].startswith("rank 1: killed by SIGKILL on ")
+    assert status["exit_code"] == 137 and status["first_error"]["signal"] == "SIGKILL"
+
+
+def test_a_crash_after_a_failure_is_not_the_cause(attempt) -> None:
+    attempt.record_error(1, "ValueError", "bad weather", "", time=100.7)
+    for number in (signal.SIGSEGV, signal.SIGABRT):
+        agent.blame(attempt, {1: ended(1, 100), 0: ended(-number, 100)})
+        assert attempt.first_error()["rank"] == 1
+    agent.blame(attempt, {2: ended(3, 90)})
+    assert "ended with exit code 3 on" in failures.told(attempt.first_error())
+
+
+@pytest.mark.parametrize("code", [-signal.SIGTERM, -signal.SIGUSR1, 75])
+def test_a_rank_that_was_told_to_end_is_no_failure(attempt, code) -> None:
+    """Also in its first moments, before it could listen."""
+    from distdl.stopping import state_of
+
+    found = agent.blame(attempt, {0: ended(code, 100), 1: ended(75, 100)})
+    attempt.update(state="PENDING")
+    assert attempt.first_error() is None
+    assert attempt.conclude(state_of(found), found) is JobState.PREEMPTED
+    assert attempt.status()["exit_code"] == 75
+
+
+def test_what_came_first_in_a_chain_decides() -> None:
+    def chained(first: Exception, second: Exception) -> Exception:
+        try:
+            try:
+                raise first
+            except Exception:
+                raise second  # noqa: B904
+        except Exception as error:
+            return error
+
+    gloo, mine = RuntimeError(GLOO), ValueError("bad weather")
+    assert failures.is_consequence(gloo)
+    assert failures.is_consequence(chained(RuntimeError(GLOO), RuntimeError("step 5 failed")))
+    assert not failures.is_consequence(chained(mine, RuntimeError(GLOO)))
+
+
+def test_a_record_of_another_shape_is_passed_over(attempt) -> None:
+    attempt.errors.mkdir(parents=True)
+    for number, text in enumerate(("{", "[1]", "{}", '{"rank": 1, "time": "x"}')):
+        (attempt.errors / f"rank_{number}.json").write_text(text)
+    assert attempt.first_error() is None
