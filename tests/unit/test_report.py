@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import markupsafe
 import pytest
 
 from distdl.commands import _report_data as data
@@ -109,7 +110,7 @@ def test_the_page_says_what_the_run_is(run: Path, capsys: pytest.CaptureFixture[
         "node1/cpu_percent",
     ):
         assert text in page.text, text
-    assert f"<pre>{html.escape(CONFIG)}</pre>" in source
+    assert f"<pre>{markupsafe.escape(CONFIG)}</pre>" in source
     assert "script" not in page.tags and "more\n" not in page.text.split("oops")[1][:20]
     svgs = re.findall(r"<svg.*?</svg>", source, flags=re.DOTALL)
     titles = ["Loss", "Accuracy", "Throughput", "Learning rate", "my", "odd"]

@@ -1,11 +1,8 @@
-"""What `task=benchmark` measured, as a section of a report: where a step's time goes."""
+"""What `task=benchmark` measured, for a report: where a step's time goes."""
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from distdl.commands import _report_plots as plots
@@ -15,28 +12,6 @@ FILE = "benchmark.json"
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
 NAMES = {"data": "data wait"}
 INPUTS = (("real", "real input"), ("held", "held input"))
-
-Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], str]
-
-
-def section(run: Path, table: Table) -> str:
-    """HTML; empty for a run without a benchmark.
-
-    Args:
-        run: The run directory.
-        table: The page's own way to draw one: title, head, rows.
-    """
-    try:
-        found = json.loads((run / FILE).read_text())
-    except (OSError, ValueError):
-        return ""
-    svg, legend = draw(found)
-    items = " ".join(
-        f'<span><i style="background: {colour}"></i>{name}</span>' for name, colour in legend
-    )
-    # Alone in its row it would be as wide as the page.
-    figure = f'<figure style="max-width: 660px">{svg}<figcaption>{items}</figcaption></figure>'
-    return table("Benchmark", (), rows(found)) + f'<div class="charts">{figure}</div>'
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -56,35 +56,34 @@ class Run:
 def load(path: Path) -> Run:
     """Read a run directory."""
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
-    launches = [_yaml(folder / "launch.yaml") for folder in folders]
+    launches = [_yaml(folder / "launch.yaml", path) for folder in folders]
     absolute = path.absolute()
     run_id = next((str(x["run_id"]) for x in reversed(launches) if x.get("run_id")), "")
-    config = path / "config.yaml"
     return Run(
         path=path,
         run_id=run_id or f"{absolute.parent.name}/{absolute.name}",
-        attempts=[_attempt(f, launch) for f, launch in zip(folders, launches, strict=True)],
-        provenance=_json(path / "provenance.json"),
-        config=config.read_text(errors="replace") if config.is_file() else "",
+        attempts=[_attempt(f, launch, path) for f, launch in zip(folders, launches, strict=True)],
+        provenance=read_json(path / "provenance.json", path),
+        config=_read(path / "config.yaml", path),
         series=_series(path),
     )
 
 
-def _attempt(folder: Path, launch: dict[str, Any]) -> Attempt:
-    status = _json(folder / "status.json")
+def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> Attempt:
+    status = read_json(folder / "status.json", run)
     error = status.get("error") or ""
     if isinstance(error, dict):
         error = error.get("message") or json.dumps(error)
-    metrics = status.get("metrics") or {}
-    task = (launch.get("where") or {}).get("task") or {}
+    metrics = mapping(status.get("metrics"))
+    task = mapping(mapping(launch.get("where")).get("task"))
     target = str(task.get("_target_") or TRAIN)
     return Attempt(
         number=int(folder.name),
         task="" if target == TRAIN else target.rpartition(".")[2],
         state=str(status.get("state") or "UNKNOWN"),
-        started=_number(status.get("started")),
-        ended=_number(status.get("ended")),
-        changed=dict(status.get("changed") or launch.get("changes") or {}),
+        started=_moment(status.get("started")),
+        ended=_moment(status.get("ended")),
+        changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
         error=str(error),
         metrics={k: v for k, v in metrics.items() if _number(v) is not None},
     )
@@ -99,6 +98,8 @@ def _series(run: Path) -> dict[str, Series]:
     """
     found: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name -> attempt -> points
     for path in journals(run).values():
+        if not _is_of(path, run):
+            continue
         for record in read(path):
             for name, value in record.metrics.items():
                 points = found.setdefault(name, {}).setdefault(record.attempt, [])
@@ -170,17 +171,40 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and value == value else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _moment(value: Any) -> float | None:
+    found = _number(value)
+    return found if found is not None and abs(found) < 1e11 else None  # what a clock can show
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A file's mapping; empty for whatever else stands there."""
+    return value if isinstance(value, dict) else {}
+
+
+def read_json(path: Path, run: Path) -> dict[str, Any]:
+    """A JSON mapping of a run; empty if there is none."""
     try:
-        loaded = json.loads(path.read_text())
-        return loaded if isinstance(loaded, dict) else {}
-    except (OSError, ValueError):
+        return mapping(json.loads(_read(path, run)))
+    except (ValueError, RecursionError):
         return {}
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def _yaml(path: Path, run: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text())
-        return loaded if isinstance(loaded, dict) else {}
-    except (OSError, ValueError, yaml.YAMLError):
+        return mapping(yaml.safe_load(_read(path, run)))
+    except (ValueError, RecursionError, yaml.YAMLError):
         return {}
+
+
+def _read(path: Path, run: Path) -> str:
+    """The text of a run's file; empty if there is none."""
+    try:
+        return path.read_text(errors="replace") if _is_of(path, run) else ""
+    except OSError:
+        return ""
+
+
+def _is_of(path: Path, run: Path) -> bool:
+    """Whether it is a file in the run's folder: a link that leads out would put somebody's own file
+    into a page that he may give away."""
+    return path.is_file() and path.resolve().is_relative_to(run.resolve())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import html
 import os
+import shlex
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from markupsafe import Markup
 
 from distdl.commands import _report_data as data
 from distdl.errors import Problem, UserError
@@ -69,47 +73,82 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(Problem(str(output), what, "choose another name: --output FILE"))
     page = render(data.load(run))
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, output)
+    # A new file under a name that nobody could have laid a link at.
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=output.parent, prefix=f".{output.name}.", delete=False
+    ) as file:
+        file.write(page)
+    os.chmod(file.name, 0o666 & ~_umask())
+    os.replace(file.name, output)
     print(output)
     return 0
 
 
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+@dataclass
+class Table:
+    """Rows of cells, without the columns in which nothing stands."""
+
+    title: str
+    head: Sequence[str]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        used = [i for i in range(len(rows[0])) if any(row[i] for row in rows)] if rows else []
+        kept = [[row[i] for i in used] for row in rows]
+        return cls(title, [head[i] for i in used] if head else (), kept)
+
+
+@dataclass
+class Figure:
+    """What matplotlib drew, and its legend as (label, colour)."""
+
+    svg: Markup
+    legend: list[tuple[str, str]]
+
+
+@dataclass
+class Benchmark:
+    table: Table
+    figure: Figure
+
+
 def render(run: data.Run) -> str:
-    """The whole page; nothing in it points to the network or to another file."""
-    parts = [
-        "<!DOCTYPE html>",
-        f'<html lang="en"><head><meta charset="utf-8">{MARK}',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(run.run_id)}</title><style>{STYLE}</style></head><body>",
-        _header(run),
-        _table("Summary", (), data.summary(run)),
-        _benchmark(run),
-        _curves(run),
-        _attempts(run),
-    ]
-    if run.config:
-        parts.append(f"<h2>config.yaml</h2><pre>{html.escape(run.config)}</pre>")
-    return "\n".join([*parts, "</body></html>", ""])
+    """The whole page; nothing in it points to the network or to another file.
 
+    What a run's files say may come from anybody: the template escapes every value by itself.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-def _header(run: data.Run) -> str:
-    lines = [f'<h1>{_text(run.run_id)} <span class="state {run.state}">{run.state}</span></h1>']
-    git = run.provenance.get("git") or {}
+    loader = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    pages.filters["lines"] = lambda text: Markup("<br>").join(str(text).split("\n"))
+    git = data.mapping(run.provenance.get("git"))
     facts = [f"commit {git['commit']}"] if git.get("commit") else []
-    if git.get("dirty"):
+    if facts and git.get("dirty"):
         facts[-1] += " with local changes"
     facts += [f"Python {run.provenance['python']}"] if run.provenance.get("python") else []
     facts.append(f"written {_clock(time.time())}")
-    lines.append(f'<p class="dim">{_text(" · ".join(facts))}</p>')
-    command = run.provenance.get("command")
-    if command:
-        text = command if isinstance(command, str) else " ".join(map(str, command))
-        lines.append(f"<p><code>{_text(text)}</code></p>")
-    for opener in _openers(run.path):
-        lines.append(f'<p class="dim">All curves: <code>{_text(opener)}</code></p>')
-    return "\n".join(lines)
+    command = run.provenance.get("command") or ""
+    page = pages.get_template("report.html.jinja").render(
+        mark=Markup(MARK),
+        style=Markup(STYLE),
+        run=run,
+        facts=" · ".join(facts),
+        command=" ".join(map(str, command)) if isinstance(command, list) else command,
+        openers=_openers(run.path),
+        summary=Table.of("Summary", (), data.summary(run)),
+        benchmark=_benchmark(run.path),
+        figures=_figures(run),
+        attempts=_attempts(run),
+    )
+    return page.strip() + "\n"
 
 
 def _openers(run: Path) -> list[str]:
@@ -121,68 +160,52 @@ def _openers(run: Path) -> list[str]:
         server = outbox.state.server or outbox.database()
         found.append(how_to_open(server, outbox.state.run_id))
     if (run / "logs" / "tensorboard").is_dir():
-        found.append(f"tensorboard --logdir {os.path.relpath(run / 'logs' / 'tensorboard')}")
+        folder = os.path.relpath(run / "logs" / "tensorboard")
+        found.append(f"tensorboard --logdir {shlex.quote(folder)}")
     return found
 
 
-def _curves(run: data.Run) -> str:
+def _figures(run: data.Run) -> list[Figure]:
     if not run.series:
-        return '<h2>Curves</h2><p class="dim">Nothing has been logged yet.</p>'
+        return []
     from distdl.commands._report_plots import charts, draw
 
     start = min(s.times[0] for s in run.series.values())
     figures = []
     for chart in charts(run.series):
         svg, legend = draw(chart, start)
-        items = []
-        for label, colour in legend:
-            name = _text(label.removeprefix("system/"))
-            items.append(f'<span><i style="background: {colour}"></i>{name}</span>')
-        figures.append(f"<figure>{svg}<figcaption>{' '.join(items)}</figcaption></figure>")
-    return '<h2>Curves</h2><div class="charts">' + "\n".join(figures) + "</div>"
+        # matplotlib escapes the texts that it writes into an SVG.
+        shown = [(label.removeprefix("system/"), colour) for label, colour in legend]
+        figures.append(Figure(Markup(svg), shown))
+    return figures
 
 
-def _benchmark(run: data.Run) -> str:
+def _benchmark(run: Path) -> Benchmark | str:
+    """What `task=benchmark` left; empty for a run without one."""
     from distdl.commands import _report_benchmark
 
-    return _report_benchmark.section(run.path, _table)
+    found = data.read_json(run / _report_benchmark.FILE, run)
+    if not found:
+        return ""
+    try:
+        table = Table.of("Benchmark", (), _report_benchmark.rows(found))
+        svg, legend = _report_benchmark.draw(found)
+    except (KeyError, TypeError, ValueError):
+        return f"{_report_benchmark.FILE} holds something else than a benchmark's result."
+    return Benchmark(table, Figure(Markup(svg), legend))
 
 
-def _attempts(run: data.Run) -> str:
+def _attempts(run: data.Run) -> Table:
     rows = []
     for a in run.attempts:
         took = data.duration(a.ended - a.started) if a.started and a.ended else ""
         changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
         # The first line of an error; the whole of it is in the attempt's own folder.
         error = a.error.strip().split("\n")[0][:300]
-        rows.append(
-            (
-                str(a.number),
-                a.task,
-                a.state,
-                _clock(a.started),
-                _clock(a.ended),
-                took,
-                changed,
-                error,
-            )
-        )
+        times = (_clock(a.started), _clock(a.ended), took)
+        rows.append((str(a.number), a.task, a.state, *times, changed, error))
     head = ("", "task", "state", "start", "end", "took", "changed", "error")
-    return _table("Attempts", head, rows)
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    used = [i for i in range(len(rows[0])) if any(row[i] for row in rows)]
-    cells = ["<tr>" + "".join(f"<td>{_text(row[i])}</td>" for i in used) + "</tr>" for row in rows]
-    top = "<tr>" + "".join(f"<th>{_text(head[i])}</th>" for i in used) + "</tr>" if head else ""
-    body = "\n".join([top, *cells])
-    return f'<h2>{title}</h2><div class="scroll"><table>{body}</table></div>'
-
-
-def _text(value: str) -> str:
-    return html.escape(value).replace("\n", "<br>")
+    return Table.of("Attempts", head, rows)
 
 
 def _clock(seconds: float | None) -> str:
