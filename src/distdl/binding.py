@@ -106,12 +106,10 @@ class Binding:
             return self.absent(package, place)
         try:
             return kinds.locate(target)
-        except AttributeError as error:
-            if not isinstance(error, kinds.NoSuchName):
-                raise
-            near = closest(error.name, [n for n in dir(error.obj) if not n.startswith("_")])
+        except kinds.NoSuchName as error:
+            near = closest(error.missing, [n for n in dir(error.found) if not n.startswith("_")])
             remedy = f"did you mean {error.reached}.{near}?" if near else ""
-            self.add(place, f"{error.reached} has no {error.name!r}", remedy)
+            self.add(place, str(error), remedy)
             return None
         except ModuleNotFoundError as error:
             return self.absent(str(error.name).partition(".")[0], place)

@@ -43,8 +43,9 @@ PARTS = (
     *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
     *(f"torchvision.datasets.{name}" for name in DATASETS),
 )
-SCHEDULES = ("distdl.schedules.constant", "distdl.schedules.warmup_cosine")
-SCHEDULES += ("distdl.schedules.warmup_step",)
+SCHEDULES = tuple(
+    f"distdl.schedules.{name}" for name in ("constant", "warmup_cosine", "warmup_step")
+)
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
 TASKS = ("distdl.tasks.benchmark", "distdl.tasks.train", "distdl.tasks.validate")
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
@@ -151,8 +152,8 @@ class NoSuchName(AttributeError):
     """`reached` leads somewhere (`obj`), and that has no `name`."""
 
     def __init__(self, reached: str, name: str, obj: Any) -> None:
-        super().__init__(f"{reached} has no {name!r}", name=name, obj=obj)
-        self.reached, self.name = reached, name
+        super().__init__(f"{reached} has no {name!r}")
+        self.reached, self.missing, self.found = reached, name, obj
 
 
 def locate(target: str) -> Any:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from distdl import allocator, birth, worker
 
@@ -69,7 +70,7 @@ def test_a_rank_on_a_cpu_keeps_it(
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: called.append(1))
     monkeypatch.setattr(birth, "refuse_missing_device", lambda *_: None)
     monkeypatch.setattr("distdl.cluster.connect", far)
-    monkeypatch.setattr(worker, "effective_config", lambda *_: None)
+    monkeypatch.setattr(worker, "effective_config", lambda *_: OmegaConf.create({}))
     attempt: Any = SimpleNamespace(
         launch=dict, resources=lambda: SimpleNamespace(accelerator=accelerator)
     )

@@ -160,7 +160,7 @@ def restarts(attempt: Attempt) -> int:
 def number(value: object) -> float | None:
     """A number of a file; None for anything else that stands there."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e11 else None  # type: ignore[operator,arg-type]
+    return float(value) if is_number and abs(value) < 1e11 else None  # type: ignore[arg-type]
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
