@@ -154,7 +154,7 @@ def _chosen(
         remedy = f"write trainer.devices={len(given)}"
     elif len(set(given)) < len(given):
         what = f"{list(given)} names a GPU twice"
-        remedy = f"write trainer.devices={sorted(set(given))}".replace(" ", "")
+        remedy = f"write trainer.devices=[{','.join(map(str, sorted(set(given))))}]"
     elif not all(0 <= index < len(names) for index in given):
         what = (
             f"{list(given)} is asked for; ids count the {len(names)} GPUs visible "

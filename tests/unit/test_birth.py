@@ -187,7 +187,7 @@ def test_who_fails_does_not_wait_for_the_others(
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
     monkeypatch.setattr(birth, "announce", fail)
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr(worker, "effective_config", lambda *_: None)
+    monkeypatch.setattr(worker, "effective_config", lambda *_: OmegaConf.create())
     attempt: Any = SimpleNamespace(launch=dict, resources=Resources, record_error=lambda *_: None)
     bundle: Any = SimpleNamespace(python_path=lambda _: [])
     nothing: Any = None

@@ -402,7 +402,7 @@ def test_a_torchcodec_that_has_no_jpegs_is_refused(monkeypatch):
     monkeypatch.delattr("torchcodec.decoders.decode_jpeg")  # as before 0.16
     assert not works("torchcodec")
     for name in ("torchcodec", "nvjpeg"):
-        (problem,) = views.check_views({"decoder": name})
+        (problem,) = check_views({"decoder": name})
         assert problem.path == "decoder" and "'torchcodec>=0.16'" in problem.remedy
 
 

@@ -145,7 +145,7 @@ def test_on_a_mac(gpus, monkeypatch) -> None:
         (0, {"accelerator": "gpu"}, "trainer.accelerator", "debug=cpu"),
         (2, {"devices": 4}, "trainer.devices", "trainer.devices=2"),
         (2, {"devices": [0, 2]}, "trainer.devices", "trainer.devices=2"),
-        (2, {"devices": [1, 1]}, "trainer.devices", "trainer.devices=[1]"),
+        (2, {"devices": [1, 1]}, "trainer.devices", "write trainer.devices=[1]"),
         (2, {"devices": [-1]}, "trainer.devices", "trainer.devices=2"),
         (0, {"devices": [0]}, "trainer.devices", "trainer.devices=1"),
         (2, {"accelerator": "cpu", "devices": [0, 1]}, "trainer.devices", "trainer.devices=2"),
