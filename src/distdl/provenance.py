@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def git_state(root: Path) -> dict[str, Any]:
     commit = _git(root, "rev-parse", "HEAD")
     if not commit:
         return {}
-    diff = redact_diff(_git(root, "diff", "HEAD"))
+    # It holds whatever a file holds, also what is no UTF-8.
+    diff = redact_diff(os.fsencode(_git(root, "diff", "HEAD")).decode("utf-8", "replace"))
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
     changed = _git(root, "status", "--porcelain").splitlines()
@@ -86,8 +88,8 @@ def packages() -> list[str]:
 def _git(root: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+            ["git", "-C", str(root), *arguments], capture_output=True, check=False
         )
     except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return os.fsdecode(done.stdout) if done.returncode == 0 else ""

@@ -145,8 +145,12 @@ def taken_anyway(root: Path) -> set[str]:
     """Files that the user names one by one, `!docs/example.pem`: they go, whatever is in them. A
     pattern is no such word: `!*.py` after `*` only says where the code is."""
     ignore = root / IGNORE_FILE
-    lines = ignore.read_text().splitlines() if ignore.is_file() else []
+    lines = lines_of(ignore) if ignore.is_file() else []
     return {line[1:].strip().lstrip("/") for line in lines if line.startswith("!")}
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
 
 
 def is_module(path: Path, name: str) -> bool:
@@ -219,11 +223,11 @@ def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Itera
     import pathspec
 
     ignore = root / IGNORE_FILE
-    lines = ignore.read_text().splitlines() if ignore.is_file() else []
+    lines = lines_of(ignore) if ignore.is_file() else []
     known = git_files(root)
     git_ignore = root / ".gitignore"
     if known is None and git_ignore.is_file():
-        lines += git_ignore.read_text().splitlines()
+        lines += lines_of(git_ignore)
     listed = list(known if known is not None else walked(root, limit_mb))
     exclude = [*exclude, *runs_among(listed)]
     ignored = pathspec.GitIgnoreSpec.from_lines(lines)

@@ -38,6 +38,13 @@ def test_commit_branch_and_what_is_not_committed(repository) -> None:
     assert CANARY not in state["diff"] and "api_key" in state["diff"]
 
 
+def test_a_changed_file_that_is_no_utf8(repository) -> None:
+    (repository / "train.py").write_bytes("# Größe\nlr = 0.3\n".encode("latin-1"))
+    state = provenance.git_state(repository)
+    assert "+lr = 0.3" in state["diff"] and "# Gr\ufffd\ufffde" in state["diff"]
+    json.dumps(state).encode("ascii")
+
+
 def test_a_folder_without_git(tmp_path) -> None:
     assert provenance.git_state(tmp_path) == {}
 

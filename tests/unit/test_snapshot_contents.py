@@ -139,6 +139,10 @@ def test_a_file_that_the_user_names_goes_and_a_pattern_is_no_such_word(tmp_path:
     taken = take(tmp_path)
     assert names(taken) == {"docs/a.pem", "c.pem"}
     assert [name for name, _ in taken.left_out] == ["b"]
+    written(tmp_path, **{".amlignore": "\ufeff!b\n# Größe\n!c.pem\n!docs/a.pem".encode("utf-8")})
+    assert take(tmp_path).left_out == ()
+    written(tmp_path, **{".amlignore": "!b\n# Größe\n!c.pem\n!docs/a.pem".encode("latin-1")})
+    assert take(tmp_path).left_out == ()
     assert taken.told()[-1].endswith("!b)")
 
 
