@@ -71,6 +71,7 @@ def foreign(
     monkeypatch.setattr(os, "killpg", lambda *given: killed.append(given))
 
     def lay_down(name: str, *overrides: str) -> tuple[Path, Path]:
+        sys.modules.pop("evil", None)  # of the case before: it would not run again
         ran, run = tmp_path / "ran", tmp_path / "theirs/default/r"
         (run / "attempts/001/logs").mkdir(parents=True)
         trap = f"open({str(ran)!r}, 'w').close()\n"
