@@ -71,7 +71,7 @@ def _empty(value: Any) -> Any:
 
 
 def _pinned(value: Any) -> Any:
-    """What was received lies in ordinary memory, from which a copy to the GPU makes the host wait."""
+    """Out of ordinary memory, from which a copy to the GPU makes the host wait."""
     on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return value.pin_memory() if on_host else value
 
