@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,14 @@ from omegaconf import DictConfig
 from distdl import batches, cluster, optim, portable
 from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
 from distdl.checkpoint import CheckpointStore
-from distdl.config import plain
+from distdl.config import TRAIN, plain
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.environment import Environment
 from distdl.formats import AnyCheckpoint
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory
+from distdl.schedules import length_of
 from distdl.stopping import StopRequest
 
 
@@ -46,8 +47,16 @@ class Built:
     datamodule: LightningDataModule | None
     metrics: StepMetrics
     store: CheckpointStore
+    checkpointer: Checkpointer
+    position: TrainPosition
     checkpoint: str | None = None
     own_optimizer: bool = False
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether an attempt of this run, an earlier one too, is a training."""
+        tasks = (attempt.launch()["where"]["task"]["_target_"] for attempt in self.run.attempts())
+        return TRAIN in tasks
 
 
 def build(
@@ -72,14 +81,14 @@ def build(
         checkpoint: What to go on from; the same on all ranks.
     """
     store = CheckpointStore(run.checkpoints)
-    batch_size, _, accumulate = batches.factors(config, resources)
+    _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
     position = TrainPosition()
     module = build_module(config)
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
     if not own_optimizer:
-        attach_optimizer(module, config, global_batch)
+        attach_optimizer(module, config, global_batch, position)
     strategy = make(config.strategy)
     rank, world_size = data_share(strategy, environment)
     distribute(
@@ -90,8 +99,9 @@ def build(
         position=position,
         # Overfitting means the same batches in every epoch.
         shuffle=False if config.trainer.get("overfit_batches") else None,
+        share=bool(config.trainer.get("use_distributed_sampler", True)),
     )
-    metrics = StepMetrics(batch_size, attempt)
+    metrics = StepMetrics(None, attempt, position)
     kept = Checkpointer(
         store,
         stop,
@@ -110,7 +120,17 @@ def build(
         config, strategy, environment, resources, [metrics, *chosen, kept], loggers, run
     )
     return Built(
-        config, run, trainer, module, datamodule, metrics, store, checkpoint, own_optimizer
+        config,
+        run,
+        trainer,
+        module,
+        datamodule,
+        metrics,
+        store,
+        kept,
+        position,
+        checkpoint,
+        own_optimizer,
     )
 
 
@@ -141,36 +161,33 @@ def configures_optimizers(module: LightningModule) -> bool:
     return type(module).configure_optimizers is not LightningModule.configure_optimizers
 
 
-def attach_optimizer(module: LightningModule, config: DictConfig, global_batch: int | None) -> None:
-    """Gives a module the config's optimizer and schedule, as its `configure_optimizers`."""
+def attach_optimizer(
+    module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
+) -> None:
+    """Gives a module the config's optimizer and schedule, as its `configure_optimizers`.
+
+    Args:
+        declared: The global batch as the config says it, for loaders that do not say.
+        position: Knows what the loaders say.
+    """
     optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
     if not optimizer_node:
         return
 
     def configure_optimizers(self: LightningModule) -> Any:
+        self.trainer.fit_loop.setup_data()  # the rate and the schedule depend on the loaders
         reference = optimizer_node.get("lr_reference_batch", 256)
+        said = (position.samples or 0) * self.trainer.accumulate_grad_batches
         optimizer = optim.build_optimizer(
             self,
             optimizer_node,
-            global_batch=global_batch or reference,
+            global_batch=said or declared or reference,
             fuse=may_fuse(config),
         )
         if not schedule_node:
             return optimizer
-        total = self.trainer.estimated_stepping_batches
-        epochs = self.trainer.max_epochs
-        if self.trainer.max_steps > 0 or not epochs or epochs < 0:
-            if math.isinf(self.trainer.num_training_batches):  # not counted yet
-                self.trainer.fit_loop.setup_data()
-            count = self.trainer.num_training_batches
-            accumulate = self.trainer.accumulate_grad_batches
-            # Data without a length is one epoch.
-            per_epoch = int(total) if math.isinf(count) else max(1, int(count) // accumulate)
-            epochs = max(1, -(-int(total) // per_epoch))
-        else:
-            per_epoch = max(1, int(total) // epochs)
         schedule = optim.build_schedule(
-            optimizer, schedule_node, steps_per_epoch=per_epoch, max_epochs=epochs
+            optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer))
         )
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -211,6 +228,7 @@ def build_trainer(
 ) -> Trainer:
     """Lightning's Trainer, of which distdl owns the parts named in `conf/trainer`'s docs."""
     arguments = plain(config.trainer)
+    arguments.pop("use_distributed_sampler", None)  # see below
     arguments.update(
         accelerator=cluster.accelerator_of(environment, resources.accelerator),
         devices=environment.local_world_size,

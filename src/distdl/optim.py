@@ -247,6 +247,7 @@ def build_schedule(
     *,
     steps_per_epoch: int,
     max_epochs: int,
+    total_steps: float | None = None,
 ) -> dict[str, Any]:
     """The schedule of a schedule node, as Lightning's `lr_scheduler` dict; {} for an empty node.
 
@@ -260,6 +261,11 @@ def build_schedule(
             frequency, monitor, strict, name).
         steps_per_epoch: Optimizer steps (after accumulation) of an epoch.
         max_epochs: Of the whole training.
+        total_steps: Of the whole training, which may end within an epoch; infinity: nobody knows;
+            None: with the last epoch.
+
+    Raises:
+        UserError: The target needs to know when training ends, and nobody does.
     """
     config = _plain(config or {})
     if not config:
@@ -269,8 +275,17 @@ def build_schedule(
     supplied = {
         "steps_per_epoch": steps_per_epoch,
         "max_epochs": max_epochs,
-        "total_steps": steps_per_epoch * max_epochs,
+        "total_steps": steps_per_epoch * max_epochs if total_steps is None else total_steps,
     }
+    endless = {"max_epochs", "total_steps"} if total_steps == math.inf else set()
+    if endless & taken.keys() - config.keys() and target is not constant:
+        raise UserError(
+            Problem(
+                "schedule",
+                "follows the length of the training, and nothing says how long it is",
+                "trainer.max_steps=<optimizer steps>, or schedule=constant",
+            )
+        )
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
     per_step = target in OUR_SCHEDULES or "total_steps" in taken

@@ -120,6 +120,7 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         planned.resources,
         before.get("global_batch_size"),
         given,
+        batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
     )
     changes.update(keeps.changes)
     planned.changes = changes

@@ -5,11 +5,45 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a training, in optimizer steps (after accumulation).
+
+    Args:
+        steps_per_epoch: Of a whole epoch; data without a length is one epoch.
+        max_epochs: How many are begun, at least one.
+        total_steps: All of it; infinity: nothing ends it, or nobody knows when the data ends.
+    """
+
+    steps_per_epoch: int
+    max_epochs: int
+    total_steps: float
+
+
+def length_of(trainer: Any) -> Length:
+    """What `max_epochs`, `max_steps` and the loader's length leave of a training, whichever ends it
+    first. The loaders must be there.
+
+    Args:
+        trainer: Lightning's.
+    """
+    total = trainer.estimated_stepping_batches
+    total = math.inf if total < 0 else total  # -1: no max_steps, and data without a length
+    batches = trainer.num_training_batches
+    if math.isinf(batches):
+        return Length(1 if math.isinf(total) else max(1, int(total)), 1, total)
+    per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    epochs = 1 if math.isinf(total) else max(1, math.ceil(total / per_epoch))
+    return Length(per_epoch, epochs, total)
 
 
 def warmup_cosine(
@@ -19,24 +53,27 @@ def warmup_cosine(
     warmup_epochs: float = 5,
     min_lr_ratio: float = 0.0,
     warmup_from: float | str = 0.0,
+    total_steps: float | None = None,
 ) -> LambdaLR:
     """Linear warm-up, then half a cosine to `min_lr_ratio` of the full rate (Loshchilov 2017).
 
     Args:
         optimizer: Its rates are the full ones.
         steps_per_epoch: Optimizer steps.
-        max_epochs: The cosine ends with the last of them.
+        max_epochs: The cosine ends with the last of them, if `total_steps` says nothing else.
         warmup_epochs: May be a fraction; 0: none.
         min_lr_ratio: From 0 to 1.
         warmup_from: Where the warm-up starts, as a share of the full rate, or "reference": at the
             rate before scaling by the global batch, as Goyal et al. 2017 do (section 2.2), so that
             a run at the reference batch has none. The k-th of w steps has the share
             start + (1 - start) * k / w: with 0, the first step already learns a little.
+        total_steps: Optimizer steps of the whole training, which may end within an epoch.
 
     A warm-up longer than the training is cut with it, with a warning.
     """
-    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, max_epochs)
-    decay = max(1, steps_per_epoch * max_epochs - warmup)
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
+    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    decay = max(1, total - warmup)
 
     def after(step: int) -> float:
         cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / decay))) / 2
@@ -53,6 +90,7 @@ def warmup_step(
     gamma: float = 0.1,
     warmup_epochs: float = 5,
     warmup_from: float | str = "reference",
+    total_steps: float | None = None,
 ) -> LambdaLR:
     """Linear warm-up, then times `gamma` at each milestone: the schedule of Goyal et al. 2017.
 
@@ -62,7 +100,8 @@ def warmup_step(
 
     The other arguments are those of `warmup_cosine`.
     """
-    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, max_epochs)
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
+    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
     steps = [round(milestone * steps_per_epoch) for milestone in milestones]
 
     def after(step: int) -> float:
@@ -77,21 +116,26 @@ def constant(
     max_epochs: int,
     warmup_epochs: float = 0,
     warmup_from: float | str = 0.0,
+    total_steps: float | None = None,
 ) -> LambdaLR:
     """Linear warm-up (by default none), then the full rate. Arguments: see `warmup_cosine`."""
-    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, max_epochs)
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
+    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
     return _warmed_up(optimizer, warmup, warmup_from, lambda step: 1.0)
 
 
-def _warmup_steps(steps_per_epoch: int, warmup_epochs: float, max_epochs: int) -> int:
-    if warmup_epochs > max_epochs:
+def _warmup_steps(steps_per_epoch: int, warmup_epochs: float, total: float) -> int:
+    warmup = round(warmup_epochs * steps_per_epoch)
+    if warmup > total:
         # A short trial of a long recipe is no mistake, but its rate is not the recipe's.
         log.warning(
-            "schedule.warmup_epochs is %g and training lasts %g epochs: all of it is warm-up",
+            "schedule.warmup_epochs=%g is %d optimizer steps and training lasts %d: all of it is "
+            "warm-up (schedule.warmup_epochs=0: none)",
             warmup_epochs,
-            max_epochs,
+            warmup,
+            total,
         )
-    return round(warmup_epochs * steps_per_epoch)
+    return warmup
 
 
 def _warmed_up(

@@ -104,6 +104,7 @@ class TrainerArguments(_Open):
     barebones: bool = False
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: Count = 0
+    use_distributed_sampler: bool = True
     enable_autolog_hparams: bool = True
     model_registry: str | None = None
 
@@ -117,7 +118,6 @@ TRAINER_OWNED = {
     "default_root_dir": "choose the place of all runs by output_dir=FOLDER",
     "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
     "enable_checkpointing": "choose what is saved by checkpoint.*",
-    "use_distributed_sampler": "the data module makes its own sampler, exact at any world size",
 }
 
 

@@ -47,7 +47,8 @@ def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo
     run_id = launch["run_id"]
     size = attempt.resources()
     params = {path: _select(config, path) for path in PARAMETERS}
-    params["global_batch_size"] = launch.get("global_batch_size")
+    if str(config.get("data", {}).get("_target_")).startswith("distdl."):  # others may divide it
+        params["global_batch_size"] = launch.get("global_batch_size")
     git = read_json(run.path / PROVENANCE).get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": size.world_size}
     if config.get("tags"):
@@ -81,22 +82,33 @@ def for_rank(info: RunInfo, here: Environment) -> RunInfo:
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
-    """Where, how many, which learning rate, and what it goes on from."""
-    config = built.config
+    """Where, how many and what it goes on from; what a step takes, when the loaders are known."""
     print(f"run     {shown(built.run.path)}  (attempt {launch_number(built.run)})")
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
-    batch = batches.describe(config, size)
-    if batch:
-        print(f"batch   {batch}")
-    global_batch = batches.global_batch_size(config, size)
-    if config.get("optimizer") and global_batch and not built.own_optimizer:
-        print(f"rate    {optim.describe_lr(plain(config.optimizer), global_batch)}")
-    if built.own_optimizer:
-        print("rate    the model's own configure_optimizers")
     for note in launch.get("notes") or []:
         print(f"note    {note}")
     if built.checkpoint:
         print(f"resume  {shown(Path(built.checkpoint))}")
+    print(flush=True)
+
+
+def print_batch(built: Built, size: Resources, attempt: Attempt) -> None:
+    """Samples per step and learning rate, by the loaders that there are now; and puts the first on
+    record for the attempts that follow."""
+    config, position = built.config, built.position
+    declared, shares, _ = batches.factors(config, size)
+    global_batch = built.checkpointer.global_batch_size
+    if position.samples:
+        rows = position.samples // shares
+        attempt.update(loaders=dataclasses.asdict(batches.Loaders(rows, declared, shares)))
+        other = f" (data.batch_size is {declared})" if declared not in (None, rows) else ""
+        print(f"batch   {batches.product(rows, config, size)}{other}")
+    elif declared is not None:
+        print(f"batch   {batches.describe(config, size)}")
+    if config.get("optimizer") and global_batch and not built.own_optimizer:
+        print(f"rate    {optim.describe_lr(plain(config.optimizer), global_batch)}")
+    if built.own_optimizer:
+        print("rate    the model's own configure_optimizers")
     print(flush=True)
 
 

@@ -161,6 +161,7 @@ def perform(
             stop.check()
             if here.rank == 0:
                 summary.print_start(built, resources, launch)
+                built.metrics.tell = lambda: summary.print_batch(built, resources, attempt)
             metrics = perform_task(config, built)
             state = JobState.SUCCEEDED
             if here.rank == 0:

@@ -27,7 +27,7 @@ def test_the_product() -> None:
 def test_data_that_does_not_say_its_batch_size() -> None:
     assert batches.global_batch_size(config(None), Resources()) is None
     assert batches.global_batch_size(OmegaConf.create({"trainer": {}}), Resources()) is None
-    assert batches.describe(config(None), Resources()) == ""
+    assert "as the loaders say" in batches.describe(config(None), Resources())
     assert batches.keep_global_batch(config(None), Resources(), 256, ()).changes == {}
 
 
@@ -47,6 +47,24 @@ def test_another_number_of_ranks_keeps_the_product(ranks, accumulate, per_device
     assert kept.changes == {"data.batch_size": per_device}
     devices = f"{ranks} device{'s' if ranks > 1 else ''}"
     assert f"{per_device} on {devices}:" in kept.notes[0] and "stays 256" in kept.notes[0]
+
+
+def test_another_data_modules_word_is_named_as_such() -> None:
+    mine = config(16)
+    mine.data._target_ = "mine.Data"
+    assert batches.describe(mine, Resources(1, 2)).endswith("32 per step (by data.batch_size)")
+
+
+@pytest.mark.parametrize("declared", [None, 16])
+def test_where_the_loaders_gave_something_else_nothing_is_changed(declared) -> None:
+    """Under another name, or divided by the data module itself."""
+    status = {"loaders": {"batch_size": 8, "declared": declared, "shares": 2}}
+    loaders = batches.recorded([{}, {"loaders": "nonsense"}, status])
+    before = declared and 2 * declared
+    kept = batches.keep_global_batch(config(declared), Resources(), before, (), loaders)
+    assert kept.changes == {} and "the loaders gave 8 x 2:" in kept.notes[0]
+    same = batches.keep_global_batch(config(declared), Resources(1, 2), before, (), loaders)
+    assert same == batches.Kept()
 
 
 def test_nothing_changes_where_nothing_has_to() -> None:

@@ -16,15 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from PIL import Image
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from distdl.data import StoredImages, SyntheticImages
 from distdl.data.folder import FolderImages
@@ -218,52 +210,6 @@ def test_several_training_loaders_start_the_epoch_anew_and_say_so():
     with pytest.warns(UserWarning, match="start the epoch anew"):
         loaders = source.train_dataloader()
     assert [len(list(loader)) for loader in loaders] == [5, 2]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
-
-
-class OtherLoader(DataLoader):
-    pass
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader(Augmented(), sampler=WeightedRandomSampler([1.0] * 10, 10)),
-        lambda: DataLoader(Augmented(), sampler=RandomSampler(range(10), replacement=True)),
-        lambda: DataLoader(Augmented(), sampler=RandomSampler(range(10), num_samples=4)),
-        lambda: DataLoader(
-            Augmented(), batch_sampler=Batches(SequentialSampler(range(10)), 2, True)
-        ),
-        lambda: DataLoader(Augmented(), batch_size=None),
-        lambda: DataLoader(Stream()),
-        lambda: OtherLoader(Augmented()),
-        lambda: [1, 2],
-    ],
-)
-def test_what_torch_did_not_choose_is_left_alone_with_one_warning(make):
-    given = make()
-    alone = share(Loaders(lambda: given))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert alone.train_dataloader() == given == alone.val_dataloader()
-    source = share(Loaders(lambda: given), 0, 2)
-    with pytest.warns(UserWarning, match="shard by itself over 2 ranks") as seen:
-        assert source.train_dataloader() == given == source.train_dataloader()
-    assert len(seen) == 1
-
-
-class Batches(BatchSampler):
-    pass
-
-
-def test_a_custom_loader_that_cannot_resume_says_so():
-    source = share(Loaders(lambda: OtherLoader(Augmented())), position=TrainPosition(0, 4))
-    with pytest.warns(UserWarning, match="starts the epoch anew"):
-        source.train_dataloader()
 
 
 def test_evaluation_on_one_rank_is_the_users_own():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 from torch import nn
 
 from distdl import optim
 from distdl.errors import UserError
+from distdl.schedules import length_of
 
 SGD = {
     "_target_": "torch.optim.SGD",
@@ -237,7 +240,7 @@ def test_constant():
 @pytest.mark.parametrize("name", ["warmup_cosine", "warmup_step", "constant"])
 def test_a_warmup_longer_than_training_is_said(name, caplog):
     schedule(name, sgd(), epochs=3, warmup_epochs=5)
-    assert "schedule.warmup_epochs is 5 and training lasts 3 epochs" in caplog.text
+    assert "warmup_epochs=5 is 50 optimizer steps and training lasts 30" in caplog.text
 
 
 def test_warmup_may_fill_the_whole_training():
@@ -299,6 +302,49 @@ def test_torchs_own_schedules_are_told_the_total_steps():
     config = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 1.0}
     built = optim.build_schedule(sgd(), config, steps_per_epoch=10, max_epochs=4)
     assert built["scheduler"].total_steps == 40 and built["interval"] == "step"
+
+
+class Trains:
+    """What `length_of` asks a Trainer for, computed by Lightning's own property."""
+
+    estimated_stepping_batches = Trainer.estimated_stepping_batches
+    train_dataloader = ()
+
+    def __init__(self, batches, max_epochs=-1, max_steps=-1, accumulate=1):
+        self.num_training_batches, self.accumulate_grad_batches = batches, accumulate
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+
+
+@pytest.mark.parametrize(
+    ("trains", "steps"),
+    [
+        (Trains(1000, 90, 100), 100),
+        (Trains(1000, 90, 1500), 1500),
+        (Trains(1000, -1, 1500), 1500),
+        (Trains(10, 3, 1000), 30),
+        (Trains(10, 3, accumulate=4), 9),
+        (Trains(10, 3, 8, accumulate=4), 8),
+        (Trains(math.inf, 3, 70), 70),
+    ],
+)
+@pytest.mark.parametrize("target", ["distdl.optim.warmup_cosine", "OneCycleLR"])
+def test_a_schedule_ends_with_the_training(trains, steps, target):
+    """Whichever comes first of max_epochs and max_steps, also within an epoch."""
+    optimizer = sgd()
+    config = {"_target_": target, "warmup_epochs": 0}
+    if target == "OneCycleLR":
+        config = {"_target_": f"torch.optim.lr_scheduler.{target}", "max_lr": 0.2}
+    length = asdict(length_of(trains))
+    found = rates(optim.build_schedule(optimizer, config, **length), optimizer, steps)
+    assert max(found) > 0.17 and found[len(found) // 2] > 0.05 and found[-1] < 0.01
+
+
+def test_a_schedule_without_an_end_is_refused():
+    for trains in (Trains(10), Trains(math.inf, 3)):
+        length = asdict(length_of(trains))
+        with pytest.raises(UserError, match=r"trainer.max_steps="):
+            optim.build_schedule(sgd(), {"_target_": "distdl.optim.warmup_cosine"}, **length)
+        optim.build_schedule(sgd(), {"_target_": "distdl.optim.constant"}, **length)
 
 
 def test_lightnings_own_keys_go_to_lightning():

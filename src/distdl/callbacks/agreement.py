@@ -2,8 +2,44 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
+
+from distdl import cluster
+from distdl.errors import Problem, UserError
+
+
+def least_of_all(batches: float) -> float:
+    """How many batches every rank surely has: 0 where one has no length and there are others.
+
+    Args:
+        batches: That this rank will go through; infinity: unknown. Called by all ranks.
+    """
+    least = min(cluster.gather(batches))
+    return 0 if math.isinf(least) and cluster.world_size() > 1 else least
+
+
+def refuse_uneven(batches: float) -> None:
+    """Ends a training whose ranks have different numbers of batches: in the longest epoch a rank
+    would wait for gradients of those that have ended theirs. Called by all ranks.
+
+    Args:
+        batches: Of this rank's epoch; infinity: unknown, and nothing is compared.
+
+    Raises:
+        UserError: On all ranks.
+    """
+    seen = cluster.gather(batches)
+    other = next((rank for rank, count in enumerate(seen) if count != seen[0]), None)
+    if other is not None and not math.isinf(max(seen)):
+        what = (
+            f"train_dataloader gives {seen[0]:g} batches on rank 0 and {seen[other]:g} on rank "
+            f"{other}: the ranks would wait for each other"
+        )
+        remedy = f"shard evenly, or trainer.limit_train_batches={min(seen):g}"
+        raise UserError(Problem("data", what, remedy))
 
 
 class Agreement:

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl import cluster, optim
 from distdl.callbacks import apart
-from distdl.callbacks.agreement import Agreement
+from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.callbacks.best import Best
 from distdl.callbacks.going_on import (
     recount_batches,
@@ -48,8 +48,8 @@ class Checkpointer(Callback):
         store: Where checkpoints go.
         stop: Whether this process was asked to end.
         position: The position in the training data; this callback moves it.
-        global_batch_size: Samples per optimizer step over all ranks, or None if the data does not
-            say.
+        global_batch_size: Samples per optimizer step over all ranks as the config says, for
+            loaders that do not; None: neither says.
         accumulate: Batches per optimizer step.
         optimizer: The config's optimizer node, to scale the learning rate when a run goes on with
             another global batch.
@@ -78,8 +78,7 @@ class Checkpointer(Callback):
     ) -> None:
         self.stop, self.position = stop, position
         self.saver = Saver(store, keep_last=keep_last, background=background)
-        self.global_batch_size, self.seed = global_batch_size, seed
-        self.samples_per_batch = global_batch_size // accumulate if global_batch_size else 0
+        self._declared, self.accumulate, self.seed = global_batch_size, accumulate, seed
         self.optimizer = optimizer
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
@@ -89,6 +88,18 @@ class Checkpointer(Callback):
         self._reason = ""
         self._kept: dict[str, Any] | None = None
         self._guards = False
+        self._common: float = 0
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per optimizer step over all ranks."""
+        samples = self.position.samples
+        return samples * self.accumulate if samples else self._declared
+
+    @property
+    def samples_per_batch(self) -> int:
+        """By how much a batch moves the position; 0: nobody says."""
+        return self.position.per_batch or (self._declared or 0) // self.accumulate
 
     # ------------------------------------------------------------------------------- moments
 
@@ -105,11 +116,13 @@ class Checkpointer(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning would broadcast a flag and read it back (a device sync) on every step.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
         self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
         if self._kept is not None:
             restore_rng(self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank)
+            self._recount(trainer, self._kept)
             self._rescale(trainer, self._kept["global_batch_size"])
             self._kept = None
         if self._stop_now():
@@ -146,9 +159,15 @@ class Checkpointer(Callback):
         if (by_step or (save and not soon)) and step != self._saved_step:
             self._save(trainer, "step" if by_step else "time")
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            # A rank with more batches than another has nobody to agree with in its last ones.
+            self._common = least_of_all(sum(trainer.fit_loop.epoch_loop.val_loop.max_batches))
+
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or not self._common:
             return
+        self._common -= 1
         stop, _save, failed = self._agreement.exchange(*self._flags())
         if failed:
             self.saver.settle()
@@ -242,14 +261,22 @@ class Checkpointer(Callback):
         self.position.epoch, self.position.consumed = kept["epoch"], kept["consumed"]
         self.best.load(kept)
         self._kept = kept
+
+    def _recount(self, trainer: Trainer, kept: dict[str, Any]) -> None:
+        """Not while loading: only the loaders, which come later, know what a batch holds."""
         if self.samples_per_batch and kept["samples_per_batch"] != self.samples_per_batch:
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            recount_batches(progress, kept["consumed"], self.samples_per_batch)
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            state = progress.state_dict()
+            recount_batches(state, kept["consumed"], self.samples_per_batch)
+            progress.load_state_dict(state)
 
     def _rescale(self, trainer: Trainer, before: int | None) -> None:
         """Another global batch: the rate follows its rule, the schedule keeps its epoch."""
         now = self.global_batch_size
-        if not before or not now or before == now or not self.optimizer:
+        if not before or not now or before == now:
+            return
+        if not self.optimizer:
+            log.warning("the global batch was %d and is %d: the rate is as it was", before, now)
             return
         rule = self.optimizer.get("lr_scaling", "none")
         reference = self.optimizer.get("lr_reference_batch", 256)

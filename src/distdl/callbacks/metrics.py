@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import Lead
 from distdl.run_directory import Attempt
 
@@ -31,10 +33,18 @@ class StepMetrics(Callback):
     Args:
         batch_size: Samples per device and batch; None: the first dimension of a batch's tensors.
         attempt: Its status.json is kept up to date (global rank 0), every five seconds at most.
+        position: Knows better how many samples a batch holds, once there are loaders.
+        tell: Called on global rank 0 when training starts, when the loaders are known.
     """
 
-    def __init__(self, batch_size: int | None, attempt: Attempt | None = None) -> None:
-        self.batch_size, self.attempt = batch_size, attempt
+    def __init__(
+        self,
+        batch_size: int | None,
+        attempt: Attempt | None = None,
+        position: TrainPosition | None = None,
+    ) -> None:
+        self.batch_size, self.attempt, self.position = batch_size, attempt, position
+        self.tell: Callable[[], None] | None = None
         self.latest: dict[str, float] = {}
         self.listeners: list[Any] = []
         self.images_per_second: list[float] = []
@@ -44,6 +54,8 @@ class StepMetrics(Callback):
         self._loss = torch.zeros((), device=pl_module.device)
         self._lead = Lead(pl_module.device)
         self._logged_step = trainer.global_step
+        if self.tell is not None and trainer.is_global_zero:
+            self.tell()
         self._reset()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,7 +131,10 @@ class StepMetrics(Callback):
         if self.batch_size and self._seconds > 0:
             # The stages of a pipeline work on the same images.
             shares = trainer.distributed_sampler_kwargs or {}
-            images = self._batches * self.batch_size * shares.get("num_replicas", 1)
+            samples = self.batch_size * shares.get("num_replicas", 1)
+            if self.position is not None and self.position.samples:
+                samples = self.position.samples
+            images = self._batches * samples
             metrics["perf/images_per_second"] = images / self._seconds
             self.images_per_second.append(images / self._seconds)
         metrics["perf/data_wait"] = self._wait / max(self._seconds, 1e-9)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
@@ -25,9 +22,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
+from distdl.data.rebuilding import NotRebuilt, rebuilt
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition, stable_seed
+from distdl.data.streams import Striding
 from distdl.data.worker_signals import Surviving
-from distdl.errors import UserError
+from distdl.errors import Problem, UserError
 
 
 class KeyedDataset(Dataset[Any]):
@@ -70,18 +70,16 @@ class KeyedDataset(Dataset[Any]):
         # DataLoader's fetcher asks for a whole batch here: the states are saved once per batch.
         if getattr(self.dataset, "is_deterministic", isinstance(self.dataset, TensorDataset)):
             return [self._sample(key) for key in keys]
-        with _random_states_kept():
+        if get_worker_info() is not None:  # a worker draws nothing else
+            return [self._sample(key, reseed=True) for key in keys]
+        with random_states_kept():
             return [self._sample(key, reseed=True) for key in keys]
 
     def _sample(self, key: SampleKey | int, reseed: bool = False) -> Any:
         if not isinstance(key, SampleKey):
             return self.dataset[key]
         if reseed:
-            value = stable_seed(self.seed, key.epoch, key.index)
-            random.seed(value)
-            np.random.seed(value & 0xFFFFFFFF)
-            # Not torch.manual_seed: that would also reset the GPUs' generators.
-            torch.default_generator.manual_seed(value)
+            seed_all(stable_seed(self.seed, key.epoch, key.index))
         at_epoch = getattr(self.dataset, "at_epoch", None)
         sample = at_epoch(key.index, key.epoch) if at_epoch else self.dataset[key.index]
         if not self.with_weight:
@@ -97,20 +95,6 @@ class KeyedDataset(Dataset[Any]):
         return {**sample, "weight": weight, "index": key.index}
 
 
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    if get_worker_info() is not None:  # a worker draws nothing else
-        yield
-        return
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
 def distribute(
     source: LightningDataModule | LightningModule,
     *,
@@ -119,38 +103,52 @@ def distribute(
     seed: int,
     position: TrainPosition,
     shuffle: bool | None = None,
+    share: bool = True,
 ) -> None:
     """Make what `source.*_dataloader()` return take its share of the data on this rank.
 
-    Touched is every `DataLoader` over a map-style dataset whose sampler torch chose itself
-    (`shuffle=True` or not). All its other settings stay.
+    Any `DataLoader` over a map-style dataset, all of whose other settings stay:
 
-    - Training: `TrainBatches`, which go on at `position`. The tail that fills no global batch is
-      dropped in each epoch, `drop_last=False` or not: uneven ranks hang DDP. Where
-      `train_dataloader` returns several loaders, each is sharded, but a resume in the middle of an
-      epoch starts them from the epoch's beginning (with a warning).
-    - Evaluation with `source.exact_evaluation = True`: `EvalBatches`, every sample once; samples
-      must be dicts, in training too, and get "weight" and "index". A metric is
-      `sum(weight * value) / sum(weight)`, the sums taken over all ranks.
-    - Evaluation without it: left as it is on one rank; on several the first samples are repeated
-      until the ranks are even, with a warning that says how many count twice.
+    - With a sampler that torch chose (`shuffle=True` or not) or any other one that has a length:
+      ranks take turns in its order, which is made to depend on seed and epoch alone (`Drawn`).
+    - With a batch sampler of the user's own: ranks take turns in its batches.
+    - A subclass is made anew with its own arguments, as Lightning does it.
 
-    Left alone, with one warning per stage on several ranks: custom samplers and batch samplers,
-    iterable datasets, subclasses of DataLoader, other iterables. They must shard by themselves, and
-    a resume starts them anew.
+    Training: `TrainBatches`, which go on at `position`. The tail that fills no global batch is
+    dropped in each epoch, `drop_last=False` or not: uneven ranks hang DDP. Where `train_dataloader`
+    returns several loaders, each is sharded, but a resume in the middle of an epoch starts them
+    from the epoch's beginning (with a warning).
+
+    Evaluation with `source.exact_evaluation = True`: `EvalBatches`, every sample once; samples must
+    be dicts, in training too, and get "weight" and "index". A metric is
+    `sum(weight * value) / sum(weight)`, the sums taken over all ranks. Without it: left as it is on
+    one rank; on several the first samples are repeated until the ranks are even, with a warning
+    that says how many count twice.
+
+    Left alone is what shards by itself: a DistributedSampler, or one that holds `num_replicas` and
+    `rank`; an iterable dataset with `shards_itself = True` (with `shards_itself = False` each rank
+    takes every `world_size`-th of its samples); what is no DataLoader, with a warning on several
+    ranks. A resume in the middle of an epoch starts these anew, with a warning.
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
         rank: Of this process among those that take different data (not the pipeline's stages).
         world_size: How many of them there are.
         seed: The run's seed, the same on every rank.
-        position: Shared with whoever counts the samples that were trained on.
+        position: Shared with whoever counts the samples that were trained on. Is told how many a
+            batch of every rank holds, whenever `train_dataloader` is called.
         shuffle: Of training; None: as the loader says. False serves `overfit_batches`.
+        share: False: all loaders are left alone (`trainer.use_distributed_sampler=false`).
+
+    Raises:
+        UserError: From `train_dataloader`, on several ranks, where all of them would train on the
+            same samples: an iterable dataset that does not say whether it shards, a sampler
+            without a length, a subclass whose sampler cannot be replaced.
     """
     for stage in ("train", "val", "test", "predict"):
         hook = getattr(source, f"{stage}_dataloader")
-        share = _Share(stage, source, rank, world_size, seed, position, shuffle)
-        setattr(source, f"{stage}_dataloader", _wrapped(hook, share))
+        part = _Share(stage, source, rank, world_size, seed, position, shuffle, share)
+        setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
 
 
 def _wrapped(hook: Callable[[], Any], share: _Share) -> Callable[[], Any]:
@@ -172,12 +170,15 @@ class _Share:
     seed: int
     position: TrainPosition
     shuffle: bool | None
+    share: bool
     warned: set[str] = field(default_factory=set)
 
     def of(self, loaders: Any) -> Any:
         several = _count(loaders) > 1
-        if several and self.stage == "train" and self.position.consumed:
-            self._warn("several", "several loaders start the epoch anew, samples repeat")
+        if self.stage == "train":
+            self.position.per_batch, self.position.samples = 0, 0
+            if several and self.position.consumed:
+                self._warn("several", "several loaders start the epoch anew, samples repeat")
         return self._each(loaders, resume=not several)
 
     def _each(self, loaders: Any, resume: bool) -> Any:
@@ -197,18 +198,31 @@ class _Share:
             return None
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, Surviving):
             loader.worker_init_fn = Surviving(loader.worker_init_fn)
-        if not _is_plain(loader):
-            if self.world_size > 1:
-                self._warn(
-                    "custom",
-                    "left as it is (a custom sampler or loader, or an iterable dataset): it must "
-                    f"shard by itself over {self.world_size} ranks",
-                )
-            elif self.stage == "train" and self.position.consumed:
-                self._warn("custom", "a custom sampler or loader starts the epoch anew")
+        if not self.share:
+            return self._left(loader)
+        if not isinstance(loader, DataLoader):
+            name = type(loader).__name__
+            return self._left(loader, f"left as it is ({name} is no DataLoader)")
+        if isinstance(loader.dataset, IterableDataset):
+            return self._stream(loader)
+        if shards_itself(loader):
+            return self._left(loader)
+        sampler = _Chosen(loader)
+        if not sampler.has_length:
+            return self._cannot(loader, "its sampler has no length")
+        if self.stage == "train":
+            batches: TrainBatches | EvalBatches | None = self._train(loader, sampler, resume)
+        else:
+            batches = self._evaluate(loader, sampler)
+        if batches is None:
             return loader
-        batches = self._train(loader, resume) if self.stage == "train" else self._evaluate(loader)
-        return loader if batches is None else _rebuilt(loader, self._keyed(loader), batches)
+        try:
+            made = rebuilt(loader, self._keyed(loader), batches)
+        except NotRebuilt as error:
+            return self._cannot(loader, str(error))
+        if isinstance(batches, TrainBatches):
+            self._count_in(batches.global_batch, sampler.rows)
+        return made
 
     @property
     def _exact(self) -> bool:
@@ -217,45 +231,152 @@ class _Share:
     def _keyed(self, loader: DataLoader[Any]) -> KeyedDataset:
         return KeyedDataset(loader.dataset, self.seed, with_weight=self._exact)
 
-    def _train(self, loader: DataLoader[Any], resume: bool) -> TrainBatches:
-        shuffled = isinstance(loader.sampler, RandomSampler)
+    def _train(self, loader: DataLoader[Any], sampler: _Chosen, resume: bool) -> TrainBatches:
+        ordered: Any = loader.dataset if hasattr(loader.dataset, "reached") else None
+        shuffle = isinstance(sampler.order, RandomSampler)
+        if not sampler.by_torch:
+            ordered = Drawn(sampler.order, always_first=self.shuffle is False)
+        elif self.shuffle is not None:
+            shuffle = self.shuffle
         return TrainBatches(
-            len(loader.dataset),  # type: ignore[arg-type]
-            loader.batch_size or 1,
+            len(sampler.order),
+            sampler.batch_size,
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
-            shuffle=shuffled if self.shuffle is None else self.shuffle,
+            shuffle=shuffle or not sampler.by_torch,
             position=self.position,
             resume=resume,
-            dataset=loader.dataset if hasattr(loader.dataset, "reached") else None,  # type: ignore[arg-type]
+            dataset=ordered,
+            whole=sampler.whole,
         )
 
-    def _evaluate(self, loader: DataLoader[Any]) -> EvalBatches | None:
+    def _evaluate(self, loader: DataLoader[Any], sampler: _Chosen) -> EvalBatches | None:
         if self.world_size == 1 and not self._exact:
             return None
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-        twice = -samples % self.world_size
+        order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
+        count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
+        twice = -count % self.world_size
         if twice and not self._exact:
             self._warn(
                 "twice",
-                f"{samples} samples over {self.world_size} ranks: {twice} of them are counted "
+                f"{count} {'batches' if sampler.whole else 'samples'} over {self.world_size} "
+                f"ranks: {twice} of them are counted "
                 "twice. To count each once, return dict samples, set exact_evaluation = True on "
                 f'{type(self.source).__name__} and weigh metrics by batch["weight"]',
             )
         return EvalBatches(
-            samples,
-            loader.batch_size or 1,
+            count,
+            sampler.batch_size,
             rank=self.rank,
             world_size=self.world_size,
             exact=self._exact,
-            drop_last=loader.drop_last,
+            drop_last=sampler.drop_last,
+            order=order,
+            whole=sampler.whole,
         )
+
+    def _stream(self, loader: DataLoader[Any]) -> Any:
+        """Of an iterable dataset nobody knows whether its ranks read the same."""
+        says = getattr(loader.dataset, "shards_itself", None)
+        if says is not None or self.world_size == 1 or self.stage != "train":
+            if says is False and self.world_size > 1:
+                if not isinstance(loader.dataset, Striding):  # the hook may give one loader twice
+                    assert isinstance(loader.dataset, IterableDataset)
+                    dataset = Striding(loader.dataset, self.rank, self.world_size)
+                    object.__setattr__(loader, "dataset", dataset)  # DataLoader itself refuses
+                text = "each rank takes one sample of %d of the iterable dataset, and reads all"
+                self._warn("stride", text % self.world_size)
+            return self._left(loader, "an iterable dataset" if says is None else None)
+        name = type(loader.dataset).__name__
+        raise UserError(
+            Problem(
+                "data",
+                f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
+                f"{self.world_size} ranks different samples",
+                f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
+                f"let each rank take every {self.world_size}th sample; or leave all loaders alone: "
+                "trainer.use_distributed_sampler=false",
+            )
+        )
+
+    def _cannot(self, loader: DataLoader[Any], why: str) -> Any:
+        name = type(loader).__name__
+        if self.world_size == 1 or self.stage != "train":
+            return self._left(loader, f"left as it is ({name}: {why})")
+        raise UserError(
+            Problem(
+                "data",
+                f"train_dataloader: the ranks would all train on the same samples, since {name} "
+                f"cannot be given one rank's share: {why}",
+                "change that, or shard by yourself and leave all loaders alone: "
+                "trainer.use_distributed_sampler=false",
+            )
+        )
+
+    def _left(self, loader: Any, why: str | None = None) -> Any:
+        """Counted and given back. Said is, on several ranks, why it was not sharded, if it should
+        have been; and on a resume that it starts anew."""
+        if why is not None and self.world_size > 1:
+            sharded = f"it must shard by itself over {self.world_size} ranks"
+            self._warn("custom", f"{why}: {sharded}")
+        if self.stage == "train":
+            if self.position.consumed:
+                self._warn("anew", f"{type(loader).__name__} starts the epoch anew")
+            rows = _Chosen(loader).rows if isinstance(loader, DataLoader) else None
+            self._count_in((rows or 1) * self.world_size, rows)
+        return loader
+
+    def _count_in(self, per_batch: int, rows: int | None) -> None:
+        """What a batch of every rank holds of one more loader."""
+        position = self.position
+        position.per_batch += per_batch
+        if rows is None or position.samples is None:
+            position.samples = None
+        else:
+            position.samples += rows * self.world_size
 
     def _warn(self, topic: str, text: str) -> None:
         if self.rank == 0 and topic not in self.warned:
             warnings.warn(f"{self.stage}_dataloader: {text}", stacklevel=2)
         self.warned.add(topic)
+
+
+class _Chosen:
+    """Who chooses a loader's samples, and how many of them a batch holds.
+
+    `order` is the sampler, or the batch sampler if that is the user's own (`whole`). `rows` is the
+    number of samples in a batch, None where nobody says.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batches = loader.batch_sampler
+        self.whole = batches is not None and type(batches) is not BatchSampler
+        # A loader that was given torch's BatchSampler shows another sampler and no size itself.
+        self.order: Any = loader.sampler if batches is None else batches
+        if type(batches) is BatchSampler:
+            self.order = batches.sampler
+        self.batch_size = batches.batch_size if type(batches) is BatchSampler else 1
+        rows = getattr(batches if batches is not None else loader.sampler, "batch_size", None)
+        self.rows = rows if isinstance(rows, int) else None
+        self.drop_last = bool(type(batches) is BatchSampler and batches.drop_last)
+        self.by_torch = _is_torchs_choice(self.order, loader.dataset)
+
+    @property
+    def has_length(self) -> bool:
+        try:
+            return len(self.order) >= 0
+        except (TypeError, NotImplementedError):
+            return False
+
+
+def _is_torchs_choice(sampler: Any, dataset: Any) -> bool:
+    """Whether a sampler gives all samples of the dataset, in order or shuffled."""
+    if type(sampler) is SequentialSampler:
+        return sampler.data_source is dataset
+    if type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    return sampler.data_source is dataset and sampler.num_samples == len(dataset)
 
 
 def _count(loaders: Any) -> int:
@@ -264,35 +385,3 @@ def _count(loaders: Any) -> int:
     if isinstance(loaders, Mapping):
         return sum(map(_count, loaders.values()))
     return sum(map(_count, loaders)) if isinstance(loaders, list | tuple) else 1
-
-
-def _is_plain(loader: Any) -> bool:
-    """Whether torch chose the sampler: only then another one may take its place."""
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return False
-    if type(loader.batch_sampler) is not BatchSampler:
-        return False
-    sampler = loader.sampler
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return type(sampler) is SequentialSampler
-
-
-def _rebuilt(
-    loader: DataLoader[Any], dataset: KeyedDataset, batches: TrainBatches | EvalBatches
-) -> DataLoader[Any]:
-    return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SequentialSampler
 
 from distdl.errors import Problem, UserError
 
@@ -35,16 +37,25 @@ class TrainPosition:
 
     Args:
         epoch: The current epoch.
-        consumed: Samples already trained on in this epoch, over all ranks.
+        consumed: Samples already trained on in this epoch, over all ranks (of a custom batch
+            sampler: batches).
+        per_batch: By how much one batch of every rank moves `consumed`, as the loader that was
+            distributed says; 0 until there is one.
+        samples: How many samples such batches hold, over all ranks; None: the loader does not say.
     """
 
     epoch: int = 0
     consumed: int = 0
+    per_batch: int = 0
+    samples: int | None = None
 
 
-def stable_seed(*parts: int) -> int:
-    """A 63-bit seed from whole numbers: the same in every process, on every machine, for good."""
-    text = ",".join(str(int(part)) for part in parts)
+def stable_seed(*parts: Any) -> int:
+    """A 63-bit seed from whole numbers: the same in every process, on every machine, for good.
+
+    What a custom sampler gives in the place of a number counts by its `repr`.
+    """
+    text = ",".join(str(int(p)) if isinstance(p, Integral) else repr(p) for p in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -87,6 +98,8 @@ class TrainBatches(Sampler[list[SampleKey]]):
         position: Where to start; the training loop keeps it up to date.
         resume: False: every `iter()` starts at the beginning of `position.epoch`.
         dataset: Asked for its order when shuffled, and told how far it goes; None: nobody.
+        whole: The order consists of whole batches, of which a rank takes every `world_size`-th:
+            "samples" are batches then, and `batch_size` is 1.
 
     Raises:
         UserError: When there are fewer samples than one global batch.
@@ -104,12 +117,16 @@ class TrainBatches(Sampler[list[SampleKey]]):
         position: TrainPosition,
         resume: bool = True,
         dataset: Ordered | None = None,
+        whole: bool = False,
     ) -> None:
-        self.num_samples, self.batch_size = num_samples, batch_size
+        self.num_samples, self.batch_size, self.whole = num_samples, batch_size, whole
         self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle = seed, shuffle
         self.position, self.resume, self.dataset = position, resume, dataset
         self.global_batch = batch_size * world_size
+        if num_samples < self.global_batch and whole:
+            what = f"{num_samples} training batches are fewer than the {world_size} ranks"
+            raise UserError(Problem("data", what, "fewer devices, or smaller batches"))
         if num_samples < self.global_batch:
             raise UserError(
                 Problem(
@@ -135,21 +152,20 @@ class TrainBatches(Sampler[list[SampleKey]]):
     def _batches(self, epoch: int, consumed: int) -> Iterator[list[SampleKey]]:
         order = self._order(epoch)
         # A position that is no multiple of the global batch comes from a run with another one.
-        remaining = len(self) - math.ceil(consumed / self.global_batch)
+        remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
         for step in range(remaining):
             start = consumed + step * self.global_batch + self.rank * self.batch_size
             if self.dataset is not None:
                 place = consumed + step * self.global_batch
                 self.dataset.reached(self.seed, epoch, place, order)
             rows = order[start : start + self.batch_size].tolist()
-            yield [SampleKey(index, epoch, 1.0) for index in rows]
+            yield [SampleKey(i, epoch, 1.0) for i in (rows[0] if self.whole else rows)]
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:
             return np.arange(self.num_samples)
         own = self.dataset.order(self.seed, epoch) if self.dataset is not None else None
         if own is not None:
-            assert len(own) == self.num_samples
             return own
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator).numpy()
@@ -170,6 +186,9 @@ class EvalBatches(Sampler[list[SampleKey]]):
             weighted values count every sample exactly once. False: the first samples are repeated
             with weight 1 until the ranks are equal, and the last batch may be smaller.
         drop_last: Leave out a smaller last batch (not when exact).
+        order: What a sampler chose of the dataset, [num_samples]; None: all of it.
+        whole: `order` consists of whole batches, and `batch_size` is 1: what is said above of
+            samples holds for batches, whose shapes stay as they are.
     """
 
     def __init__(
@@ -181,8 +200,11 @@ class EvalBatches(Sampler[list[SampleKey]]):
         world_size: int,
         exact: bool = True,
         drop_last: bool = False,
+        order: np.ndarray[Any, Any] | None = None,
+        whole: bool = False,
     ) -> None:
         self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.order, self.whole = order, whole
         self.exact = exact
         rows = math.ceil(num_samples / world_size)
         self.rows_per_batch = max(1, min(batch_size, rows)) if exact else batch_size
@@ -198,10 +220,42 @@ class EvalBatches(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for start in range(0, self.rows, self.rows_per_batch):
             stop = min(start + self.rows_per_batch, self.rows)
-            yield [self._key(row) for row in range(start, stop)]
+            if self.whole:
+                yield list(self._of_batch(start))
+            else:
+                yield [self._key(row) for row in range(start, stop)]
 
     def _key(self, row: int) -> SampleKey:
-        place = row * self.world_size + self.rank
-        if place < self.num_samples:
-            return SampleKey(place, 0, 1.0)
-        return SampleKey(0, 0, 0.0) if self.exact else SampleKey(place % self.num_samples, 0, 1.0)
+        index, weight = self._at(row)
+        return SampleKey(index, 0, weight)
+
+    def _of_batch(self, row: int) -> Iterator[SampleKey]:
+        batch, weight = self._at(row)
+        return (SampleKey(index, 0, weight) for index in batch)
+
+    def _at(self, row: int) -> tuple[Any, float]:
+        place, weight = row * self.world_size + self.rank, 1.0
+        if place >= self.num_samples:
+            place, weight = (0, 0.0) if self.exact else (place % self.num_samples, 1.0)
+        return (place if self.order is None else self.order[place : place + 1].tolist()[0]), weight
+
+
+class InOrder(SequentialSampler):
+    """The samples of batches one by one, for a loader that makes the batches itself.
+
+    Lightning's `overfit_batches` puts a sampler of all samples into the place of any that is no
+    SequentialSampler, on every rank.
+    """
+
+    def __init__(self, batches: TrainBatches | EvalBatches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return (
+            self.batches.rows
+            if isinstance(self.batches, EvalBatches)
+            else (len(self.batches) * self.batches.batch_size)
+        )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from distdl import checkpoint as checkpoints
 from distdl.build import Built
 from distdl.errors import Problem, UserError
 
 
 def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
-    """Runs the validation loop once.
+    """Runs the validation loop once, and logs at the checkpoint's step and epoch.
+
+    In a run that has trained the metrics are called `validate/...`, so that no curve of the
+    training gets a point that is not its own.
 
     Args:
         context: The built run.
@@ -19,6 +25,7 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
         UserError: There is no such checkpoint.
     """
     path = None if checkpoint == "none" else _find(context, checkpoint)
+    _log_at_the_checkpoint(context)
     results = context.trainer.validate(
         context.module,
         datamodule=context.datamodule,
@@ -27,6 +34,30 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
         verbose=False,
     )
     return {k: float(v) for result in results for k, v in result.items()}
+
+
+def _log_at_the_checkpoint(context: Built) -> None:
+    """Lightning would log at step 0 of epoch 0: of a checkpoint it loads the weights alone."""
+    loop = context.trainer.fit_loop
+    of_module = context.module.on_load_checkpoint
+
+    def on_load_checkpoint(loaded: dict[str, Any]) -> None:
+        of_module(loaded)
+        loop.epoch_loop._batches_that_stepped = int(loaded.get("global_step") or 0)
+        loop.epoch_progress.current.completed = int(loaded.get("epoch") or 0)
+
+    context.module.on_load_checkpoint = on_load_checkpoint  # type: ignore[method-assign]
+    if context.has_trained:
+        for logger in context.trainer.loggers:
+            logger.log_metrics = _renaming(logger.log_metrics)  # type: ignore[method-assign]
+
+
+def _renaming(log: Callable[..., None]) -> Callable[..., None]:
+    def log_metrics(metrics: Mapping[str, Any], step: int | None = None) -> None:
+        # The epoch is the checkpoint's, as the training logged it there.
+        log({k if k == "epoch" else f"validate/{k}": v for k, v in metrics.items()}, step)
+
+    return log_metrics
 
 
 def _find(context: Built, named: str) -> str:
