@@ -46,7 +46,7 @@ def _log_at_the_checkpoint(context: Built) -> None:
         loop.epoch_loop._batches_that_stepped = int(loaded.get("global_step") or 0)
         loop.epoch_progress.current.completed = int(loaded.get("epoch") or 0)
 
-    context.module.on_load_checkpoint = on_load_checkpoint  # type: ignore[method-assign]
+    context.module.on_load_checkpoint = on_load_checkpoint  # type: ignore[method-assign, assignment]
     if context.has_trained:
         for logger in context.trainer.loggers:
             logger.log_metrics = _renaming(logger.log_metrics)  # type: ignore[method-assign]
