@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distdl import walltime
 from distdl.errors import Problem
 
 CHOICES = {
@@ -46,8 +47,6 @@ MOUNT = (
 COMPUTE_NAME = re.compile(r"[A-Za-z](?=.{2,31}$)[A-Za-z0-9-]*[A-Za-z0-9]")
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
-
-WALLTIMES = 'hours (12, 0.5), or in quotes "1:30:00", "2-12" (days-hours), "1-12:00:00"'
 
 Node = Mapping[str, Any]
 
@@ -218,17 +217,16 @@ def services(node: Node) -> Iterator[Problem]:
 
 
 def words(node: Node) -> Iterator[Problem]:
-    from distdl.launchers.azureml.request import seconds
+    from distdl.launchers.azureml.request import limit
 
     for key in node.get("mount") or {}:
         if key not in MOUNT:
             remedy = nearest(key, list(MOUNT)) or f"one of {', '.join(MOUNT)}"
             yield Problem(f"mount.{key}", "Azure's data mounts have no such setting", remedy)
     try:
-        seconds(node.get("walltime"))
-    except (TypeError, ValueError):
-        what = f"{node.get('walltime')!r} is no time"
-        yield Problem("walltime", what, WALLTIMES)
+        limit(node.get("walltime"))
+    except ValueError as error:
+        yield Problem("walltime", str(error), walltime.FORMS)
     shm = node.get("shm_size")
     if shm and not re.fullmatch(r"[1-9]\d*[bkmgBKMG]", str(shm)):
         yield Problem("shm_size", f"{shm!r} is no size", "a number and b, k, m or g: 16g")

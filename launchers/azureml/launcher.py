@@ -93,7 +93,7 @@ class AzureMLLauncher:
         from distdl.launchers.azureml import advice
 
         size = specs[0].resources
-        limit = requests.seconds(self.node["walltime"])
+        limit = requests.limit(self.node["walltime"])
         node = {**self.node, "sweep": len(specs) > 1}
         at_once = job["limits"]["max_concurrent_trials"] if job["type"] == "sweep" else 1
         return AzureMLRequest(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distdl import walltime
 from distdl.job import JobSpec
 from distdl.job import variables as as_variables
 from distdl.launchers.azureml.needs import SCHEMAS, environment_name, tidy, to_yaml
@@ -22,7 +23,6 @@ OTHER_MOUNT_VARIABLES = {
     "reserved_free_disk_space": "DATASET_RESERVED_FREE_DISK_SPACE",
     "unmount_timeout_seconds": "DATASET_UNMOUNT_TIMEOUT_SECONDS",
 }
-MISREAD_HOURS = 1000  # YAML reads 1:30:00 without quotes as 5400
 MEMBERS = "members"  # of a sweep: the folder of the snapshot that holds each one's frozen files
 
 Node = Mapping[str, Any]
@@ -94,7 +94,7 @@ def command_job(node: Node, spec: JobSpec) -> dict[str, Any]:
             "outputs": {"store": output(node, spec.name)},
             **placement(node, spec),
             "services": node["services"],
-            "limits": tidy({"timeout": seconds(node["walltime"])}),
+            "limits": tidy({"timeout": limit(node["walltime"])}),
             "identity": identity(node),
         }
     )
@@ -135,7 +135,7 @@ def sweep_job(node: Node, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
                 {
                     "max_total_trials": len(specs),
                     "max_concurrent_trials": min(len(specs), settings["max_concurrent"]),
-                    "trial_timeout": seconds(node["walltime"]),
+                    "trial_timeout": limit(node["walltime"]),
                 }
             ),
             "identity": identity(node),
@@ -229,19 +229,6 @@ def identity(node: Node) -> dict[str, str] | None:
     return {"type": types[node["identity"]]} if node["identity"] else None
 
 
-def seconds(walltime: str | float | None) -> int | None:
-    """`12` and `0.5` are hours; `1:30:00`, `2-12` (days-hours) and `1-12:00:00` are what they say.
-
-    Raises:
-        ValueError: It is no time, or a number that nobody means in hours.
-    """
-    if walltime is None:
-        return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d\d):(\d\d))?", str(walltime).strip())
-    if found is not None and not str(walltime).isdigit():
-        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    total = round(float(walltime) * 3600)
-    if not 0 < total < MISREAD_HOURS * 3600:
-        raise ValueError(walltime)
-    return total
+def limit(given: str | float | None) -> int | None:
+    """A walltime in seconds; None: no end."""
+    return None if given is None else walltime.seconds(given)

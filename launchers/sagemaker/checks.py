@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distdl import walltime
 from distdl.errors import Problem
 from distdl.launchers.sagemaker import inputs, instances
-from distdl.launchers.sagemaker.request import LONGEST_WAIT, seconds
+from distdl.launchers.sagemaker.request import LONGEST_WAIT
 
 LONGEST_RUN = 28 * 86400  # seconds
 LONGEST_KEEP_ALIVE = 21600  # seconds
@@ -89,17 +90,18 @@ def _instance(name: str, context: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _times(node: Mapping[str, Any]) -> Iterator[Problem]:
-    form = "hours (12), or [days-]hours:minutes:seconds (1-12:00:00)"
     found: dict[str, int | None] = {"walltime": None, "max_wait": None}
     for key in found:
         if node.get(key) is not None:
             try:
-                found[key] = seconds(node[key])
-            except (ValueError, TypeError):
-                yield Problem(key, f"{node[key]!r} is no time", form)
+                found[key] = walltime.seconds(node[key])
+            except ValueError as error:
+                yield Problem(key, str(error), walltime.FORMS)
+        elif key == "walltime":
+            yield Problem(key, "a job of SageMaker has an end", walltime.FORMS)
     run, wait = found["walltime"], found["max_wait"]
-    if run is not None and not 0 < run <= LONGEST_RUN:
-        yield Problem("walltime", f"{run} s is not between a second and 28 days", form)
+    if run is not None and run > LONGEST_RUN:
+        yield Problem("walltime", f"{run} s is more than 28 days", walltime.FORMS)
     if node.get("max_wait") is not None and not node.get("spot"):
         yield Problem("max_wait", "only spot jobs wait", "launcher.spot=true")
     elif wait is not None and run is not None and not run <= wait <= LONGEST_WAIT:

@@ -27,7 +27,7 @@ class SageMakerLauncher:
         bucket, prefix: Where in S3 code, checkpoints and logs of all runs go.
         region, profile: Of AWS; None leaves it to AWS's own variables and files.
         volume_gb: Disk of each host, in GB; sizes with NVMe disks ignore it.
-        walltime: Until the job is stopped: hours, or [days-]hours:minutes:seconds.
+        walltime: Until the job is stopped; `distdl.walltime` says what it means.
         spot: Spare capacity, which may be taken away; the run goes on when there is some again.
         max_wait: What waiting and running may take together; None: twice the walltime.
         keep_alive: Seconds that the hosts stay, and cost, for a next job.

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from distdl import walltime
 from distdl.job import JobSpec, variables
 from distdl.launchers.sagemaker.inputs import BUNDLE, parse, s3_channel
 
@@ -121,10 +122,11 @@ class SageMakerRequest:
             resources["VolumeKmsKeyId"] = output["KmsKeyId"] = s.kms_key
         if s.keep_alive:
             resources["KeepAlivePeriodInSeconds"] = s.keep_alive
-        run = seconds(s.walltime)
+        run = walltime.seconds(s.walltime)
         stopping = {"MaxRuntimeInSeconds": run}
         if s.spot:
-            wait = min(2 * run, LONGEST_WAIT) if s.max_wait is None else seconds(s.max_wait)
+            twice = min(2 * run, LONGEST_WAIT)
+            wait = twice if s.max_wait is None else walltime.seconds(s.max_wait)
             stopping["MaxWaitTimeInSeconds"] = wait
         bundle = s3_channel(BUNDLE, self.uri(self.bundle_key).rpartition("/")[0] + "/", "File")
         body: dict[str, Any] = {
@@ -216,16 +218,3 @@ class SageMakerRequest:
                 f"{instance.network} Gbit/s of Ethernet{hint}"
             )
         return notes
-
-
-def seconds(time: str | float) -> int:
-    """`12` and `0.5` are hours, `1-12:00:00` is a day and a half.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", str(time).strip())
-    if found is None:
-        return round(float(time) * 3600)
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest

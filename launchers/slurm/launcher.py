@@ -47,7 +47,7 @@ class SlurmLauncher:
     """Submits a run as a batch job, and a sweep as a job array.
 
     Args:
-        walltime: Time limit: hours, `hours:minutes:seconds` or `days-hours`; None is the
+        walltime: Time limit, as `distdl.walltime` says what it means; None is the
             partition's own.
         partition, account, qos, constraint: As sbatch takes them; None leaves them to the cluster.
         mem: Memory per node, `64G`; "0" is all of it.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distdl import walltime
 from distdl.job import JobSpec, unprintable, variables
-from distdl.launchers.slurm import settings
 
 if TYPE_CHECKING:
     from distdl.launchers.slurm.launcher import SlurmLauncher
@@ -101,11 +101,9 @@ def directives(launcher: SlurmLauncher, specs: Sequence[JobSpec], array: bool) -
     yield from launcher.sbatch
 
 
-def limit(walltime: str | float) -> str:
+def limit(given: str | float) -> str:
     """A time limit in the one form that Slurm reads in one way, `days-hours:minutes:seconds`."""
-    seconds = settings.seconds_of(walltime)
-    assert seconds is not None  # settings.problems looked at it
-    days, rest = divmod(seconds, 86400)
+    days, rest = divmod(walltime.seconds(given), 86400)
     return f"{days}-{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
 
 

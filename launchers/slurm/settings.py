@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from distdl import walltime
 from distdl.errors import Problem
 
-# YAML reads an unquoted 1:30:00 as 5400 (sixties); nobody asks for 41 days as a number.
-MISREAD_HOURS = 1000
 MAX_GRACE_SECONDS = 65535  # of sbatch --signal
 GPUS = ("gpus-per-node", "gres", "none")
 RUNTIMES = ("pyxis", "apptainer")
@@ -81,34 +80,14 @@ def time_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
     value = node.get("walltime")
     if value is None:
         return
-    seconds = seconds_of(value)
-    remedy = 'hours, hours:minutes:seconds or days-hours: 0.5, "1:30:00", "2-12"'
-    if seconds is None:
-        yield Problem("walltime", f"{value!r} is no time limit", remedy)
-    elif isinstance(value, (int, float)) and value >= MISREAD_HOURS:
-        what = f"{value} hours; or did YAML read 1:30:00 as a number (5400)? Then put it in quotes"
-        yield Problem("walltime", what, remedy)
-    elif isinstance(grace := node.get("grace_seconds"), int) and seconds <= grace:
+    try:
+        seconds = walltime.seconds(value)
+    except ValueError as error:
+        yield Problem("walltime", str(error), walltime.FORMS)
+        return
+    if isinstance(grace := node.get("grace_seconds"), int) and seconds <= grace:
         what = f"{value} is over before the signal for a checkpoint, {grace} seconds before its end"
         yield Problem("walltime", what, "ask for more, or for a smaller launcher.grace_seconds")
-
-
-def seconds_of(walltime: Any) -> int | None:
-    """`12` and `0.5` are hours; `h:mm:ss`, `d-h`, `d-h:mm` and `d-h:mm:ss` are what they are in
-    Slurm. None for anything else: its `90` would be minutes, its `1:30` a minute and a half."""
-    if isinstance(walltime, (int, float)) and not isinstance(walltime, bool):
-        return round(walltime * 3600) if walltime > 0 else None
-    form = r"(?:(?P<days>\d+)-(?P<h>\d{1,2})(?::(?P<m>\d\d)(?::(?P<s>\d\d))?)?"
-    form += r"|(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d))"
-    found = re.fullmatch(form, walltime) if isinstance(walltime, str) else None
-    if found is None:
-        return None
-    part = {name: int(text or 0) for name, text in found.groupdict().items()}
-    minutes, seconds = part["m"] + part["minutes"], part["s"] + part["seconds"]
-    if max(minutes, seconds) > 59 or part["h"] > 23:
-        return None
-    hours = part["days"] * 24 + part["h"] + part["hours"]
-    return (hours * 60 + minutes) * 60 + seconds or None
 
 
 def owned(key: str, options: Sequence[str]) -> Iterator[Problem]:

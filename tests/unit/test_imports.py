@@ -37,6 +37,7 @@ LIGHT = [
     "targets",
     "user_conf",
     "validate",
+    "walltime",
 ]
 HEAVY = {
     "torch",
@@ -146,7 +147,7 @@ def test_launchers_stand_alone(path: Path) -> None:
     for name in imports(path, lazy=False):
         plain = name.partition(".")[0] in {*sys.stdlib_module_names, "__future__"}
         own = under(name, place_of(path))
-        ours = ("distdl.job", "distdl.errors", "distdl.processes")
+        ours = ("distdl.job", "distdl.errors", "distdl.processes", "distdl.walltime")
         allowed = any(under(name, m) for m in ours) or name == "distdl"
         assert plain or own or allowed, f"{name_of(path)} imports {name} at its top level"
     for name in imports(path):

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from distdl import walltime
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
-from distdl.launchers.slurm import SlurmLauncher, controller, script, settings
+from distdl.launchers.slurm import SlurmLauncher, controller, script
 from distdl.launchers.slurm.job import STATES, state_of
 from tests.conftest import ROOT, check_golden
 
@@ -102,41 +103,18 @@ def test_a_path_with_anything_in_it() -> None:
     assert said.stdout.splitlines() == [str(strange.folder), strange.bundle, *strange.worker()]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        (12, 12 * 3600),
-        (0.5, 1800),
-        ("1:30:00", 5400),
-        ("120:00:01", 432001),
-        ("2-12", 60 * 3600),
-        ("1-00:30", 88200),
-        ("1-00:00:30", 86430),
-        ("90", None),
-        ("1:30", None),
-        ("0:00:00", None),
-        ("1:60:00", None),
-        ("1-24", None),
-        ("1:30:00\n", None),
-        (0, None),
-        (-1, None),
-        (True, None),
-        ("infinite", None),
-    ],
-)
-def test_walltime(text: Any, seconds: int | None) -> None:
-    assert settings.seconds_of(text) == seconds
-    if seconds:
-        days, clock = script.limit(text).split("-")
-        hours, minutes, rest = map(int, clock.split(":"))
-        assert ((int(days) * 24 + hours) * 60 + minutes) * 60 + rest == seconds
+@pytest.mark.parametrize("text", [12, "1:30:00", "2-12", "120:00:01"])
+def test_walltime_as_slurm_reads_it_in_one_way(text: Any) -> None:
+    days, clock = script.limit(text).split("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    assert ((int(days) * 24 + hours) * 60 + minutes) * 60 + rest == walltime.seconds(text)
 
 
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ({"walltime": "90"}, "walltime: '90' is no time limit"),
-        ({"walltime": 5400}, "put it in quotes"),
+        ({"walltime": "1:30"}, "walltime: '1:30' is minutes and seconds for Slurm"),
+        ({"walltime": 5400}, "Then put it in quotes"),
         ({"walltime": "0:02:00", "grace_seconds": 120}, "over before the signal"),
         ({"partition": "gpu long"}, "partition: 'gpu long' is not one word"),
         ({"partition": "gpu\n#SBATCH --uid=0"}, "partition"),

@@ -1,0 +1,61 @@
+"""How long a job may take: what `launcher.walltime` means, the same for every launcher.
+
+A number is hours. Text with `:` or `-` is what it is for Slurm's --time, except where that begins
+with minutes: a bare number there, and `1:30` (https://slurm.schedmd.com/sbatch.html).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+FORMS = 'hours (12, 0.5), or in quotes "1:30:00", "2-12" (days-hours), "1-12:00:00"'
+# YAML 1.1 reads 1:30:00 without quotes as a number of seconds: 5400.
+MISREAD = 1000  # hours
+
+
+def seconds(walltime: object) -> int:
+    """`12`, `0.5` and "12" are hours; `h:mm:ss`, `d-h`, `d-h:mm` and `d-h:mm:ss` are what they say.
+
+    Args:
+        walltime: A number, or text.
+
+    Returns:
+        seconds: At least 1.
+
+    Raises:
+        ValueError: It is no time, or one that nobody means. Its text says why, without the forms
+            (`FORMS`), and begins with the value.
+    """
+    text = str(walltime).strip()
+    if isinstance(walltime, bool) or not isinstance(walltime, (int, float, str)):
+        raise ValueError(f"{walltime!r} is no time")
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
+    if found is None or text.isdigit():
+        return _hours(text, walltime)
+    days, hours, minutes, rest = found.groups()
+    if days is None and rest is None:
+        what = f"{walltime!r} is minutes and seconds for Slurm, and hours and minutes for others"
+        raise ValueError(what)
+    if any(len(part) != 2 or int(part) > 59 for part in (minutes, rest) if part is not None):
+        raise ValueError(f"{walltime!r} is no time: minutes and seconds go from 00 to 59")
+    if days is not None and int(hours) > 23:
+        raise ValueError(f"{walltime!r} is no time: after days, hours go from 0 to 23")
+    total = (int(days or 0) * 24 + int(hours)) * 3600 + int(minutes or 0) * 60 + int(rest or 0)
+    if not total:
+        raise ValueError(f"{walltime!r} is no time at all")
+    return total
+
+
+def _hours(text: str, given: object) -> int:
+    if isinstance(given, str) and not re.fullmatch(r"\d+\.?\d*|\.\d+", text, re.ASCII):
+        raise ValueError(f"{given!r} is no time")
+    hours = float(text)
+    if not math.isfinite(hours):
+        raise ValueError(f"{given!r} is no time")
+    if round(hours * 3600) < 1:
+        raise ValueError(f"{given!r} is no time at all")
+    if hours >= MISREAD:
+        misread = "did YAML read 1:30:00 as a number (5400)? Then put it in quotes"
+        raise ValueError(f"{given!r} would be {hours:g} hours; {misread}")
+    return round(hours * 3600)
