@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -105,12 +104,10 @@ def test_two_nodes_that_share_nothing_train_and_go_on(bundle: Path, tmp_path: Pa
 def test_a_rank_fails_with_its_own_code_on_every_node(bundle: Path, tmp_path: Path) -> None:
     (bundle / "code" / "project" / "mine.py").write_text(MODEL.format(fails=True))
     store = tmp_path / "shared"
-    began = time.monotonic()
     started = agents(bundle, [store, store], 29613)
     ended(started)
     assert started[1].returncode == 7
     assert started[0].returncode != 0
-    assert time.monotonic() - began < 60
     error = RunDirectory(store).attempts()[0].first_error()
     assert error is not None and (error["rank"], error["exit_code"]) == (1, 7)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -104,16 +105,23 @@ def test_a_full_disk_is_said_once_and_loses_nothing(
     assert sum("can be written again" in m for m in said) == 1
 
 
-def test_log_metrics_costs_microseconds(tmp_path: Path) -> None:
+def test_a_step_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers, write = threading.Event(), threading.Event(), os.write
+
+    def waits(file: int, data: bytes) -> int:
+        asked.set()
+        answers.wait()
+        return write(file, data)
+
     journal = Journal(journal_path(tmp_path), tmp_path)
+    monkeypatch.setattr(os, "write", waits)
     metrics = {f"m{i}": float(i) for i in range(6)}
-    times = []
-    for step in range(5000):
-        start = time.perf_counter()
+    journal.log_metrics(metrics, 0)
+    assert asked.wait(240)
+    for step in range(1, 5000):  # what these cost is benchmarks/overhead.py's
         journal.log_metrics(metrics, step)
-        times.append(time.perf_counter() - start)
+    answers.set()
     journal.close()
-    assert sorted(times)[2500] < 20e-6
     assert len(list(read(journal_path(tmp_path)))) == 5000
 
 

@@ -48,7 +48,7 @@ def runs_of(uri: str, experiment: str) -> list[Any]:
     return list(client(uri).search_runs([found.experiment_id]))
 
 
-def wait_until(condition: Any, seconds: float = 30.0) -> None:
+def wait_until(condition: Any, seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -57,7 +57,7 @@ def wait_until(condition: Any, seconds: float = 30.0) -> None:
 
 def connected(tracking: Any) -> None:
     """Wait for the MLflow run: a preempted run does not wait for a server, nor for an import."""
-    wait_until(lambda: tracking.components["mlflow"].delivery.run_id, 60)
+    wait_until(lambda: tracking.components["mlflow"].delivery.run_id)
 
 
 def owed(info: RunInfo) -> list[tuple[str, float, int]]:

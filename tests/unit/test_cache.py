@@ -129,8 +129,7 @@ def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, ma
         except UserError as error:
             said.append(str(error))
 
-    first, others = opened(2), opened(60)
-    start = time.monotonic()
+    first, others = opened(2), opened(3600)  # who waits so long has no end in this test
     waiting = [
         threading.Thread(target=fetch, args=(cache, number))
         for cache, number in ((first, 0), (others, 1), (others, 2))
@@ -140,7 +139,6 @@ def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, ma
     for thread in waiting:
         thread.join()
     fetch(others, 3)  # of the same run, a little later: it asks, and waits no more
-    assert time.monotonic() - start < 20
     assert len(said) == 4 and len(set(said)) == 1 and "no answer" in said[0]
     # Another run begins anew, and a server that answers is one that can be waited for again.
     later = opened(60)
@@ -169,10 +167,7 @@ def test_a_killed_download_is_nothing(tmp_path, made):
     child = context.Process(target=lambda: open_cache(tmp_path, "slow").fetch(shard))
     child.start()
     cache = open_cache(tmp_path)
-    deadline = time.monotonic() + 20
-    while not any(name.endswith(".part") for name in files(cache)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any(name.endswith(".part") for name in files(cache)))
     assert not cache.has(shard)
     os.kill(child.pid, signal.SIGKILL)
     child.join()
@@ -313,7 +308,7 @@ from distdl.shards.cache import Cache
 from distdl.shards.reading import open_data_set
 from distdl.stores import open_store
 data = open_data_set({str(tmp_path / "far")!r})
-store = open_store("http://127.0.0.1:1/account/box", patience=600)  # nobody answers
+store = open_store("http://127.0.0.1:1/account/box", patience=36_000)  # nobody answers
 ahead = Ahead(Cache(store, Path({str(tmp_path / "cache")!r}), data.key), None)
 ahead.aim(lambda: data.split("train").shards)
 import time
@@ -322,9 +317,7 @@ ahead.close()
 print("closed", flush=True)
 """
     environment = {**os.environ, "AZURE_STORAGE_SAS_TOKEN": "sig=x", "NO_PROXY": "127.0.0.1"}
-    started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
     assert done.stdout == "closed\n" and done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 30

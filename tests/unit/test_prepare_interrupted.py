@@ -38,7 +38,7 @@ def start(source: Path, to: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(what: Any, seconds: float = 60) -> None:
+def wait_for(what: Any, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"

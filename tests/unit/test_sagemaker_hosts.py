@@ -36,7 +36,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def until(condition: Any, timeout: float = 5) -> None:
+def until(condition: Any, timeout: float = 240) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline
