@@ -504,7 +504,7 @@ def test_a_decoder_that_is_not_installed(monkeypatch):
     from distdl.data import views
 
     monkeypatch.setattr(views, "works", lambda name: False)
-    assert problems(decoder="nvjpeg")[0][2].startswith("pip install torchcodec")
+    assert problems(decoder="nvjpeg")[0][2].startswith("pip install 'torchcodec")
     assert list(check_views({"decoder": "nvjpeg"}, local=False)) == problems(decoder="pil") == []
 
 
