@@ -30,8 +30,9 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         return 0
     attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
     while True:
-        attempt, job = submit(planned, command)
-        state = stay(job, attempt, planned)
+        with begun_on_record(planned):
+            attempt, job = submit(planned, command)
+            state = stay(job, attempt, planned)
         if state is None or state is JobState.UNKNOWN:  # it goes on, and we do not know how
             return 0 if state is None else state.exit_code
         report_failure(attempt)
@@ -82,9 +83,10 @@ def submit_together(planned: Sequence[Plan], command: Sequence[str]) -> None:
     refuse_unset(*planned)
     code = snapshot_of(planned[0])
     reach(jobs.instantiate(planned[0].config.launcher), request)
-    attempts = [lay_down(each, command, code) for each in planned]
-    say_left_out(code)
     with ExitStack() as stack:
+        stack.enter_context(begun_on_record(*planned))
+        attempts = [lay_down(each, command, code) for each in planned]
+        say_left_out(code)
         for attempt in attempts:
             stack.enter_context(kept(attempt))
         launcher: Any = jobs.instantiate(planned[0].config.launcher)
@@ -139,6 +141,20 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
         with kept(attempt):
             Bundle.write(planned.run, attempt, code)
     return attempt
+
+
+@contextmanager
+def begun_on_record(*planned: Plan) -> Iterator[None]:
+    """However early a signal comes: no attempt that this process has begun waits for ever."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        state = stopping.state_of(-stopping.number_of(interrupt))
+        for each in planned:
+            last = each.run.last_attempt()
+            if last is not None and last.is_mine():
+                last.end(state, error=f"{str(interrupt) or 'interrupted'} before training began")
+        raise
 
 
 @contextmanager

@@ -125,9 +125,14 @@ class Attempt:
         waits somewhere is for `distdl.jobs` to say.)"""
         state = self.state()
         if state is JobState.PENDING:
-            mine = self._is_of_this_host() and self.status().get("pid") == os.getpid()
-            return not mine and not self.job()
+            return not self.is_mine() and not self.job()
         return state is JobState.RUNNING
+
+    def is_mine(self) -> bool:
+        """Whether this very process is starting it, and nobody has taken it over yet."""
+        status, here = self.status(), this_process()
+        same = all(status.get(key) == value for key, value in here.items())
+        return same and self.recorded() is JobState.PENDING and not self.job()
 
     def _is_of_this_host(self) -> bool:
         return self.status().get("host") == socket.gethostname()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from distdl import run_directory
+from distdl import launch, run_directory
 from distdl.errors import UserError
 from distdl.job import JobState, Resources
 from distdl.processes import birth, is_alive
 from distdl.run_directory import RunDirectory, read_json, write_json
 from distdl.run_files import Damaged
+from distdl.stopping import Ended
 
 LAUNCH = {
     "run_id": "e/r",
@@ -183,6 +186,21 @@ def test_a_number_that_belongs_to_another_process_by_now(run) -> None:
     assert attempt.state() is JobState.RUNNING
     attempt.update(birth=birth(1), pid=os.getpid())
     assert run.begin_attempt(LAUNCH).number == 2
+
+
+def test_a_signal_in_the_very_moment_of_the_start_is_on_record(run, monkeypatch) -> None:
+    """The attempt has appeared, and nobody stays with it yet."""
+    rename = os.rename
+
+    def signalled(source, target) -> None:
+        rename(source, target)
+        raise Ended(signal.SIGUSR1)
+
+    monkeypatch.setattr(run_directory.os, "rename", signalled)
+    with pytest.raises(Ended), launch.begun_on_record(SimpleNamespace(run=run)):
+        run.begin_attempt(LAUNCH)
+    (attempt,) = run.attempts()
+    assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)
 
 
 def test_another_host_that_is_starting_it_is_believed(run) -> None:
