@@ -58,6 +58,11 @@ class Built:
         tasks = (attempt.launch()["where"]["task"]["_target_"] for attempt in self.run.attempts())
         return TRAIN in tasks
 
+    @property
+    def trusts_checkpoints(self) -> bool:
+        """Whether a checkpoint may run code while it is read."""
+        return bool(self.config.checkpoint.get("trust_pickle"))
+
 
 def build(
     config: DictConfig,

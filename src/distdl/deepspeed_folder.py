@@ -2,18 +2,13 @@
 
 A folder holds, below its tag, the model states (buffers, shapes by name, what the trainer added)
 and for each rank the optimizer states: flat partitions, as `distdl.strategies.deepspeed_state`
-describes. DeepSpeed's `zero_to_fp32` merges the weights; the optimizer's states lie in the same
-order.
+describes, among them the weights in 32 bit.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +17,7 @@ import torch
 
 from distdl.errors import Problem, UserError
 
+FP32 = "single_partition_of_fp32_groups"
 TRAINER = "lightning"  # our key for what the Trainer keeps beside weights and optimizer states
 # The same in folders that Lightning itself wrote, where it lies among DeepSpeed's own keys.
 LIGHTNINGS = (
@@ -34,39 +30,69 @@ def is_one(path: Path) -> bool:
     return (path / "latest").is_file() or any(path.glob("*/*_model_states.pt"))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A folder as one portable checkpoint, in host memory. Its pickles are trusted.
+def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
+    """A folder as one portable checkpoint, in host memory.
+
+    DeepSpeed's own objects in it (loss scalers, enums) are read as `Inert`; none of its code runs,
+    nor does it have to be installed.
 
     Args:
         path: The folder above the tag.
+        trust: Let its files run code while they are unpickled, where they hold other objects.
 
     Raises:
-        UserError: DeepSpeed is not installed, or a rank's file is missing.
+        UserError: A rank's file is missing, or one of them holds other objects and is not trusted.
     """
-    if "deepspeed" not in sys.modules:  # nothing here needs a GPU, and it asks for one
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        what = "was written by DeepSpeed, which is not installed"
-        raise UserError(Problem(str(path), what, "pip install 'distdl[deepspeed]'")) from error
     latest = path / "latest"
     tag = latest.read_text().strip() if latest.is_file() else next(path.glob("*/*.pt")).parent.name
-    models = ranked(path / tag, "*_model_states.pt")
-    parts = [loaded(file)["optimizer_state_dict"] for file in ranked(path / tag, "*_optim_*.pt")]
+    models = [loaded(file, trust) for file in ranked(path / tag, "*_model_states.pt")]
+    optimizers = ranked(path / tag, "*_optim_*.pt")
+    parts = [loaded(file, trust)["optimizer_state_dict"] for file in optimizers]
     if not parts:
         raise UserError(Problem(str(path), "holds no optimizer states of ZeRO", "stage 1, 2 or 3"))
-    state = loaded(models[0])
+    counts = parts[0].get("partition_count", len(parts))
+    count = max(counts) if isinstance(counts, list) else counts
+    if count != len(parts) or not models:
+        what = f"holds the optimizer states of {len(parts)} ranks, and {count} have written them"
+        raise UserError(Problem(str(path), what))
+    state = models[0]
     found = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNINGS if k in state})
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(path), tag)
-        except ValueError as error:  # a rank's file is missing
-            raise UserError(Problem(str(path), str(error))) from error
-    names = [name for name in state["module"] if name in weights]
-    found["state_dict"] = {name: weights[name].detach() for name in names or weights}
+    found["state_dict"] = weights(models, parts)
     found["optimizer_states"] = [optimizer_state(parts, state["param_shapes"])]
     return found
+
+
+def weights(
+    models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """The whole weights in 32 bit, and the buffers, in the module's order.
+
+    As DeepSpeed's `zero_to_fp32` puts them together.
+
+    Args:
+        models: Each rank's model states; only rank 0's, below stage 3.
+        parts: Each rank's optimizer states.
+    """
+    state, partitioned = models[0], int(parts[0]["zero_stage"]) == 3
+    found: dict[str, torch.Tensor] = {}
+    for name in state.get("buffer_names", ()):
+        value = state["module"][name]
+        found[name] = value.float() if value.is_floating_point() else value
+    for name, shape in (state.get("frozen_param_shapes") or {}).items():
+        pieces = [model["frozen_param_fragments"][name] for model in models]
+        whole = torch.cat([p.reshape(-1) for p in pieces]) if partitioned else pieces[0]
+        found[name] = whole.reshape(-1)[: shape.numel()].view(shape)
+    flats = [part["fp32_flat_groups" if partitioned else FP32] for part in parts]
+    paddings = parts[0].get("param_alignment_paddings") or [()] * len(state["param_shapes"])
+    for index, own in enumerate(state["param_shapes"]):
+        group = [rank[index] for rank in flats]
+        cut = by_parameter(group, own) if partitioned else in_turn(group, own, paddings[index])
+        found.update((name, piece.detach()) for name, piece in cut)
+    for name, same in dict(state.get("shared_params") or ()).items():
+        if same in found:
+            found[name] = found[same]
+    order = [*(name for name in state["module"] if name in found), *found]
+    return {name: found[name] for name in dict.fromkeys(order)}
 
 
 def ranked(folder: Path, pattern: str) -> list[Path]:
@@ -76,9 +102,23 @@ def ranked(folder: Path, pattern: str) -> list[Path]:
     )
 
 
-def loaded(file: Path) -> dict[str, Any]:
-    # They hold objects of DeepSpeed's, which weights_only does not know.
-    return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+def loaded(file: Path, trust: bool) -> dict[str, Any]:
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    theirs = [name for name in names if name.startswith("deepspeed.")]
+    if trust and len(theirs) < len(names):
+        return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    with torch.serialization.safe_globals([(Inert, name) for name in theirs]):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+class Inert:
+    """Stands for an object of DeepSpeed's, and does nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __int__(self) -> int:  # a member of an enum, made from its value
+        return int(self.values[0])
 
 
 def optimizer_state(

@@ -3,6 +3,9 @@
 - a file: Lightning's layout, or bare weights (`.pth` of torchvision and timm, `.safetensors`);
 - a folder of torch's distributed checkpoint, which `checkpoint.sharded=true` writes under FSDP;
 - a folder of DeepSpeed's.
+
+None of them runs code of its own while it is read, unless the user says so
+(`checkpoint.trust_pickle`).
 """
 
 from __future__ import annotations
@@ -14,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from distdl.checkpoint import remove
 from distdl.errors import Problem, UserError
+from distdl.hyper_parameters import described
+from distdl.plain_state import TRUST, Packing, restored
 
-REST = "rest.pt"  # what of a sharded checkpoint is no weight and no optimizer state
-OPTIMIZER = "optimizer_{}"
-SHARDED = ("state_dict", "optimizer_states")
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+TYPES = ("hparams_type", "datamodule_hparams_type")  # the classes of what is a mapping by now
 
 
 class AnyCheckpoint(TorchCheckpointIO):
@@ -43,7 +44,31 @@ class AnyCheckpoint(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read(Path(path), weights_only=weights_only)
+        return load(Path(path), weights_only=weights_only)
+
+
+def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A checkpoint that loads with weights_only, and what in it is a pickle (`Packing.pickled`).
+
+    Args:
+        checkpoint: As Lightning's `dump_checkpoint` makes it.
+
+    Raises:
+        UserError: It holds what cannot be saved.
+    """
+    packing = Packing()
+    new = {
+        key: described(value) if key in HYPER_PARAMETERS else packing.pack(value, key)
+        for key, value in checkpoint.items()
+        if key not in TYPES
+    }
+    return new, packing.pickled
+
+
+def load(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
+    """As `read`, for a training to go on from: all state is as it was when it was saved."""
+    found = read(path, weights_only=weights_only, mmap=mmap)
+    return restored(found, path, trust=weights_only is False)
 
 
 def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
@@ -55,11 +80,12 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
         mmap: Map a file's tensors instead of reading them: for who copies what it needs.
 
     Raises:
-        UserError: The folder is none of a known form, or the file is no whole checkpoint.
+        UserError: The folder is none of a known form, the file is no whole checkpoint, or it holds
+            what cannot be read without running code.
     """
-    if path.is_dir():
-        return read_folder(path)
     try:
+        if path.is_dir():
+            return read_folder(path, trust=weights_only is False)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -70,7 +96,7 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
             weights_only=weights_only is not False,
             mmap=mmap and zipfile.is_zipfile(path),
         )
-    except (FileNotFoundError, PermissionError, MemoryError):
+    except (FileNotFoundError, PermissionError, MemoryError, UserError):
         raise
     except Exception as error:  # of a file of another kind anything is raised: a KeyError, too
         raise UserError(unreadable(path, error)) from error
@@ -79,21 +105,21 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
 
 def unreadable(path: Path, error: Exception) -> Problem:
     """Without torch's own advice, which is to let the file run code."""
-    objects = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    objects = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
     if objects:
         what = f"holds an object of {objects[1]}, and is read without running code of its own"
-        return Problem(str(path), what, "write it again with tensors, numbers and strings alone")
+        return Problem(str(path), what, TRUST)
     what = f"is no checkpoint, or not all of one ({type(error).__name__} while it was read)"
     return Problem(str(path), what, "name a file that Lightning, torch.save or safetensors wrote")
 
 
-def read_folder(path: Path) -> dict[str, Any]:
-    if (path / ".metadata").is_file():
-        return read_sharded(path)
-    from distdl import deepspeed_folder
+def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
+    from distdl import deepspeed_folder, sharded_folder
 
+    if sharded_folder.is_one(path):
+        return sharded_folder.read(path, trust=trust)
     if deepspeed_folder.is_one(path):
-        return deepspeed_folder.read(path)
+        return deepspeed_folder.read(path, trust=trust)
     raise UserError(
         Problem(
             str(path),
@@ -123,47 +149,3 @@ def weights_of(found: Any) -> dict[str, torch.Tensor]:
     ):
         raise UserError("the file holds neither a checkpoint of Lightning's nor weights by name")
     return dict(found)
-
-
-def write_sharded(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> None:
-    """Writes a folder into which every rank puts its slices. Collective.
-
-    Args:
-        checkpoint: Portable, except that tensors may be slices (DTensor).
-        path: The folder; every rank must reach it.
-        write_rest: True on one rank.
-    """
-    rest = dict(checkpoint)
-    state = {"state_dict": rest.pop("state_dict")}
-    for number, optimizer in enumerate(rest.pop("optimizer_states", ())):
-        state[OPTIMIZER.format(number)] = optimizer
-    if write_rest:  # slices of more ranks may lie there, from a save that was cut off
-        remove(path)
-        path.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(state, checkpoint_id=path)
-    if write_rest:
-        torch.save(rest, path / REST)
-
-
-def read_sharded(path: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    # As torch's own format_utils.dcp_to_torch_save, which writes a file.
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=dcp.FileSystemReader(path),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    rest = path / REST
-    found = torch.load(rest, map_location="cpu", weights_only=True) if rest.is_file() else {}
-    found["state_dict"] = state.pop("state_dict", None) or state.pop("model", state)
-    optimizers: list[Any] = []
-    while OPTIMIZER.format(len(optimizers)) in state:
-        optimizers.append(state.pop(OPTIMIZER.format(len(optimizers))))
-    if optimizers:
-        found["optimizer_states"] = optimizers
-    return found

@@ -18,18 +18,52 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from distdl import cluster
+from distdl import cluster, formats
 from distdl.checkpoint import CheckpointStore, remove
+from distdl.errors import Problem, UserError
 from distdl.formats import AnyCheckpoint
 from distdl.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
 
+REMEDY = (
+    "keep tensors, numbers, strings and containers of them; or, if nobody else can write into the "
+    "run: checkpoint.trust_pickle=true"
+)
 PATIENCE = 1.0  # seconds; what waits no longer for the write before it need not be told
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be saved; those before it are as they were."""
+
+
+def refuse_pickles(trainer: Trainer) -> None:
+    """Before the first step: state that only pickle can keep could not be resumed. Collective.
+
+    What hooks add to a checkpoint is seen when the first one is saved.
+
+    Raises:
+        UserError: Names the state, and the key that allows it.
+    """
+    states: dict[str, Any] = {
+        "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},  # type: ignore[attr-defined]
+        "lr_schedulers": [entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs],
+        "optimizer_states": [
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ],
+    }
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None:
+        states[type(data).__qualname__] = data.state_dict()
+    try:
+        _, pickles = formats.plain(states)
+        what = "cannot be resumed without running code of the checkpoint"
+        problems = [Problem(place, what, REMEDY) for place in pickles]
+    except UserError as error:
+        problems = list(error.problems)
+    if problems := cluster.tell_all(problems):
+        raise UserError(*problems)
 
 
 class Saver:
@@ -47,7 +81,7 @@ class Saver:
         self.error = ""  # why the newest could not be saved
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
-        self._told = False
+        self._told = self._warned = False
 
     def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
         """Begins to save the training as it is now, after the save before has ended. Collective.
@@ -75,6 +109,8 @@ class Saver:
         with self._copying(trainer):
             # As trainer.save_checkpoint, which is for users and refuses our store.
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint, pickles = formats.plain(checkpoint)
+            self._warn_of(pickles, trainer)
             trainer.strategy.save_checkpoint(checkpoint, self.store.temporary(name))
             trainer.strategy.barrier("distdl.saving")
         if trainer.is_global_zero:
@@ -107,6 +143,15 @@ class Saver:
         """Gives the memory of the copies back."""
         self.wait()
         self._copy = HostCopy()
+
+    def _warn_of(self, pickles: list[str], trainer: Trainer) -> None:
+        if pickles and not self._warned and trainer.is_global_zero:
+            self._warned = True
+            log.warning(
+                "the checkpoint holds %s, kept as a pickle: a resume needs "
+                "checkpoint.trust_pickle=true",
+                ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else ""),
+            )
 
     @contextmanager
     def _copying(self, trainer: Trainer) -> Iterator[None]:

@@ -64,6 +64,7 @@ class Checkpoint(_Fixed):
     sharded: bool = False
     background: bool = True
     resume_from: str | None = None
+    trust_pickle: bool = False
 
 
 class TrainerArguments(_Open):

@@ -260,7 +260,8 @@ def test_what_cannot_be_copied_is_written_at_once(fit: Fit, tmp_path: Path, capl
         def state_dict(self) -> dict[str, Any]:
             return {"seen": Stubborn()}
 
-    fit(2, Keeps(), every=1)
+    with torch.serialization.safe_globals([Stubborn]):
+        fit(2, Keeps(), every=1)
     paths = CheckpointStore(tmp_path / "checkpoints").all()
     assert len(paths) == 2 and all(damage_of(path) is None for path in paths)
     assert caplog.text.count("no copy could be made: TypeError: only by pickle") == 1

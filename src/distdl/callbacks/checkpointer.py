@@ -32,7 +32,7 @@ from distdl.callbacks.going_on import (
 )
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
-from distdl.saving import Saver
+from distdl.saving import Saver, refuse_pickles
 from distdl.stopping import StopRequest
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class Checkpointer(Callback):
         optimizer: The config's optimizer node, to scale the learning rate when a run goes on with
             another global batch.
         seed: Reseeds the generators when a run goes on at another world size.
-        every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background: As in
-            `conf/distdl.yaml`.
+        every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
+            trust_pickle: As in `conf/distdl.yaml`.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Checkpointer(Callback):
         monitor: str | None = None,
         mode: str = "max",
         background: bool = True,
+        trust_pickle: bool = False,
     ) -> None:
         self.stop, self.position = stop, position
         self.saver = Saver(store, keep_last=keep_last, background=background)
@@ -89,6 +90,7 @@ class Checkpointer(Callback):
         self._kept: dict[str, Any] | None = None
         self._guards = False
         self._common: float = 0
+        self.trust_pickle = trust_pickle
 
     @property
     def global_batch_size(self) -> int | None:
@@ -120,6 +122,8 @@ class Checkpointer(Callback):
         self._agreement = Agreement(3)
         self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
+        if not self.trust_pickle:
+            refuse_pickles(trainer)
         if self._kept is not None:
             restore_rng(self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank)
             self._recount(trainer, self._kept)

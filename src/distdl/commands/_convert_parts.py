@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distdl import formats
 from distdl.checkpoint import CheckpointStore
 
 # Lightning's moving average: the file's weights are the average then, and these the trained ones.
@@ -20,6 +21,11 @@ PARTS = {
     BEHIND_THE_AVERAGE: "weights behind the average (EMA)",
     "distdl": "position in the data",
 }
+
+
+def opened(source: Path) -> dict[str, Any]:
+    """A checkpoint that may run code while it is read, in a form that needs none from then on."""
+    return formats.plain(formats.load(source, weights_only=False))[0]
 
 
 def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

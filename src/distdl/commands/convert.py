@@ -44,6 +44,11 @@ def main(argv: Sequence[str]) -> int:
         help=".ckpt; of weights .pth or .safetensors. By default the checkpoint's name, in the "
         "current folder: epoch_002-fsdp.ckpt, epoch_002.pth",
     )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="let the checkpoint run code while it is read: only for your own",
+    )
     options = parser.parse_args(argv)
     if options.to not in known:
         near = closest(options.to, known) or next((n for n in known if options.to in n), "")
@@ -56,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     from distdl import formats
     from distdl.commands import _convert_parts as parts
 
-    found = formats.read(source)
+    found = formats.read(source) if not options.trust_pickle else parts.opened(source)
     if options.to == WEIGHTS:
         weights = parts.plain_weights(found["state_dict"])
         parts.write_weights(weights, target)

@@ -62,7 +62,7 @@ def plan(
     mine = {"root": None, "allow": list(jobs.own_trust().allow)}
     here = {"output_dir": folder, "dry_run": False, "follow": True, "project": mine}
     # A key that a run from before it existed lacks.
-    later = {"project": {"max_snapshot_mb": 300}}
+    later = {"project": {"max_snapshot_mb": 300}, "checkpoint": {"trust_pickle": False}}
     where = OmegaConf.merge(later, before["where"], here)
     assert isinstance(where, DictConfig)
     # A validation in between was an errand: the run is what it was started as.

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from torch import nn
 from torch.optim import Optimizer
 
-from distdl import cluster, deepspeed_folder, formats, portable
+from distdl import cluster, deepspeed_folder, formats, portable, sharded_folder
 from distdl.checkpoint import remove
 from distdl.errors import Problem, UserError
 from distdl.strategies import deepspeed_state
@@ -281,7 +281,7 @@ class DeepSpeedStrategy(LightningDeepSpeed):
     ) -> None:
         if self.sharded_checkpoints:
             # Under a key of our own: DeepSpeed puts its things beside it.
-            rest = {k: v for k, v in checkpoint.items() if k not in formats.SHARDED}
+            rest = {k: v for k, v in checkpoint.items() if k not in sharded_folder.SHARDED}
             folder = self.broadcast(str(filepath))
             if self.is_global_zero:  # files of more ranks, from a save that was cut off
                 remove(Path(folder))
@@ -291,7 +291,7 @@ class DeepSpeedStrategy(LightningDeepSpeed):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        return formats.read(Path(checkpoint_path), weights_only=weights_only, mmap=True)
+        return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._unwrap()

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from distdl import formats, portable
+from distdl import formats, portable, sharded_folder
 from distdl.errors import Problem, UserError
 from distdl.strategies.sharing import (
     agree_on_buffers,
@@ -179,13 +179,13 @@ class FSDPStrategy(ModelParallelStrategy):
     ) -> None:
         if self.sharded_checkpoints:
             path = Path(self.broadcast(str(filepath)))
-            formats.write_sharded(checkpoint, path, write_rest=self.is_global_zero)
+            sharded_folder.write(checkpoint, path, write_rest=self.is_global_zero)
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         # Mapped, not read: each rank touches the pages of its own slices.
-        return formats.read(Path(checkpoint_path), weights_only=weights_only, mmap=True)
+        return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module

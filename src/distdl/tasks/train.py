@@ -11,7 +11,7 @@ def train(context: Built) -> dict[str, float]:
         context.module,
         datamodule=context.datamodule,
         ckpt_path=context.checkpoint,
-        weights_only=True if context.checkpoint else None,
+        weights_only=not context.trusts_checkpoints if context.checkpoint else None,
     )
     metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
     speeds = sorted(context.metrics.images_per_second)

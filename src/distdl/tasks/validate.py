@@ -30,7 +30,7 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
         context.module,
         datamodule=context.datamodule,
         ckpt_path=path,
-        weights_only=True if path else None,
+        weights_only=not context.trusts_checkpoints if path else None,
         verbose=False,
     )
     return {k: float(v) for result in results for k, v in result.items()}

@@ -1,0 +1,349 @@
+"""Whatever trains can be read again without running code of the checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import functools
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from distdl import deepspeed_folder, formats
+from distdl.callbacks import Checkpointer
+from distdl.checkpoint import CheckpointStore
+from distdl.commands import convert
+from distdl.data.sampling import TrainPosition
+from distdl.errors import UserError
+from distdl.formats import AnyCheckpoint
+from distdl.hyper_parameters import described
+from distdl.stopping import StopRequest
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Settings:
+    depth: int
+    colour: Colour
+
+
+HYPER_PARAMETERS = {
+    "optimizer": functools.partial(torch.optim.SGD, lr=0.5),
+    "namespace": argparse.Namespace(a=1, b=Path("x")),
+    "path": Path("data/x"),
+    "scalar": np.float64(0.5),
+    "array": np.arange(3, dtype=np.int16),
+    "config": OmegaConf.create({"a": {"b": [1, "${a.b[0]}"]}}),
+    "enum": Colour.RED,
+    "dataclass": Settings(2, Colour.RED),
+    "class": Settings,
+    "function": os.path.join,
+    "network": nn.Linear(1, 1),
+    "object": object(),
+    "nested": [{"deep": (Path("y"), {1, 2})}],
+    "plain": {"lr": 0.1, "sizes": (1, 2), "device": torch.device("cpu"), "set": {1}},
+}
+PLAIN = {
+    "optimizer": {"_target_": "torch.optim.sgd.SGD", "_partial_": True, "lr": 0.5},
+    "namespace": {"a": 1, "b": "x"},
+    "path": "data/x",
+    "scalar": 0.5,
+    "config": {"a": {"b": [1, 1]}},
+    "enum": "red",
+    "dataclass": {"depth": 2, "colour": "red"},
+    "class": f"{__name__}.Settings",
+    "function": "posixpath.join",
+    "network": "torch.nn.modules.linear.Linear",
+    "nested": [{"deep": ("y", {1, 2})}],
+    "plain": HYPER_PARAMETERS["plain"],
+}
+STATE = {
+    "path": Path("data/x"),
+    "scalar": np.float32(0.5),
+    "array": np.arange(6.0).reshape(2, 3),
+    "names": np.array(["a", "bc"]),
+    "deque": collections.deque([1, Path("z")], maxlen=3),
+    "default": collections.defaultdict(list, {"a": [1]}),
+    "enum": Colour.RED,
+    "namespace": argparse.Namespace(a=1),
+    "frozen": frozenset({1, 2}),
+    "empty": b"",
+    "keys": {(1, 2): "a", Colour.RED: "b", Path("x"): "c"},
+    "ours": {"__distdl__": "pickle", "of": 1},
+    "counter": collections.Counter(a=2),
+    "tensor": torch.ones(2),
+    "large": 1 << 3000,
+}
+
+
+class Module(LightningModule):
+    def __init__(self, settings: Any = None, lr: float = 0.1, **others: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: Any = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = dict(STATE)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["mine"]
+
+
+class Data(LightningDataModule):
+    def __init__(self, root: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen: Any = None
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.zeros(2))  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["state"]
+
+
+class Keeps(Callback):
+    def __init__(self, state: Any) -> None:
+        self.state, self.seen = state, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["state"]
+
+
+def fit(
+    folder: Path, module: Module, state: Any = None, resume: Path | None = None, trust: bool = False
+) -> tuple[Keeps, Data]:
+    keeps, data = Keeps(state), Data(Path("root"))
+    ours = Checkpointer(
+        CheckpointStore(folder),
+        StopRequest(),
+        TrainPosition(),
+        global_batch_size=1,
+        monitor=None,
+        trust_pickle=trust,
+    )
+    Trainer(
+        accelerator="cpu",
+        max_epochs=2 if resume else 1,
+        logger=False,
+        plugins=[AnyCheckpoint()],
+        callbacks=[keeps, ours],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, data, ckpt_path=resume, weights_only=not trust if resume else None)
+    return keeps, data
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        kind = type(one) is type(other) and one.keys() == other.keys()
+        return kind and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, np.ndarray | np.generic | Tensor):
+        alike = type(one) is type(other) and one.dtype == other.dtype and one.shape == other.shape
+        return alike and bool((one == other).all())
+    return type(one) is type(other) and one == other
+
+
+def test_any_hyperparameters_are_read_again(tmp_path: Path) -> None:
+    """As plain data or text; and Lightning hands them to the module, as it did."""
+    fit(tmp_path, Module(**HYPER_PARAMETERS))
+    file = tmp_path / "epoch_000.ckpt"
+    found = torch.load(file, weights_only=True)["hyper_parameters"]
+    assert {key: found[key] for key in PLAIN} == PLAIN
+    # Lightning itself takes neither.
+    assert described(os) == "os" and "<lambda>" in described(lambda x: x)
+    assert torch.equal(found["array"], torch.arange(3, dtype=torch.int16))
+    assert found["object"].startswith("<object object")
+    again = Module.load_from_checkpoint(file, settings=3)
+    assert again.hparams.plain == HYPER_PARAMETERS["plain"] and again.hparams.settings == 3
+    whole = OmegaConf.create({"depth": 3})
+    fit(tmp_path / "config", Module(whole), resume=file)  # another module's file goes on as well
+    fit(tmp_path / "only", Module(whole))
+    assert Module.load_from_checkpoint(tmp_path / "only/epoch_000.ckpt").hparams.settings == whole
+
+
+def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Of a callback, of the data, and of what the module puts into the checkpoint."""
+    fit(tmp_path, Module(), STATE)
+    torch.load(tmp_path / "last.ckpt", weights_only=True)
+    module = Module()
+    keeps, data = fit(tmp_path / "again", module, STATE, resume=tmp_path / "last.ckpt")
+    for place, seen in (("callback", keeps.seen), ("data", data.seen), ("module", module.seen)):
+        wrong = [key for key in STATE if not same(STATE[key], seen[key])]
+        assert not wrong and seen["deque"].maxlen == 3, (place, wrong)
+
+
+def test_what_only_pickle_keeps_is_refused_before_the_first_step(tmp_path: Path, caplog) -> None:
+    said = r"callbacks\.Keeps\.state \(a .*Settings\): cannot be resumed.*\n.*trust_pickle=true"
+    with pytest.raises(UserError, match=said):
+        fit(tmp_path, Module(), Settings(1, Colour.RED))
+    assert not tmp_path.joinpath("last.ckpt").exists()
+    with pytest.raises(
+        UserError, match=r"Keeps\.state: holds a .*generator, which cannot be saved"
+    ):
+        fit(tmp_path, Module(), (i for i in range(3)), trust=False)
+
+    fit(tmp_path, Module(), Settings(1, Colour.RED), trust=True)
+    assert "Settings), kept as a pickle: a resume needs" in caplog.text
+    resume = tmp_path / "last.ckpt"
+    torch.load(resume, weights_only=True)  # all the rest is read by everybody
+    assert formats.read(resume)["state_dict"].keys() == {"weight"}
+    keeps, _ = fit(tmp_path / "b", Module(), Settings(2, Colour.RED), resume=resume, trust=True)
+    assert keeps.seen == Settings(1, Colour.RED)
+    with pytest.raises(
+        UserError, match=r"callbacks\.Keeps\.state is a pickled .*Settings.*\n.*trust"
+    ):
+        fit(tmp_path / "c", Module(), resume=resume)
+
+
+# ---------------------------------------------------------------- what runs code while it is read
+
+
+class Gadget:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+def file_of(folder: Path, gadget: Any) -> Path:
+    path = folder / "gadget.ckpt"
+    torch.save({"state_dict": {}, "optimizer_states": [], "mine": gadget}, path)
+    return path
+
+
+def index_of(folder: Path, gadget: Any) -> Path:
+    dcp.save({"state_dict": {"a": torch.ones(2)}}, checkpoint_id=folder / "dcp", no_dist=True)
+    (folder / "dcp/.metadata").write_bytes(pickle.dumps({"state": gadget}))
+    return folder / "dcp"
+
+
+def entry_of(folder: Path, gadget: Any) -> Path:
+    state = {"state_dict": {"a": torch.ones(2), "extra": gadget}}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+def rest_of(folder: Path, gadget: Any) -> Path:
+    dcp.save({"state_dict": {"a": torch.ones(2)}}, checkpoint_id=folder / "dcp", no_dist=True)
+    torch.save({"mine": gadget}, folder / "dcp/rest.pt")
+    return folder / "dcp"
+
+
+def deepspeeds(folder: Path, gadget: Any, *, in_optimizer: bool = False) -> Path:
+    (folder / "ds/tag").mkdir(parents=True)
+    (folder / "ds/latest").write_text("tag")
+    flat = torch.arange(4.0)
+    state = {"module": {"a": flat[:3]}, "param_shapes": [{"a": torch.Size([3])}]}
+    own = {"zero_stage": 2, "partition_count": 1, "single_partition_of_fp32_groups": [flat]}
+    base = {"state": {0: {"m": flat + 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    states = {"optimizer_state_dict": {**own, "base_optimizer_state": base}}
+    (states if in_optimizer else state)["mine"] = gadget
+    torch.save(state, folder / "ds/tag/mp_rank_00_model_states.pt")
+    torch.save(states, folder / "ds/tag/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return folder / "ds"
+
+
+KINDS = {
+    "file": file_of,
+    "index of DCP": index_of,
+    "entry of DCP": entry_of,
+    "rest of DCP": rest_of,
+    "model of DeepSpeed": deepspeeds,
+    "optimizer of DeepSpeed": functools.partial(deepspeeds, in_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = tmp_path / "ran"
+    path = KINDS[kind](tmp_path, Gadget(ran))
+    assert not ran.exists()
+    for argument in ("ddp", "weights"):
+        with pytest.raises(UserError, match=r"object of (posix|os)\.system.*\n.*--trust-pickle"):
+            convert.main([str(path), "--to", argument])
+    with pytest.raises(UserError, match="trust_pickle=true"):
+        AnyCheckpoint().load_checkpoint(path, weights_only=True)
+    assert not ran.exists()
+
+
+def test_a_path_in_an_index_does_not_lead_out(tmp_path: Path) -> None:
+    path = index_of(tmp_path, None)
+    reader = dcp.FileSystemReader(entry_of(tmp_path / "other", {"a": 1}))
+    index = reader.read_metadata()
+    for entry in index.storage_data.values():
+        entry.relative_path = "../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UserError, match=r"is no checkpoint, or not all of one"):
+        formats.read(path)
+
+
+def test_who_trusts_a_file_reads_it_and_mends_it(tmp_path: Path, monkeypatch, capsys) -> None:
+    """One that distdl 0.1 wrote and refused for ever."""
+    monkeypatch.chdir(tmp_path)
+    fit(tmp_path, Module(), STATE)
+    old = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    old["hyper_parameters"] = {"args": argparse.Namespace(path=Path("x"))}
+    old["callbacks"]["Keeps"]["state"] = Settings(1, Colour.RED)
+    torch.save(old, tmp_path / "old.ckpt")
+    with pytest.raises(UserError, match=r"checkpoint\.trust_pickle=true"):
+        fit(tmp_path / "a", Module(), resume=tmp_path / "old.ckpt")
+    keeps, _ = fit(tmp_path / "a", Module(), resume=tmp_path / "old.ckpt", trust=True)
+    assert keeps.seen == Settings(1, Colour.RED)
+    assert convert.main(["old.ckpt", "--to", "ddp", "--trust-pickle", "--output", "new.ckpt"]) == 0
+    assert "equal: weights, 1 tensors" in capsys.readouterr().out
+    found = torch.load("new.ckpt", weights_only=True)
+    assert found["hyper_parameters"] == {"args": {"path": "x"}}
+    assert convert.main(["new.ckpt", "--to", "ddp", "--output", "third.ckpt"]) == 0
+
+
+def test_deepspeeds_own_objects_are_inert(tmp_path: Path, monkeypatch) -> None:
+    """They need no DeepSpeed, and none of its code runs."""
+    module = types.ModuleType("deepspeed.scaler")
+    scaler = type("LossScaler", (), {"__module__": module.__name__})
+    module.LossScaler = scaler  # type: ignore[attr-defined]
+    with monkeypatch.context() as loaded:
+        for name in ("deepspeed", module.__name__):
+            loaded.setitem(sys.modules, name, module)
+        path = deepspeeds(tmp_path, scaler(), in_optimizer=True)
+    found = formats.read(path)
+    assert torch.equal(found["state_dict"]["a"], torch.arange(3.0))
+    assert torch.equal(found["optimizer_states"][0]["state"]["a"]["m"], torch.arange(3.0) + 1)
+    (path / "tag/zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(UserError, match="holds no optimizer states of ZeRO"):
+        deepspeed_folder.read(path)
