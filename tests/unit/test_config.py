@@ -45,6 +45,7 @@ def test_where_it_runs_holds_the_rest() -> None:
     assert (where.output_dir, where.dry_run) == ("elsewhere", True)
     assert where.launcher.max_attempts == 3
     assert set(where) == {
+        "checkpoint",
         "trainer",
         "project",
         "task",

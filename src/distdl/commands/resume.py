@@ -60,9 +60,10 @@ def plan(
     # Where it lies is where it was found, whatever folder it was first written to.
     folder = str(run.path.parents[run_id.count("/")])
     mine = {"root": None, "allow": list(jobs.own_trust().allow)}
-    here = {"output_dir": folder, "dry_run": False, "follow": True, "project": mine}
+    here: dict[str, Any] = {"output_dir": folder, "dry_run": False, "follow": True, "project": mine}
+    here["checkpoint"] = {"trust_pickle": False}  # what a run's own files say is no consent
     # A key that a run from before it existed lacks.
-    later = {"project": {"max_snapshot_mb": 300}, "checkpoint": {"trust_pickle": False}}
+    later = {"project": {"max_snapshot_mb": 300}}
     where = OmegaConf.merge(later, before["where"], here)
     assert isinstance(where, DictConfig)
     # A validation in between was an errand: the run is what it was started as.
