@@ -30,6 +30,7 @@ _PLAIN_NAME = re.compile(
     r"tokeni[sz]|(^|_)(max|min|num|n)_|tokens$|(^|_)(pad|eos|bos|cls|unk|sep|mask|class|dist|reg"
     r"|image|patch|special)_tokens?(_|$)|(^|_)token_(dim|type|mixer|dropout|shift|embed)"
     r"|^(old)?pwd$|_(file|path|dir|folder|env|type|length|len|size)$"
+    r"|^azure_token_credentials$"  # which of azure-identity's classes asks for the token
 )
 
 # Of values; what is secret by its look alone is in `distdl.secret_shapes`.

@@ -54,6 +54,7 @@ def test_secret_names(name: str) -> None:
         "tokenizer",
         "max_tokens",
         "pad_token",
+        "AZURE_TOKEN_CREDENTIALS",
         "TOKENIZERS_PARALLELISM",
         "PWD",
         "OLDPWD",

@@ -117,7 +117,10 @@ def test_what_only_looks_like_one_goes(tmp_path: Path) -> None:
     assert taken.left_out == () and names(taken) == {*HARMLESS}
 
 
-def test_no_file_of_distdl_is_taken_for_a_secret(tmp_path: Path) -> None:
+def test_no_file_of_distdl_is_taken_for_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "password")
     assert take(tmp_path).left_out == ()
 
 
