@@ -13,7 +13,7 @@ from tests.strategies.matrix import HALF, SAME_TO, STEPS, TOPOLOGIES, Runs, Topo
 
 pytestmark = pytest.mark.xdist_group("strategies")
 
-EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
+EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.9")
 NODE = {"ema": {"_target_": "distdl.callbacks.EMAWeightAveraging"}}
 
 
