@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +37,14 @@ STATES = {
 }
 # Ends that Slurm brings about, and that a rank at most sees as a signal.
 KILLS = ("BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
+# In the log, what the batch script says at each start, and what srun says of each task that ends
+# badly, in this order: "srun: error: n2: task 1: Killed".
+START = re.compile(r"slurm job \d+, start \d+, on ")
+TASK_END = re.compile(
+    r"srun: error: (?P<host>[\w.-]+): tasks? (?P<rank>\d{1,7})[\d,-]*: "
+    r"(Exited with exit code (?P<code>\d{1,3})|(?P<signal>.+?)( \(core dumped\))?)$"
+)
+SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
 
 @dataclass
@@ -53,6 +63,7 @@ class SlurmJob:
     url: None = field(default=None, init=False)
     why: str = field(default="", init=False)
     killed: str = field(default="", init=False)
+    failed: bool = field(default=False, init=False)  # by itself: Slurm did not end it
 
     @property
     def handle(self) -> str:
@@ -66,7 +77,31 @@ class SlurmJob:
             return JobState.UNKNOWN
         self.why = "" if found else "Slurm does not know it, or has forgotten it (MinJobAge)"
         self.killed = f"ended by Slurm: {told(found)}" if found and found.state in KILLS else ""
+        self.failed = found is not None and found.state == "FAILED"
         return state_of(found)
+
+    def first_end(self, logs: Path) -> tuple[int, int, str] | None:
+        """The rank that ended badly before all others, by srun's word in the log: it ends them
+        with SIGKILL, and a rank that is killed can record nothing.
+
+        Args:
+            logs: Where the log is, unless `launcher.sbatch` sends it elsewhere.
+
+        Returns:
+            The rank, its exit code (-N for signal N) and its host; None if Slurm ended the job, or
+            nothing is said.
+        """
+        log = logs / f"slurm-{self.number}.log"
+        if not self.failed or not log.is_file():
+            return None
+        first: re.Match[str] | None = None
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                first = None if START.match(line) else first or TASK_END.search(line)
+        if first is None:
+            return None
+        code = int(first["code"]) if first["code"] else -SIGNALS.get(first["signal"], 0)
+        return (int(first["rank"]), code, first["host"]) if code else None
 
     def wait(self) -> JobState:
         """Until it has ended, or Slurm has forgotten it (UNKNOWN)."""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distdl import stopping
 from distdl.job import EXIT_REFUSED
 from distdl.run_files import read_json, write_json
 
@@ -62,22 +63,38 @@ def record(
     return True
 
 
-def record_end(folder: Path, rank: int, code: int, at: float) -> bool:
+def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
     """Writes down the end of a rank that was there no longer to do so itself.
 
     Args:
         code: -N if signal N ended it.
         at: When, in seconds since 1970 and by this host's clock.
+        host: Where it ran, empty for this one.
     """
-    host = socket.gethostname()
+    host = host or socket.gethostname()
     if code >= 0:
         what = f"ended with exit code {code} on {host}, and said nothing"
-        return record(folder, rank, ENDED, what, exit_code=code, time=at)
+        return record(folder, rank, ENDED, what, exit_code=code, time=at, host=host)
     name = signal_name(-code)
     what = f"killed by {name} on {host}"
     if -code == signal.SIGKILL:
         what += " (out of memory? dmesg tells there)"
-    return record(folder, rank, KILLED, what, exit_code=128 - code, time=at, signal=name)
+    return record(folder, rank, KILLED, what, exit_code=128 - code, time=at, host=host, signal=name)
+
+
+def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
+    """Writes down the end of the rank that ended before all others, as who waited for them saw it,
+    unless it was asked to end.
+
+    Args:
+        code, host: See `record_end`.
+    """
+    if -code in stopping.MEANING:
+        return False
+    at = time.time()
+    if -code == signal.SIGKILL:  # what the others recorded meanwhile is its consequence
+        at = min([at, *(error["time"] - 0.001 for error in recorded(folder))])
+    return record_end(folder, rank, code, at, host)
 
 
 def signal_name(number: int) -> str:
@@ -89,8 +106,12 @@ def signal_name(number: int) -> str:
 
 def first(folder: Path) -> dict[str, Any] | None:
     """The failure that the others follow from, None if no rank has recorded one."""
-    errors = [read_json(file) for file in folder.glob("rank_*.json")]
-    return min(filter(is_whole, errors), key=lambda e: (_weight(e), e["time"]), default=None)
+    return min(recorded(folder), key=lambda e: (_weight(e), e["time"]), default=None)
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks have left."""
+    return list(filter(is_whole, map(read_json, folder.glob("rank_*.json"))))
 
 
 def is_whole(error: dict[str, Any]) -> bool:

@@ -196,7 +196,9 @@ class Job(Protocol):
     `distdl.jobs` puts the two together. A job may also have `fetch(to)`, which copies a store that
     is not on this machine into the folder `to`, and `why`: the reason of its last UNKNOWN. Of one
     that has ended: `exit_code`, where one process stands for it, and `killed`: what ended it from
-    outside, in a sentence, empty if nothing did.
+    outside, in a sentence, empty if nothing did; and `first_end(logs)`, where its place alone saw
+    the ranks end: of the one that ended badly first the rank, its exit code (-N for signal N) and
+    its host, or None. `logs` is the attempt's folder of logs.
     """
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from distdl import kinds, provenance, user_conf
+from distdl import failures, kinds, provenance, user_conf
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState, Launcher
 from distdl.own_code import own_folders
@@ -164,6 +164,9 @@ def state(attempt: Attempt, job: Job | None = None) -> JobState:
     place = job.state()
     if place.ended:
         code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
+        first_end = getattr(job, "first_end", lambda logs: None)(attempt.logs)
+        if first_end is not None:
+            failures.record_first_end(attempt.errors, *first_end)
         return attempt.conclude(place, code, killed)
     if place is JobState.UNKNOWN:
         return recorded if recorded.ended else place

@@ -50,6 +50,15 @@ class Probe(Callback):
         self.file.write_text(hashlib.sha256(os.environ["CANARY"].encode()).hexdigest())
         print("SLURM_JOB_ID", os.environ.get("SLURM_JOB_ID"), "STALE" in os.environ)
 """
+# kill -9 to rank 1, as somebody does it by hand, or the kernel where Slurm has no cgroups.
+KILLER = """
+import os
+from lightning.pytorch import Callback
+
+class Killer(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.global_rank == 1 and os.kill(os.getpid(), 9)
+"""
 KEY = "Bz7Gq0Vn3Yt5Kx8Wm1Rd4Jc6Ph9Sf2Lu" * 2
 SECRET = "kept-a4b5c6d7-by-the-canary"
 # What a shell inside an allocation may hold; none of it may reach sbatch or the job.
@@ -182,6 +191,24 @@ def test_goes_on_where_it_was_taken_away(slurm: SlurmCluster, tmp_path: Path) ->
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > second
     assert len(list((run / "checkpoints").glob("*.manifest.json"))) > 0
     assert mlflow_runs() == before and len(before.split()) == 1
+
+
+def test_a_killed_rank_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "killer.py").write_text(KILLER)
+    done = distdl(
+        *(*TINY, *SLURM, *SHORT, "name=k", "trainer.num_nodes=2", "follow=true"),
+        "+callbacks.killer._target_=killer.Killer",
+        cwd=tmp_path,
+        env=env(slurm),
+        module=UNCHECKED,
+    )
+    run = tmp_path / "outputs/default/k"
+    assert done.returncode == 137, done.stdout + done.stderr
+    assert "rank 1 failed first: killed by SIGKILL on n2" in done.stderr
+    told = status(run)
+    assert (told["state"], told["exit_code"]) == ("FAILED", 137)
+    assert told["first_error"] == {"rank": 1, "host": "n2", "signal": "SIGKILL", "exit_code": 137}
+    assert told["error"].startswith("rank 1: killed by SIGKILL on n2")
 
 
 def test_what_slurm_refuses(

@@ -48,6 +48,18 @@ def test_a_killed_rank_is_recorded_by_who_saw_it_go(attempt) -> None:
     assert status["exit_code"] == 137 and status["first_error"]["signal"] == "SIGKILL"
 
 
+def test_a_rank_that_its_place_saw_end_first(attempt) -> None:
+    """Under srun: what rank 0 recorded before anybody looked follows from the kill."""
+    attempt.record_error(0, "RuntimeError", "what no list of words knows", "", time=100.0)
+    assert not failures.record_first_end(attempt.errors, 1, -signal.SIGTERM, "n2")
+    assert failures.record_first_end(attempt.errors, 1, -signal.SIGKILL, "n2")
+    first = attempt.first_error()
+    assert (first["rank"], first["host"], first["signal"]) == (1, "n2", "SIGKILL")
+    assert "killed by SIGKILL on n2" in failures.told(first)
+    assert failures.record_first_end(attempt.errors, 2, -signal.SIGSEGV, "n3")
+    assert attempt.first_error()["rank"] == 1, "a crash may be a consequence"
+
+
 def test_a_crash_after_a_failure_is_not_the_cause(attempt) -> None:
     attempt.record_error(1, "ValueError", "bad weather", "", time=100.7)
     for number in (signal.SIGSEGV, signal.SIGABRT):

@@ -219,6 +219,29 @@ def test_states() -> None:
     assert state_of(None) is JobState.UNKNOWN
 
 
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("50%\rsrun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Killed", (1, -9, "n2")),
+        ("srun: error: n1: tasks 4-5,7: Segmentation fault (core dumped)", (4, -11, "n1")),
+        ("srun: error: n1: task 0: Exited with exit code 3", (0, 3, "n1")),
+        ("srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed", None),
+        ("task 1: Killed\nsrun: Force Terminated StepId=1.0", None),
+    ],
+)
+def test_the_rank_that_ended_first(
+    lines: str, found: tuple[int, int, str] | None, tmp_path: Path
+) -> None:
+    """What srun says in a log that an earlier start of the job has written to as well."""
+    earlier = "slurm job 7, start 1, on n[1-2]\nsrun: error: n9: task 9: Killed\n"
+    (tmp_path / "slurm-7.log").write_text(f"{earlier}slurm job 7, start 2, on n[1-2]\n{lines}\n")
+    job = SlurmLauncher().attach("slurm://7")
+    assert job.first_end(tmp_path) is None  # nobody has seen yet that it failed
+    job.failed = True
+    assert job.first_end(tmp_path) == found
+    assert job.first_end(tmp_path / "absent") is None
+
+
 def test_the_template_is_a_script_to_read() -> None:
     text = script.TEMPLATE.read_text()
     assert text.startswith("#!/bin/bash\n@directives@\n")
