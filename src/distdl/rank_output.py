@@ -7,6 +7,7 @@ ranks: what one said last is not lost if it is killed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import selectors
@@ -112,7 +113,10 @@ class Stream:
     def _write(self, count: int) -> None:
         text, self.held = self.held[:count], self.held[count:]
         if text:
-            self.file.write(redact(text.decode(errors="replace")).encode())
+            # The disk may be full. That loses lines, and must not lose the thread: nobody else
+            # empties the pipes, and a rank that prints into a full one waits for ever.
+            with contextlib.suppress(OSError):
+                self.file.write(redact(text.decode(errors="replace")).encode())
 
 
 class Specs(DefaultLogsSpecs):

@@ -134,6 +134,7 @@ def perform(
     birth.refuse_missing_device(here, resources.accelerator)
     if resources.accelerator == "cpu":
         allocator.keep_freed_memory()
+    log.debug("imported; joins the other ranks")  # both may take minutes: the file tells which
     cluster.connect(here, resources.accelerator)
     failed = False
     try:
