@@ -79,6 +79,8 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         assert isinstance(self.config, dict)
         self.config.setdefault("zero_allow_untested_optimizer", True)  # torch's own: SGD, AdamW
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # which would need a compiler
+        # Else it waits for the device thrice a step, to time what StepMetrics reports without.
+        self.config.setdefault("timers", {"throughput": {"enabled": False}})
         self.autotune = autotune
         self._engine: Any = None
         self._names: list[list[str]] = []
