@@ -118,8 +118,11 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
             remedy = "write key=value, +key=value, group=option or ~key"
             key, equals, value = text.partition("=")
             if equals and not text.startswith("~"):
-                remedy = f"{redact(first_lines(error))}\n    a text with special characters: "
-                remedy += redact(f"""'{key}="{value}"'""")
+                remedy = redact(first_lines(error))
+                if not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
+                    quoted = value.replace('"', '\\"')
+                    remedy += "\n    a text with special characters: "
+                    remedy += redact(f"""'{key}="{quoted}"'""")
             problems.append(Problem(key, f"{redact(repr(text))} is no override", remedy))
     if problems:
         raise UserError(*problems)

@@ -81,6 +81,15 @@ def same_recipe(one: DictConfig, other: DictConfig) -> bool:
     return recipe_of(one) == recipe_of(other)
 
 
+def longer(config: DictConfig) -> str:
+    """The overrides with which a resume trains longer than a config says."""
+    limits = {"trainer.max_epochs": -1, "trainer.max_steps": -1}
+    given = [
+        key for key, none in limits.items() if OmegaConf.select(config, key) not in (None, none)
+    ]
+    return " ".join(f"{key}=<more>" for key in given or limits)
+
+
 def where_of(config: DictConfig) -> DictConfig:
     """Where it runs: the keys of WHERE alone, as a nested config."""
     plain = OmegaConf.create(_without_clock(OmegaConf.to_container(config, resolve=False)))

@@ -42,10 +42,10 @@ def start(planned: Plan, command: Sequence[str]) -> int:
             break  # it would be refused again
         attempts_left -= 1
         print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
-    if state is not JobState.SUCCEEDED:
+    code = int(attempt.status().get("exit_code", state.exit_code))
+    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # which has said what to do
         print(f"{state.lower()}. To go on:\n  python -m distdl resume {shown(planned.run.path)}")
-    status = attempt.status()
-    return int(status.get("exit_code", state.exit_code))
+    return code
 
 
 def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
@@ -229,7 +229,7 @@ def how_to_train_longer(planned: Plan) -> str:
     path = shown(planned.run.path)
     return (
         f"{path} has finished: nothing to do. To train longer:\n"
-        f"  python -m distdl resume {path} trainer.max_epochs=<more>"
+        f"  python -m distdl resume {path} {configs.longer(planned.config)}"
     )
 
 

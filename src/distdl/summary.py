@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import batches, optim
 from distdl.build import Built
-from distdl.config import TRAIN, plain
+from distdl.config import TRAIN, longer, plain
 from distdl.environment import Environment
 from distdl.job import Resources
 from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
@@ -141,7 +141,7 @@ def print_end(
         print(f"watch   {line}")
     print(f"next    python -m distdl report {path}", flush=True)
     if built.config.task.get("_target_") == TRAIN:  # a benchmark keeps nothing to go on from
-        print(f"        python -m distdl resume {path} trainer.max_epochs=<more>", flush=True)
+        print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)
 
 
 def _select(config: DictConfig, path: str) -> Any:

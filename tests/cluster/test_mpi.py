@@ -152,7 +152,7 @@ def test_mpich_trains_on_hosts_that_share_nothing(hosts: Hosts, project: Path, h
     ("mpi", "end", "code", "said"),
     [
         ("mpich", "raise", 7, "rank 1 failed first: SystemExit: 7"),
-        ("openmpi", "kill", 137, "rank 1 failed first: Killed: killed by SIGKILL on node2"),
+        ("openmpi", "kill", 137, "rank 1 failed first: killed by SIGKILL on node2"),
     ],
 )
 def test_a_rank_that_fails_ends_the_run(

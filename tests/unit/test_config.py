@@ -119,3 +119,12 @@ def test_paths() -> None:
 def test_hashes_tell_recipes_apart() -> None:
     assert configs.hash_of("a") != configs.hash_of("b")
     assert len(configs.hash_of("a")) == 8 and len(configs.hash_of("a", 6)) == 6
+
+
+def test_how_to_train_longer_names_what_ends_the_training() -> None:
+    config = compose.compose(["trainer.max_epochs=3"])
+    assert configs.longer(config) == "trainer.max_epochs=<more>"
+    config = compose.compose(["trainer.max_epochs=3", "trainer.max_steps=9"])
+    assert configs.longer(config) == "trainer.max_epochs=<more> trainer.max_steps=<more>"
+    config = compose.compose(["trainer.max_epochs=-1", "trainer.max_steps=9"])
+    assert configs.longer(config) == "trainer.max_steps=<more>"
