@@ -94,9 +94,10 @@ def test_a_damaged_checkpoint_is_skipped(killed, tmp_path) -> None:
     manifests = {json.loads(m.read_text())["step"]: m for m in run.glob("checkpoints/epoch*.json")}
     newest, older = sorted(manifests, reverse=True)[:2]
     file = manifests[newest].with_name(manifests[newest].name.removesuffix(".manifest.json"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    for path in (file, file.with_name("last.ckpt")):  # one file with two names, before the copy
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
 
     done = distdl("resume", str(run), cwd=tmp_path, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
