@@ -58,6 +58,7 @@ def record(
         "type": kind,
         "message": message,
         "exit_code": exit_code,
+        "run": str(_run_of(folder)),
     }
     write_json(path, {**fields, **more, "traceback": traceback})
     return True
@@ -110,8 +111,20 @@ def first(folder: Path) -> dict[str, Any] | None:
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks have left."""
-    return list(filter(is_whole, map(read_json, folder.glob("rank_*.json"))))
+    """What the ranks have left. Of a run that was copied or moved since, what they advise names
+    the folder where it is now."""
+    errors = list(filter(is_whole, map(read_json, folder.glob("rank_*.json"))))
+    here = str(_run_of(folder))
+    for error in errors:
+        if isinstance(before := error.get("run"), str) and before not in ("", "/", here):
+            name = re.compile(re.escape(before) + r"(?![\w-]|\.\w)")
+            error["message"] = name.sub(lambda _: here, error["message"])
+    return errors
+
+
+def _run_of(folder: Path) -> Path:
+    """The run of an attempt's errors/."""
+    return folder.resolve().parents[2]
 
 
 def is_whole(error: dict[str, Any]) -> bool:

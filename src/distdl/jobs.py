@@ -109,7 +109,8 @@ def place_of(attempt: Attempt) -> str:
     """Where an attempt without a job is or was: on a host, or nowhere, as it was refused."""
     target = str(attempt.launch()["where"]["launcher"].get("_target_", ""))
     if target.startswith("distdl.launchers.local.") or not target:
-        return f"local, {attempt.status().get('host', '?')}"
+        host = attempt.status().get("host")
+        return f"local, {host}" if host else "local"
     name = target.removeprefix("distdl.launchers.").partition(".")[0]
     return f"{name}, not submitted"
 

@@ -26,7 +26,8 @@ from distdl import failures, run_files
 from distdl.errors import Problem, UserError
 from distdl.job import JobState, Resources
 from distdl.processes import is_alive, this_process
-from distdl.run_files import Damaged, read_json, write_json, write_text
+from distdl.run_files import Damaged, write_json, write_text
+from distdl.run_files import read_json as read_json
 from distdl.run_files import sync as sync
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
@@ -44,6 +45,8 @@ STATUS_SHAPE: run_files.Shape = {
     "error": str,
     "metrics": dict,
 }
+PROVENANCE_SHAPE: run_files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
+LAUNCH_SHAPE: run_files.Shape = {"run_id": str, "where": dict}
 # Of one that carries no checksum: it was frozen before there was any.
 RECIPE_SHAPE: run_files.Shape = {"model": dict, "trainer": dict, "callbacks": object}
 
@@ -68,9 +71,22 @@ class Attempt:
         Raises:
             Damaged: The file is absent, cut, changed, or of another shape.
         """
-        aside = self.path.with_name(f"damaged-{self.path.name}")
-        remedy = f"restore it, or put this attempt aside: mv {self.path} {aside}"
-        return run_files.load_yaml(self.path / LAUNCH, {"run_id": str, "where": dict}, remedy)
+        return run_files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
+
+    def check_launch(self) -> None:
+        """Whether `launch` can be read.
+
+        Raises:
+            Damaged: It cannot.
+        """
+        run_files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
+
+    def _put_aside(self) -> str:
+        aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
+        return (
+            "restore it, or, once no process of this attempt runs any more, put it aside and go "
+            f"on: mv {self.path} {aside} && python -m distdl resume {run}"
+        )
 
     def write_launch(self, record: dict[str, Any]) -> None:
         text = OmegaConf.to_yaml(OmegaConf.create(record))
@@ -278,12 +294,33 @@ class RunDirectory:
         Raises:
             Damaged: It is cut, or is not what was frozen.
         """
-        path = self.path / CONFIG
+        return OmegaConf.create(run_files.load_yaml(*self._config()))
+
+    def check_config(self) -> None:
+        """Whether `recipe` can be read; cheap where it has a checksum.
+
+        Raises:
+            Damaged: It cannot, or provenance.json, which holds the checksum, cannot.
+        """
+        run_files.check_yaml(*self._config())
+
+    def _config(self) -> tuple[Path, run_files.Shape, str, str | None]:
         remedy = "restore it, or start a new run from its weights: checkpoint.resume_from="
-        remedy += str(self.path)
-        sha256 = read_json(self.path / PROVENANCE).get("config_sha256")
-        found = run_files.load_yaml(path, {} if sha256 else RECIPE_SHAPE, remedy, sha256)
-        return OmegaConf.create(found)
+        sha256 = self.provenance().get("config_sha256")
+        return self.path / CONFIG, {} if sha256 else RECIPE_SHAPE, f"{remedy}{self.path}", sha256
+
+    def provenance(self) -> dict[str, Any]:
+        """Where it came from; empty if there is no provenance.json.
+
+        Raises:
+            Damaged: It is cut, or of another shape.
+        """
+        path = self.path / PROVENANCE
+        remedy = (
+            "restore it, or, if config.yaml is as it was (only this file can tell), put it aside: "
+            f"mv {path} {path}.damaged"
+        )
+        return run_files.load_json(path, PROVENANCE_SHAPE, remedy)
 
     def attempts(self) -> list[Attempt]:
         own = (

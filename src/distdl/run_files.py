@@ -105,7 +105,7 @@ def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
             raise Damaged(path, f"it cannot be read ({error})", remedy) from None
         try:
             return _shaped(path, json.loads(text), shape, remedy)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if not again:
                 what = f"it is no JSON ({error})" if text.strip() else "it is empty"
                 raise Damaged(path, what, remedy) from None
@@ -122,6 +122,33 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
     Raises:
         Damaged: Also if it does not match that checksum, or the one in its first line.
     """
+    text = _as_written(path, remedy, sha256)
+    try:
+        # By OmegaConf: to YAML itself 1e-3 is a string.
+        found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
+        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
+    return _complete(path, found, shape, remedy)
+
+
+def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> None:
+    """Whether `load_yaml` would read it, from its checksum alone where it has one.
+
+    Raises:
+        Damaged: It would not.
+    """
+    text = _as_written(path, remedy, sha256)
+    if sha256 or text.startswith(STAMP):
+        return
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
+    _complete(path, found, shape, remedy)
+
+
+def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
+    """The text of a file, checked by the checksums that there are."""
     try:
         text = path.read_bytes().decode()
     except (OSError, ValueError) as error:
@@ -135,11 +162,10 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
         if said.removeprefix(STAMP).strip() != digest(rest):
             meant = f"{remedy}; if the change is yours and meant: remove its first line"
             raise Damaged(path, "it was cut or changed after it was written", meant)
-    try:
-        # By OmegaConf: to YAML itself 1e-3 is a string.
-        found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except (yaml.YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
-        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
+    return text
+
+
+def _complete(path: Path, found: Any, shape: Shape, remedy: str) -> dict[str, Any]:
     shaped = _shaped(path, found, shape, remedy)
     missing = [key for key in shape if key not in shaped]
     if missing:

@@ -300,7 +300,8 @@ def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
     """Ends the attempt as failed and returns this rank's exit code."""
     code = note(attempt, rank, error)
     if rank == 0:
-        attempt.end(JobState.FAILED, error=f"{type(error).__name__}: {redact(str(error))}")
+        said = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
+        attempt.end(JobState.FAILED, error=failures.told(said))
         attempt.update(exit_code=code)
     return code
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from distdl import following, jobs
-from distdl.commands.jobs import list_runs
+from distdl import compose, following, jobs, validate
+from distdl import config as configs
+from distdl.commands import resume
+from distdl.commands.jobs import list_runs, status, targets
 from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.run_directory import Attempt, RunDirectory
+from distdl.run_files import Damaged
 from distdl.tailing import tail
 
 LAUNCH = {"run_id": "e/r", "where": {"launcher": {}}, "resources": {}}
@@ -182,17 +185,73 @@ def test_an_evicted_rank_waits_for_its_node_to_go() -> None:
 
 def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    damage = {"status.json": "", "launch.yaml": "- 1", "job.json": "{}"}
+    frozen = {"config.yaml": "seed: ", "provenance.json": '{"command'}
+    damage = {"status.json": "", "launch.yaml": "- 1", "job.json": "{}", **frozen}
     for name, text in {"whole": "", **damage}.items():
         run = RunDirectory(tmp_path / "outputs/e" / name)
         run.create("seed: 1\n", {})
         attempt = run.begin_attempt(LAUNCH)
         attempt.end(JobState.SUCCEEDED)
         if name in damage:
-            (attempt.path / name).write_text(text)
+            (run.path if name in frozen else attempt.path).joinpath(name).write_text(text)
     assert list_runs(tmp_path / "outputs") == 0
     rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[3:-1]}
     assert "SUCCEEDED" in rows["outputs/e/whole"]
     for name in damage:
         assert "DAMAGED" in rows[f"outputs/e/{name}"], rows
-        assert f"outputs/e/{name}/attempts/001/{name} is damaged" in rows[f"outputs/e/{name}"]
+        path = f"{name}/{name}" if name in frozen else f"{name}/attempts/001/{name}"
+        assert f"outputs/e/{path} is damaged" in rows[f"outputs/e/{name}"]
+        with pytest.raises(UserError, match=rf"{name}: is damaged"):
+            status(targets(f"outputs/e/{name}", None))
+        if name in frozen:
+            assert "SUCCEEDED" in capsys.readouterr().out
+            with pytest.raises(UserError, match=rf"{name}: is damaged.*\n.*restore it"):
+                resume.plan(RunDirectory.open(f"outputs/e/{name}"), [])
+
+
+def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    run.create("seed: 1\n", {})
+    (run.begin_attempt(LAUNCH).path / "status.json").unlink()
+    assert list_runs(tmp_path / "outputs") == 0 and status(targets("outputs/e/r", None)) == 1
+    said = capsys.readouterr().out
+    assert said.count("status.json is missing") == 2 and "UNKNOWN" in said
+    assert "1970" not in said and "?" not in said
+
+
+@pytest.mark.parametrize("kind", ["UserError", "Unfinished", "Killed"])
+def test_a_refusal_and_a_kill_speak_for_themselves_also_of_a_copy(kind, tmp_path: Path, capsys):
+    run = RunDirectory(tmp_path / "e/r")
+    run.create("seed: 1\n", {})
+    attempt = run.begin_attempt(LAUNCH)
+    text = f"killed by it\n    distdl resume {run.path} x=1, not {run.path}2"
+    attempt.record_error(1, kind, text, "", 137 if kind == "Killed" else 2)
+    attempt.conclude(JobState.FAILED, 2)
+    run.path.rename(tmp_path / "copy")
+    status(targets(str(tmp_path / "copy"), None))
+    said = capsys.readouterr().out
+    assert "error   rank 1: killed by it\n" in said
+    assert f"distdl resume {tmp_path / 'copy'} x=1, not {run.path}2" in said
+
+
+def test_the_advice_for_a_damaged_launch_leads_on(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        validate, "_ask_child", lambda request: {"problems": [], "notes": [], "facts": {}}
+    )
+    recipe = configs.recipe_of(compose.compose(["model=resnet18", "data=synthetic", "name=r"]))
+    run = RunDirectory(tmp_path / "outputs/default/r")
+    run.create(configs.to_yaml(recipe), {"command": ["python", "-m", "distdl", "launcher=mpi"]})
+    (run.begin_attempt(LAUNCH).path / "launch.yaml").write_text("- 1")
+    with pytest.raises(Damaged) as refused:
+        resume.plan(run, [])
+    mended, _, then = refused.value.problems[0].remedy.partition("go on: ")[2].partition(" && ")
+    subprocess.run(mended, shell=True, check=True)
+    with pytest.raises(UserError, match="distdl resume outputs/default/r"):
+        status(targets("outputs/default/r", None))
+    folder = then.removeprefix("python -m distdl resume ")
+    assert resume.main([folder, "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    assert "was started by: python -m distdl launcher=mpi" in said
+    assert resume.plan(run, ["dry_run=true"]).run_id == "default/r"

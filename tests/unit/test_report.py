@@ -18,6 +18,7 @@ from distdl.commands import _report_data as data
 from distdl.commands import report
 from distdl.commands._report_plots import POINTS, Chart, charts, draw
 from distdl.errors import UserError
+from distdl.run_directory import RunDirectory
 from distdl.tracking.records import encode
 
 CONFIG = "model:\n  note: <script>alert('x')</script> & more\n  _target_: my.Model\n"
@@ -189,6 +190,23 @@ def test_an_empty_run_and_broken_files_still_give_a_page(tmp_path: Path) -> None
     (tmp_path / "attempts/001/launch.yaml").write_text("a: [")
     assert report.main([str(tmp_path)]) == 0
     assert "Nothing has been logged yet" in (tmp_path / "report.html").read_text()
+
+
+def test_each_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = {"config.yaml": "seed: ", "launch.yaml": "run_id: e/r\n", "status.json": "{"}
+    cut["provenance.json"] = '{"command": '
+    for name, text in {"whole": "", **cut}.items():
+        run = RunDirectory(tmp_path / name)
+        run.create("seed: 1\n", {})
+        first = run.begin_attempt({"run_id": "e/r", "where": {}})
+        if text:
+            folder = first.path if (first.path / name).exists() else run.path
+            (folder / name).write_text(text)
+        assert report.main([str(run.path)]) == 0
+        page, said = (run.path / "report.html").read_text(), capsys.readouterr().err
+        for told in (page, said):
+            assert ("is damaged" in told) is (name != "whole")
+            assert not text or f"{folder / name}: is damaged" in told
 
 
 def test_a_foreign_file_is_never_overwritten(run: Path, tmp_path: Path) -> None:

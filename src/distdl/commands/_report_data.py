@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import yaml
 
 from distdl.config import TRAIN
+from distdl.run_directory import RunDirectory
+from distdl.run_files import Damaged
 from distdl.tracking.records import journals, read
 
 
@@ -47,6 +50,7 @@ class Run:
     provenance: dict[str, Any]
     config: str
     series: dict[str, Series]
+    damage: list[str] = field(default_factory=list)  # one text for each file that is damaged
 
     @property
     def state(self) -> str:
@@ -66,7 +70,28 @@ def load(path: Path) -> Run:
         provenance=read_json(path / "provenance.json", path),
         config=_read(path / "config.yaml", path),
         series=_series(path),
+        damage=_damage(RunDirectory(path)),
     )
+
+
+def _damage(run: RunDirectory) -> list[str]:
+    """What is wrong with each file that is there."""
+    config, provenance = run.path / "config.yaml", run.path / "provenance.json"
+    asks: list[tuple[Path, Callable[[], object]]] = [
+        (config, run.check_config) if run.exists else (provenance, run.provenance)
+    ]
+    for attempt in run.attempts():
+        asks.append((attempt.path / "launch.yaml", attempt.check_launch))
+        asks.append((attempt.path / "status.json", attempt.status))
+        asks.append((attempt.path / "job.json", attempt.job))
+    found = []
+    for path, ask in asks:
+        if _is_of(path, run.path):
+            try:
+                ask()
+            except Damaged as damaged:
+                found.append(str(damaged))
+    return found
 
 
 def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> Attempt:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distdl import jobs
+from distdl import failures, jobs
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState
 from distdl.run_directory import Attempt, RunDirectory, shown
@@ -78,6 +78,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+MISSING = "status.json is missing"
+
 Target = tuple[Job, Attempt | None]
 
 
@@ -113,7 +115,8 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
 def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
     chosen = {a.number: a for a in run.attempts()}
     if not chosen:
-        raise UserError(Problem(shown(run.path), "was never started"))
+        remedy = f"start it, or go on with it: python -m distdl resume {shown(run.path)}"
+        raise UserError(Problem(shown(run.path), "has no attempt on record", remedy))
     if number is not None and number not in chosen:
         raise UserError(Problem("--attempt", f"there is no {number}", f"1 to {max(chosen)}"))
     return chosen[number or max(chosen)]
@@ -125,6 +128,7 @@ def state_of(job: Job, attempt: Attempt | None) -> JobState:
 
 def status(found: list[Target]) -> int:
     unknown = False
+    problems: list[Problem] = []
     for job, attempt in found:
         state = state_of(job, attempt)
         unknown |= state is JobState.UNKNOWN
@@ -138,6 +142,8 @@ def status(found: list[Target]) -> int:
         print(f"  state   {state}" + (f", restarted {n} times" if (n := restarts(attempt)) else ""))
         if why:
             print(f"  because {plain(why)}")
+        if not facts:
+            print(f"  because {MISSING}")
         print(f"  job     {plain(attempt.job().get('handle') or jobs.place_of(attempt))}")
         if job.url:
             print(f"  watch   {plain(job.url)}")
@@ -146,10 +152,15 @@ def status(found: list[Target]) -> int:
                 print(f"  {name:7} {time.ctime(when)}")
         first = attempt.first_error()
         if first:
-            said = f"{first.get('type')}: {first.get('message')}"
-            print(f"  error   rank {plain(first.get('rank'))}: {plain(said)}")
+            print(f"  error   rank {plain(first['rank'])}: {plain(failures.told(first))}")
         elif facts.get("error"):
             print(f"  error   {plain(facts['error'])}")
+        try:
+            RunDirectory(attempt.path.parents[1]).check_config()
+        except Damaged as damaged:  # how it stands is known all the same
+            problems += damaged.problems
+    if problems:
+        raise UserError(*problems)
     return 1 if unknown else 0
 
 
@@ -238,6 +249,7 @@ def list_runs(folder: Path) -> int:
         try:
             job = jobs.of(attempt)
             state = str(jobs.state(attempt, job))
+            run.check_config()
             if isinstance(job, jobs.Unasked):
                 unasked[job.why] = None
             cells = (attempt.job().get("handle") or jobs.place_of(attempt), *facts_of(attempt))
@@ -258,8 +270,11 @@ def list_runs(folder: Path) -> int:
 def facts_of(attempt: Attempt) -> tuple[str, str]:
     """When an attempt started, and its metrics."""
     facts = attempt.status()
-    started = time.localtime(number(facts.get("started")) or 0)
+    if not facts:
+        return "", MISSING
+    when = number(facts.get("started"))
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if when else ""
     metrics = {k: number(v) for k, v in sorted((facts.get("metrics") or {}).items())}
     told = [f"{k} {v:.4g}" for k, v in metrics.items() if v is not None]
     told = [text for text in told if text.startswith(("val", "train"))]
-    return time.strftime("%Y-%m-%d %H:%M", started), "  ".join(told)
+    return started, "  ".join(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from markupsafe import Markup
 
 from distdl.commands import _report_data as data
 from distdl.errors import Problem, UserError
+from distdl.tailing import plain
 from distdl.tracking.outbox import Outbox
 from distdl.tracking.records import find_run
 
@@ -71,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
     if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
         what = "exists and is not a report: it is left as it is"
         raise UserError(Problem(str(output), what, "choose another name: --output FILE"))
-    page = render(data.load(run))
+    found = data.load(run)
+    page = render(found)
     output.parent.mkdir(parents=True, exist_ok=True)
     # A new file under a name that nobody could have laid a link at.
     with tempfile.NamedTemporaryFile(
@@ -80,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
         file.write(page)
     os.chmod(file.name, 0o666 & ~_umask())
     os.replace(file.name, output)
+    for damaged in found.damage:
+        print(f"warning: {plain(damaged)}", file=sys.stderr)
     print(output)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -53,9 +54,7 @@ def plan(
     """
     recipe = run.recipe()
     last = run.last_attempt()
-    if last is None:
-        raise UserError(Problem(str(run.path), "was never started", "start it as it was started"))
-    before = last.launch()
+    before = last.launch() if last else begun_anew(run, recipe)
     run_id = before["run_id"]
     # Where it lies is where it was found, whatever folder it was first written to.
     folder = str(run.path.parents[run_id.count("/")])
@@ -67,7 +66,8 @@ def plan(
     where = OmegaConf.merge(later, before["where"], here)
     assert isinstance(where, DictConfig)
     # A validation in between was an errand: the run is what it was started as.
-    where.task = run.attempts()[0].launch()["where"]["task"]
+    if last:
+        where.task = run.attempts()[0].launch()["where"]["task"]
     earlier: dict[str, Any] = dict(before.get("changes") or {})
     changes = dict(earlier)
     problems: list[Problem] = []
@@ -117,9 +117,25 @@ def plan(
         raise UserError(*error.problems, *code_elsewhere(config, before["where"], error)) from None
     refuse_programs(config, given)
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
+    if not last:
+        command = run.provenance().get("command") or "unknown"
+        started_by = command if isinstance(command, str) else shlex.join(map(str, command))
+        notes.append(
+            "no attempt is on record: launcher, devices and task are those of a new start, where "
+            f"you do not give them; the run was started by: {started_by}"
+        )
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
     return planning.proceed(planned, given)
+
+
+def begun_anew(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
+    """What launch.yaml says, for a run whose attempts were put aside, as theirs was damaged."""
+    where = OmegaConf.to_container(configs.where_of(compose.compose([])), resolve=False)
+    # Below output_dir: <experiment>/<name>, or <experiment>/<sweep>/<member>.
+    experiment = recipe.get("experiment_name")
+    deep = experiment == run.path.parents[1].name and experiment != run.path.parent.name
+    return {"run_id": "/".join(run.path.parts[-3 if deep else -2 :]), "where": where}
 
 
 def code_elsewhere(
