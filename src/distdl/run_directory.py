@@ -310,12 +310,14 @@ class RunDirectory:
         return self.path / CONFIG, {} if sha256 else RECIPE_SHAPE, f"{remedy}{self.path}", sha256
 
     def provenance(self) -> dict[str, Any]:
-        """Where it came from; empty if there is no provenance.json.
+        """Where it came from; empty if there is no provenance.json of its own (a link is none).
 
         Raises:
             Damaged: It is cut, or of another shape.
         """
         path = self.path / PROVENANCE
+        if path.is_symlink():
+            return {}
         remedy = (
             "restore it, or, if config.yaml is as it was (only this file can tell), put it aside: "
             f"mv {path} {path}.damaged"
