@@ -151,6 +151,16 @@ class Said:
     err: str
 
 
+@pytest.fixture(autouse=True)
+def rank_0_again() -> Iterator[None]:
+    """A test that is rank 1 tells Lightning so for the whole process, whose loggers then write
+    nothing in the tests after it."""
+    yield
+    lightning = sys.modules.get("lightning_utilities.core.rank_zero")
+    if lightning is not None:
+        lightning.rank_zero_only.rank = 0
+
+
 @pytest.fixture
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
