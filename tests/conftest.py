@@ -142,6 +142,15 @@ def trained(*arguments: str, cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
+def filled(value: Any, words: dict[str, str]) -> Any:
+    """A config with `{name}` replaced by words[name] in each of its texts."""
+    if isinstance(value, dict):
+        return {key: filled(item, words) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, words) for item in value]
+    return value.format(**words) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class Said:
     """What a command that ran in this process answered."""

@@ -325,9 +325,7 @@ class RunDirectory:
         return run_files.load_json(path, PROVENANCE_SHAPE, remedy)
 
     def attempts(self) -> list[Attempt]:
-        own = (
-            a for a in self._folders() if not a.path.is_symlink()
-        )  # a link leads into another run
+        own = (a for a in self._folders() if not a.path.is_symlink())  # a link: another run's
         return [a for a in own if (a.path / LAUNCH).exists()]
 
     def _folders(self) -> list[Attempt]:

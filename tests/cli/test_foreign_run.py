@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from distdl import compose, config
 from distdl.launchers.mpi.keeper import LOG
-from tests.conftest import TINY, Said
+from tests.conftest import TINY, Said, filled
 
 CONTROLLER = "distdl.launchers.slurm.controller.run"
 MPI = "distdl.launchers.mpi.MpiLauncher"
@@ -44,14 +44,6 @@ LAUNCHERS: dict[str, tuple[dict[str, Any], str]] = {
     "a shell": ({"_target_": SLURM}, "slurm://1; touch {ran}"),
     "local": ({"_target_": "distdl.launchers.local.LocalLauncher"}, ""),
 }
-
-
-def filled(value: Any, words: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: filled(item, words) for key, item in value.items()}
-    if isinstance(value, list):
-        return [filled(item, words) for item in value]
-    return value.format(**words) if isinstance(value, str) else value
 
 
 @pytest.fixture

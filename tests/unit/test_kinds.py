@@ -17,6 +17,7 @@ from distdl.binding import Binding
 from distdl.errors import UserError
 from distdl.resolve import resolve
 from distdl.targets import Trust, problem_of
+from tests.conftest import filled
 
 RUN = "torch.utils.collect_env.run"
 CLOUD_IO = "lightning.fabric.utilities.cloud_io._load"
@@ -137,14 +138,6 @@ def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "pickle": str(pickled),
         "hub": str(tmp_path / "hub"),
     }
-
-
-def filled(value: Any, traps: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: filled(item, traps) for key, item in value.items()}
-    if isinstance(value, list):
-        return [filled(item, traps) for item in value]
-    return value.format(**traps) if isinstance(value, str) else value
 
 
 def asked(config: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
