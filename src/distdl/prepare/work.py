@@ -243,7 +243,6 @@ def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
 def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
     # Not forked: this process has threads (the bar's), and a child would inherit their locks.
     context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", 2)
     seen = [0, 0]
 
     def tell() -> None:
@@ -251,42 +250,51 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
         advance(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
 
-    with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
-        try:
-            _keep_busy(pool, parts, 2 * workers, tell)
-        except BaseException:
-            for process in multiprocessing.active_children():
-                process.terminate()
-            # Waited for: what a pool leaves to the interpreter's last moments may end in an error.
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    # From before the pool is made: a semaphore that is half made would stay behind.
+    with _held_back() as check:
+        counts = context.Array("q", 2)
+        with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
+            try:
+                _keep_busy(pool, parts, 2 * workers, tell, check)
+            except BaseException:
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                # Waited for: what a pool leaves to Python's last moments may end in an error.
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
     tell()
+    check()
 
 
 def _keep_busy(
-    pool: ProcessPoolExecutor, parts: list[Part], ahead: int, tell: Callable[[], None]
+    pool: ProcessPoolExecutor,
+    parts: list[Part],
+    ahead: int,
+    tell: Callable[[], None],
+    check: Callable[[], None],
 ) -> None:
-    """Until all parts are written, or somebody wants it to end."""
+    """Until all parts are written, or `check` raises because somebody wants it to end."""
     waiting, running = iter(parts), set[Future[None]]()
-    with _held_back() as check:
-        while True:
-            # A few ahead of the workers, and not all: each is sent with all its samples.
-            while len(running) < ahead and (part := next(waiting, None)):
-                with _uninterrupted():
-                    running.add(pool.submit(_write_here, part))
-            if not running:
-                return
-            done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in done:
-                future.result()
-            tell()
-            check()
+    while True:
+        # A few ahead of the workers, and not all: each is sent with all its samples.
+        while len(running) < ahead and (part := next(waiting, None)):
+            with _uninterrupted():
+                running.add(pool.submit(_write_here, part))
+        if not running:
+            return
+        done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        tell()
+        check()
 
 
 @contextmanager
 def _held_back() -> Iterator[Callable[[], None]]:
-    """Ctrl-C and SIGTERM come out of the call of what this yields, and nowhere else: from within a
-    wait for a lock KeyboardInterrupt may come out as an error about that lock (CPython 3.11).
+    """Ctrl-C and SIGTERM come out of the call of what this yields, and nowhere else.
+
+    From within a wait for a lock KeyboardInterrupt may come out as an error about that lock
+    (CPython 3.11), and from within the making of a pool it leaves a semaphore behind.
 
     Nor does a second one, which `uv run` and others send at once: stopping.StopRequest lets it.
     """
