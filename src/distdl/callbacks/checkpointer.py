@@ -4,7 +4,8 @@ Three moments, each of which Lightning (2.6) can go on from:
 
 - after an optimizer step inside an epoch (not its last: the epoch's end follows at once),
 - inside a validation, whose loop then starts again from its first batch,
-- at the end of an epoch, also of one that was cut short, which then goes on.
+- at the end of an epoch, after everything that Lightning and the module do there; also of one that
+  was cut short, which then goes on.
 
 What Lightning does not keep is added: the position in the data, the global batch, and each rank's
 random number generators.
@@ -12,6 +13,7 @@ random number generators.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -118,6 +120,8 @@ class Checkpointer(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning would broadcast a flag and read it back (a device sync) on every step.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        loop = trainer.fit_loop
+        loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
         self._saved_step = trainer.global_step
@@ -126,6 +130,9 @@ class Checkpointer(Callback):
             refuse_pickles(trainer)
         if self._kept is not None:
             restore_rng(self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank)
+            if trainer.current_epoch > 0 and self.position.consumed == 0:
+                # The loaders of this epoch, which were begun already, draw their seeds once more.
+                iter(trainer.fit_loop._data_fetcher)  # type: ignore[call-overload]
             self._recount(trainer, self._kept)
             self._rescale(trainer, self._kept["global_batch_size"])
             self._kept = None
@@ -196,12 +203,29 @@ class Checkpointer(Callback):
             self.best.refuse(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        stop = self._stop_now()
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             # max_steps, max_time or early stopping ended it before its last batch.
+            self._stop_now()
             self._save(trainer, "cut")
             self.saver.settle()
+
+    def _after_epoch(self, trainer: Trainer) -> None:
+        """In the place of Lightning's `on_advance_end`. That calls the hooks of an epoch's end, the
+        module's after ours, and then steps the plateau schedules: all of it is to be kept."""
+        loop = trainer.fit_loop
+        type(loop).on_advance_end(loop)
+        if not loop.epoch_loop._num_ready_batches_reached():
             return
+        progress = loop.epoch_progress
+        for part in (progress.total, progress.current):
+            part.completed -= 1  # as in the hooks, where Lightning saves, and goes on from
+        try:
+            self._epoch_ended(trainer)
+        finally:
+            progress.increment_completed()
+
+    def _epoch_ended(self, trainer: Trainer) -> None:
+        stop = self._stop_now()
         epoch = trainer.current_epoch + 1
         self.position.epoch, self.position.consumed = epoch, 0
         last = trainer.fit_loop.max_epochs == epoch or trainer.should_stop
