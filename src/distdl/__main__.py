@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from distdl import __version__, stopping
+from distdl import __version__, lightning_names, stopping
 from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
 from distdl.suggest import closest
+
+lightning_names.serve()
 
 # Verbs that are no training run: module and one line for --help.
 COMMANDS = {

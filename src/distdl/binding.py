@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
-from distdl import kinds
+from distdl import kinds, lightning_1, lightning_names
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import closest
-from distdl.targets import BUILT, Trust, nodes
+from distdl.targets import BUILT, Trust, lies_in, nodes
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 UNKNOWN = "takes no argument"
@@ -86,6 +86,8 @@ class Binding:
         called = self.called[path]
         if len(path) == 1:
             self.kind(called, str(path[0]))
+        if inspect.isclass(called):
+            self.hooks(called, path)
         if built:
             before = len(self.problems)
             self.bind(called, node, path)
@@ -102,7 +104,7 @@ class Binding:
         """Imports what a dotted path names; None (and a problem or a note) if it cannot be."""
         place = (*path, "_target_")
         package = target.partition(".")[0]
-        if package not in sys.modules and importlib.util.find_spec(package) is None:
+        if is_absent(package):
             return self.absent(package, place)
         try:
             return kinds.locate(target)
@@ -111,9 +113,10 @@ class Binding:
             remedy = f"did you mean {error.reached}.{near}?" if near else ""
             self.add(place, str(error), remedy)
             return None
-        except ModuleNotFoundError as error:
-            return self.absent(str(error.name).partition(".")[0], place)
         except Exception as error:
+            package = str(getattr(error, "name", None)).partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and is_absent(package):
+                return self.absent(package, place)
             self.add(place, f"{target} cannot be imported: {said(error)}", origin(error))
             return None
 
@@ -149,17 +152,29 @@ class Binding:
 
         base = lightning.LightningModule if section == "model" else lightning.LightningDataModule
         if not issubclass(called, base):
-            twin = any(c.__module__.startswith("pytorch_lightning.") for c in called.__mro__)
             remedy = f"derive it from lightning.pytorch.{base.__name__}"
-            if twin:
-                remedy += ": pytorch_lightning's class of that name is another one"
-            elif section == "model":
+            if section == "model":
                 remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
             self.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
         elif section == "model":
             default = lightning.LightningModule.configure_optimizers
             own = getattr(called, "configure_optimizers", None) is not default
             self.facts["model_configures_optimizers"] = own
+
+    def hooks(self, called: type, path: Path) -> None:
+        """Those that only Lightning 1 called, or called with more arguments."""
+        import lightning.pytorch as pl
+
+        for base in (pl.LightningModule, pl.LightningDataModule, pl.Callback):
+            if issubclass(called, base):
+                for what, remedy, fatal in lightning_1.problems(called, base, self.is_own):
+                    if fatal:
+                        self.add((*path, "_target_"), what, remedy)
+                    else:
+                        self.notes.append(f"{what}: {remedy}")
+
+    def is_own(self, name: str) -> bool:
+        return lies_in(name, self.trust.folders)
 
     def bind(self, called: Any, node: dict[str, Any], path: Path) -> None:
         from distdl.signatures import bind, takes
@@ -265,6 +280,10 @@ class Binding:
         return Resolved(values=self.config, expressions=self.expressions).show(path)
 
 
+def is_absent(package: str) -> bool:
+    return package not in sys.modules and importlib.util.find_spec(package) is None
+
+
 def targets(value: Any) -> Iterator[str]:
     for _, node in nodes(value):
         yield str(node["_target_"])
@@ -297,6 +316,7 @@ def main() -> None:
 
     die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     request = json.load(sys.stdin)
+    lightning_names.serve()
     sys.path[:0] = request["trust"][0]  # and not what `python -m` puts there
     binding = Binding(request)
     binding.run()

@@ -7,6 +7,7 @@ import re
 from pathlib import Path as FilePath
 from typing import Any, Protocol
 
+from distdl import lightning_1
 from distdl.errors import Problem
 from distdl.job import unprintable, variable_problems
 from distdl.redact import holds_secret, looks_secret, redact
@@ -58,6 +59,16 @@ def owned(resolved: Resolved) -> Found:
             problem = Problem(f"trainer.{key}", "is set by distdl itself", remedy)
             found.append((("trainer", key), problem))
     return found
+
+
+def removed(resolved: Resolved) -> Found:
+    """Arguments of Lightning 1's Trainer, and values that meant something else to it."""
+    given = resolved.section("trainer")
+    what = "Lightning 2's Trainer has it no more"
+    gone = {key: (what, instead) for key, instead in lightning_1.TRAINER.items() if key in given}
+    if (name := given.get("accelerator")) in lightning_1.ACCELERATORS:
+        gone["accelerator"] = f"{name} is a strategy", "strategy=ddp, and trainer.accelerator=auto"
+    return [(("trainer", key), Problem(f"trainer.{key}", *said)) for key, said in gone.items()]
 
 
 def names(resolved: Resolved) -> Found:

@@ -51,7 +51,6 @@ TASKS = ("distdl.tasks.benchmark", "distdl.tasks.train", "distdl.tasks.validate"
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
 # Arguments of timm's models that name a file to load, or describe where weights come from.
 TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "_args_")
-_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def _classes_of(*bases: str) -> Callable[[Any], bool]:
 
 
 def _lightnings(name: str) -> Callable[[Any], bool]:
-    return _classes_of(*(f"{package}.{name}" for package in _LIGHTNINGS))
+    return _classes_of(f"lightning.pytorch.{name}")
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:

@@ -24,10 +24,6 @@ VAR_KEYWORD_GOES_TO = {
     "lightning.pytorch.strategies.fsdp.FSDPStrategy": (
         "torch.distributed.fsdp.FullyShardedDataParallel"
     ),
-    "pytorch_lightning.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
-    "pytorch_lightning.strategies.fsdp.FSDPStrategy": (
-        "torch.distributed.fsdp.FullyShardedDataParallel"
-    ),
 }
 # Arguments that such a class passes itself.
 _OWN = {"module", "device_ids", "process_group"}

@@ -148,8 +148,11 @@ def _stage_1(
     resolved: Resolved, size: Topology | None, local: bool | None, root: str | None
 ) -> Found:
     here = is_here(resolved, local)
+    removed = checks.removed(resolved)
+    shape = check(resolved.values, show=resolved.show, known=_known(resolved))
     found = [
-        *check(resolved.values, show=resolved.show, known=_known(resolved)),
+        *removed,
+        *(item for item in shape if item[0] not in [path for path, _ in removed]),
         *checks.owned(resolved),
         *checks.names(resolved),
         *_refused(resolved, root),

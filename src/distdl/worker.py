@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import config as configs
 from distdl import environment as environments
-from distdl import failures, kinds
+from distdl import failures, kinds, lightning_names
 from distdl.bundle import Bundle
 from distdl.errors import UserError
 from distdl.importing import uncollected
@@ -43,6 +43,7 @@ from distdl.stopping import Stopped, StopRequest
 from distdl.targets import Trust
 
 log = logging.getLogger("distdl.worker")
+lightning_names.serve()
 
 QUIET = ("urllib3",)  # it tells of each retry; what comes of them is told by those who asked
 HANDLER = "distdl"  # the name of our log handlers

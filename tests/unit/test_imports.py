@@ -22,6 +22,8 @@ LIGHT = [
     "errors",
     "failures",
     "job",
+    "lightning_1",
+    "lightning_names",
     "own_code",
     "orphans",
     "processes",

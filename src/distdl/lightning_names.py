@@ -1,0 +1,64 @@
+"""`import pytorch_lightning` gives lightning.pytorch here, and `lightning_fabric` lightning.fabric.
+
+Lightning is published under two names, each with classes of its own: what derives from the one
+LightningModule is none for the Trainer of the other. Projects and libraries use either name, so
+both lead to the same modules, and the second copy is never loaded, whether it is installed or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+log = logging.getLogger(__name__)
+
+
+def real_name(name: str) -> str:
+    """`lightning.pytorch.callbacks` for `pytorch_lightning.callbacks`; "" for other packages."""
+    package, dot, rest = name.partition(".")
+    return f"{NAMES[package]}{dot}{rest}" if package in NAMES else ""
+
+
+class Names(MetaPathFinder, Loader):
+    """Finds modules under their other name; nothing is imported before somebody asks for it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        real = real_name(name)
+        # The package of a submodule is imported by now. Nobody has it: told by the name asked.
+        if not real or ("." in name and importlib.util.find_spec(real) is None):
+            return None
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(real_name(spec.name))
+        spec.loader_state = module.__spec__  # the import system puts this spec in its place
+        if spec.name in NAMES:
+            version = getattr(module, "__version__", "")
+            log.info("import %s: served by %s %s", spec.name, module.__name__, version)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def serve() -> None:
+    """From now on in this process. Entry points call it while they are imported: a loader worker
+    that is spawned imports them again, before its data set."""
+    both = {name: real for name in sys.modules if (real := real_name(name))}
+    second = [n for n, real in both.items() if sys.modules[n] is not sys.modules.get(real)]
+    for name in second:
+        del sys.modules[name]
+    if second:
+        what = "%s was imported before distdl began: what derives from it is none of Lightning's"
+        log.warning(what, second[0])
+    if not any(isinstance(finder, Names) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Names())
