@@ -16,8 +16,6 @@ from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
 from distdl.suggest import closest
 
-lightning_names.serve()
-
 # Verbs that are no training run: module and one line for --help.
 COMMANDS = {
     "resume": ("distdl.commands.resume", "go on with a run"),
@@ -42,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if in_a_run(Path.cwd()):  # `python -m` looks there first, and the run may be somebody else's
         sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
+    lightning_names.serve()
     try:
         if arguments and arguments[0] in COMMANDS:
             with stopping.raised() if arguments[0] in STARTING else nullcontext():

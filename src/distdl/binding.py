@@ -14,10 +14,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
 from distdl import kinds, lightning_1, lightning_names
+from distdl.own_code import is_installed, make_importable
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import closest
 from distdl.targets import BUILT, Trust, lies_in, nodes
@@ -43,6 +45,7 @@ class Binding:
         self.expressions = {tuple(path): text for path, text in request["expressions"]}
         self.problems: list[tuple[str, str, str]] = []
         self.notes: list[str] = []
+        self.before = {*sys.modules}
         self.facts: dict[str, Any] = {"model_configures_optimizers": None}
 
     def run(self) -> None:
@@ -53,6 +56,8 @@ class Binding:
             self.visit(self.config.get(key), (key,))
         if isinstance(self.config.get("trainer"), dict):
             self.trainer(self.config["trainer"])
+        if not self.local:
+            self.left_behind()
 
     def look(self) -> None:
         """Imports every target and asks for its kind, before anything is built to be looked at."""
@@ -63,6 +68,17 @@ class Binding:
                     self.skip.append(path)
                 else:
                     self.called[path] = found
+
+    def left_behind(self) -> None:
+        """Notes what was imported from neither the project nor where packages are installed."""
+        for name in sorted(n for n in {*sys.modules} - self.before if n.isidentifier()):
+            module = sys.modules[name]
+            places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+            home = FilePath(str(places[0] or ".")).parent
+            known = name.startswith("__") or str(home) in self.trust.folders
+            if home.is_absolute() and not known and not is_installed(home):
+                what = f"{name} is imported from {home}, which no job takes along"
+                self.notes.append(f"{what}: install it there, or choose project.root above both")
 
     def visit(self, value: Any, path: Path, *, built: bool = True) -> None:
         """Checks a node and those inside it.
@@ -165,16 +181,14 @@ class Binding:
         """Those that only Lightning 1 called, or called with more arguments."""
         import lightning.pytorch as pl
 
+        own = partial(lies_in, folders=self.trust.folders)
         for base in (pl.LightningModule, pl.LightningDataModule, pl.Callback):
             if issubclass(called, base):
-                for what, remedy, fatal in lightning_1.problems(called, base, self.is_own):
+                for what, remedy, fatal in lightning_1.problems(called, base, own):
                     if fatal:
                         self.add((*path, "_target_"), what, remedy)
                     else:
                         self.notes.append(f"{what}: {remedy}")
-
-    def is_own(self, name: str) -> bool:
-        return lies_in(name, self.trust.folders)
 
     def bind(self, called: Any, node: dict[str, Any], path: Path) -> None:
         from distdl.signatures import bind, takes
@@ -317,7 +331,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     request = json.load(sys.stdin)
     lightning_names.serve()
-    sys.path[:0] = request["trust"][0]  # and not what `python -m` puts there
+    make_importable(request["trust"][0])  # and not what `python -m` puts there
     binding = Binding(request)
     binding.run()
     from distdl.redact import hide_shapes

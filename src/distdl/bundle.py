@@ -69,7 +69,7 @@ class Bundle:
         root = self.code / "project"
         if not root.is_dir():
             root = Path((launch["where"].get("project") or {}).get("root") or ".")
-        return [str((root / folder).absolute()) for folder in launch.get("python_path") or ["."]]
+        return [str((root / folder).absolute()) for folder in launch.get("python_path", ["."])]
 
     def lay_down(self, run: RunDirectory, number: int) -> Attempt:
         """Makes the store a run with this attempt, where it is not one yet; safe on every rank.

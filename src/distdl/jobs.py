@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from distdl import failures, kinds, provenance, user_conf
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState, Launcher
-from distdl.own_code import own_folders
+from distdl.own_code import make_importable, own_folders
 from distdl.redact import looks_secret
 from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory, shown, write_json
@@ -69,7 +69,7 @@ def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
         why = f"job.json names a job of another folder: {handle}"
         return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
     if trust.covers(str(node["_target_"])):
-        provenance.make_importable(trust.folders)
+        make_importable(trust.folders)
     return instantiate(node).attach(str(handle))
 
 

@@ -17,6 +17,7 @@ from distdl.bundle import Bundle
 from distdl.errors import Problem, UserError
 from distdl.failures import KILLED, told
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
+from distdl.own_code import python_path
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
 from distdl.run_directory import Attempt, shown
@@ -179,6 +180,8 @@ def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
     if is_foreground(planned.config):
         return job.wait()
     print(f"submitted  {job.handle}")
+    for note in planned.notes:
+        print(f"note       {note}")
     if job.url:
         print(f"watch      {job.url}")
     if not planned.config.follow:
@@ -272,7 +275,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
     size = planned.resources
     return {
         "run_id": planned.run_id,
-        "python_path": provenance.python_path(root),
+        "python_path": python_path(root),
         "where": where,
         "resources": {
             "num_nodes": size.num_nodes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import multiprocessing
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -50,9 +51,17 @@ class Names(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
+class Spawned:
+    """Serves the names in a process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return serve, ()
+
+
 def serve() -> None:
-    """From now on in this process. Entry points call it while they are imported: a loader worker
-    that is spawned imports them again, before its data set."""
+    """From now on in this process and its loader workers: one that is spawned is sent the settings
+    of its parent before its data set, whose module may import Lightning."""
+    multiprocessing.current_process()._config["distdl"] = Spawned()  # type: ignore[attr-defined]
     both = {name: real for name in sys.modules if (real := real_name(name))}
     second = [n for n, real in both.items() if sys.modules[n] is not sys.modules.get(real)]
     for name in second:

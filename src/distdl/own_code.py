@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 
 def own_folders(root: str | Path) -> tuple[str, ...]:
-    """The folder that a command is typed in, then the root of its project.
+    """Where modules of the project are found, in this order.
 
-    A run's folder is neither, although one may stand in it: it may come from somebody else.
+    The folder that a command is typed in, then the root of its project; beside either, its `src`,
+    unless that is a package itself; then what Python looks at anyway below the root: $PYTHONPATH,
+    and packages that are installed in editable mode. A job finds them at the same places of its
+    copy of the project, so a folder outside of that is none of them.
+
+    A run's folder is none either, although one may stand in it: it may come from somebody else.
     """
-    folders = dict.fromkeys((Path.cwd(), Path(root).absolute()))
-    return tuple(str(folder) for folder in folders if not in_a_run(folder))
+    root, here = Path(root).resolve(), Path.cwd()
+    found: list[Path] = []
+    for top in [here, root] if here.is_relative_to(root) else [root]:
+        found.append(top)
+        if (top / "src").is_dir() and not (top / "src" / "__init__.py").exists():
+            found.append(top / "src")
+    known = [Path(entry) for entry in sys.path]
+    found += [f for f in known if f.is_relative_to(root) and f.is_dir() and not is_installed(f)]
+    return tuple(dict.fromkeys(str(folder) for folder in found if not in_a_run(folder)))
+
+
+def python_path(root: Path) -> list[str]:
+    """The same, below the root: for launch.yaml, and so for every place where the project goes."""
+    return [Path(f).relative_to(root.resolve()).as_posix() for f in own_folders(root)]
+
+
+def make_importable(folders: Sequence[str]) -> None:
+    """Puts the user's modules before everything that is installed, in this process."""
+    sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file belongs to Python or to a package that pip has copied there."""
+    homes = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "scripts")]
+    packages = {"site-packages", "dist-packages"} & {*path.parts}
+    return bool(packages) or any(path.is_relative_to(home) for home in homes)
 
 
 def in_a_run(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.importing import uncollected
 from distdl.job import JobState, Resources
-from distdl.own_code import own_folders
+from distdl.own_code import make_importable, own_folders
 from distdl.run_directory import RunDirectory, shown
 from distdl.targets import Trust, problem_of
 
@@ -174,7 +174,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
     ]
     local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
     root = root_of(config)
-    provenance.make_importable(own_folders(root))
+    make_importable(own_folders(root))  # a launcher may be one of them
     size, uncounted = None, None
     known = getattr(launcher_class(config), "devices", None)
     try:

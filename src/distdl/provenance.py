@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,21 +62,6 @@ def project_root(given: str | None) -> Path:
         return Path(given).resolve()
     top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else Path.cwd()
-
-
-def python_path(root: Path) -> list[str]:
-    """Where the user's modules are found below `root`, in order: the folder he works in, then the
-    root itself."""
-    here = Path.cwd()
-    if not here.is_relative_to(root):
-        return ["."]
-    return list(dict.fromkeys([here.relative_to(root).as_posix(), "."]))
-
-
-def make_importable(folders: Sequence[str]) -> None:
-    """Puts the user's modules before everything that is installed, in this process: a launcher may
-    be one of them."""
-    sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
 
 
 def packages() -> list[str]:

@@ -9,12 +9,15 @@ left out, and it is said. A module in which one is found is refused: the job cou
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 import distdl
 from distdl.errors import Problem, UserError
@@ -96,6 +99,7 @@ def take(
         (path, f"project/{path.relative_to(root).as_posix()}")
         for path in project_files(root, exclude, limit_mb)
     ]
+    found += editable(root)
     outside = {path for path, _ in found if leads_out(path, root)}
     size = size_of([pair for pair in found if pair[0] not in outside])
     if size > limit_mb * 1e6:
@@ -219,6 +223,17 @@ def own_files() -> Iterator[tuple[Path, str]]:
         for path in sorted(place.rglob("*")):
             if path.is_file() and not set(path.parts) & {*SKIPPED_FOLDERS}:
                 yield path, prefix + path.relative_to(place).as_posix()
+
+
+def editable(root: Path) -> Iterator[tuple[Path, str]]:
+    """What Python knows of packages that are installed from here in editable mode: many ask for
+    their own version while they are imported (importlib.metadata)."""
+    for package in metadata.distributions():
+        url = json.loads(package.read_text("direct_url.json") or "{}").get("url", "")
+        if Path(unquote(url.removeprefix("file://"))).is_relative_to(root.resolve()):
+            for file in package.files or ():
+                if file.name in ("METADATA", "entry_points.txt"):
+                    yield Path(str(file.locate())), f"project/{file.parent.name}/{file.name}"
 
 
 def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Iterator[Path]:

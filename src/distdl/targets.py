@@ -65,17 +65,18 @@ def under(name: str, prefixes: Sequence[str]) -> bool:
 def lies_in(target: str, folders: Sequence[str]) -> bool:
     """Whether a dotted name is that of a module or package in one of the folders.
 
-    A name of the standard library is never the user's: Python has already imported its own.
+    A name of the standard library is never the user's, nor is distdl's: Python has imported them.
     """
-    package, _, rest = target.partition(".")
-    inner = rest.partition(".")[0]
-    if package in sys.stdlib_module_names:
+    parts = target.split(".")
+    if parts[0] in sys.stdlib_module_names or parts[0] == "distdl":
         return False
-    for place in (FilePath(folder) / package for folder in folders):
-        inside = ("__init__.py", f"{inner}.py", f"{inner}/__init__.py")
-        if place.with_suffix(".py").is_file() or any((place / name).is_file() for name in inside):
-            return True
-    return False
+    names = ["/".join(parts[:end]) for end in range(1, len(parts))]
+    return any(
+        (FilePath(folder) / file).is_file()
+        for folder in folders
+        for name in names  # of a package without an __init__.py, a module deep inside says it
+        for file in (f"{name}.py", f"{name}/__init__.py")
+    )
 
 
 def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | None:

@@ -36,6 +36,7 @@ from distdl.errors import UserError
 from distdl.importing import uncollected
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.leaving import leave
+from distdl.own_code import make_importable
 from distdl.redact import RedactingFilter, redact
 from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory
@@ -43,7 +44,6 @@ from distdl.stopping import Stopped, StopRequest
 from distdl.targets import Trust
 
 log = logging.getLogger("distdl.worker")
-lightning_names.serve()
 
 QUIET = ("urllib3",)  # it tells of each retry; what comes of them is told by those who asked
 HANDLER = "distdl"  # the name of our log handlers
@@ -127,7 +127,8 @@ def perform(
     config = effective_config(bundle, launch)
     # The user's code comes before everything that is installed.
     mine = bundle.python_path(launch)
-    sys.path[:] = [*mine, *(path for path in sys.path if path not in mine)]
+    lightning_names.serve()
+    make_importable(mine)
     allow = OmegaConf.select(config, "project.allow") or ()
     kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
     stop.check()

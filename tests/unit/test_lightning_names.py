@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,6 +142,24 @@ def test_a_second_copy_that_was_there_before_is_told(
     lightning_names.serve()
     assert len(caplog.records) == 1
     assert sum(isinstance(f, lightning_names.Names) for f in sys.meta_path) == 1
+
+
+def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_data.py").write_text(
+        "import importlib.util\n"
+        "FOUND = type(importlib.util.find_spec('pytorch_lightning').loader).__module__\n"
+        "class Data:\n"
+        "    def __call__(self):\n"
+        "        assert FOUND == 'distdl.lightning_names', FOUND\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = importlib.import_module("some_data").Data()
+    child = multiprocessing.get_context("spawn").Process(target=data)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 def asked(

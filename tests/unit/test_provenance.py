@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl import provenance
+from distdl import own_code, provenance
 
 CANARY = "canary-0d9f61e2"
 
@@ -88,5 +88,5 @@ def test_the_users_code(repository, tmp_path, monkeypatch) -> None:
     assert provenance.project_root(str(inner)) == inner
     assert provenance.project_root("..") == repository
     # The folder he works in comes first, if it is part of the project.
-    assert provenance.python_path(repository) == ["experiments", "."]
-    assert provenance.python_path(Path("/elsewhere")) == ["."]
+    assert own_code.python_path(repository) == ["experiments", "."]
+    assert own_code.python_path(Path("/elsewhere")) == ["."]

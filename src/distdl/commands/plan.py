@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    from distdl import batches, compose, provenance, validate
+    from distdl import batches, compose, own_code, validate
     from distdl.job import Resources
     from distdl.planning import root_of
 
@@ -62,7 +62,7 @@ def plan(options: argparse.Namespace) -> int:
     if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
         raise UserError(Problem("optimizer", "there is none", "choose one, e.g. optimizer=sgd"))
     config.pop("hydra", None)
-    sys.path[:0] = [p for p in provenance.python_path(root) if p not in sys.path]
+    own_code.make_importable(own_code.own_folders(root))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
