@@ -307,6 +307,23 @@ def test_absent_packages(project: Path) -> None:
     assert notes[0].startswith("not checked: callbacks.x._target_: package absent_package is not")
 
 
+def test_what_no_job_takes_along_is_noted(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "helpers").mkdir()
+    (elsewhere / "helpers/deep.py").write_text("")
+    (project / "uses.py").write_text("import helpers.deep, wave\nclass Thing: ...\n")
+    monkeypatch.syspath_prepend(str(elsewhere))  # as a package in editable mode is found
+    config = sample({"callbacks.x": {"_target_": "uses.Thing"}})
+    assert check_bindings(config, None, str(project), local=False)[1] == [
+        f"helpers is imported from {elsewhere}, which no job takes along: install it there, or "
+        "choose project.root above both"
+    ]
+    for name in ("uses", "helpers", "helpers.deep"):
+        sys.modules.pop(name)
+
+
 def test_refused_targets_are_never_imported(project: Path) -> None:
     changes = {"callbacks.x": {"_target_": "failing.f"}, "model": {"_target_": "os.system"}}
     assert messages(changes, root=project.parent) == []

@@ -5,6 +5,7 @@ The far side is Python with nothing but a bundle, moved away, and the project go
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, launch, own_code, planning, validate
+from distdl import compose, launch, own_code, planning, snapshot, validate
 from distdl.run_directory import RunDirectory
 from tests.conftest import TINY, environment
 
@@ -140,6 +141,22 @@ def test_what_python_looks_at_anyway_below_the_root_is_found_in_a_job(
     target = "pkg.net.Net"
     bundle = sent(target, [], tmp_path / "elsewhere")
     assert found_far(bundle, target) == Path("python/pkg/net.py")
+
+
+def test_a_job_gets_the_metadata_of_the_projects_editable_packages_and_no_others(
+    project: Callable[..., Path], tmp_path: Path
+) -> None:
+    top = project(["src/pkg/net.py"])
+    for name, home in (("pkg", top), ("other", tmp_path / "other")):
+        folder = tmp_path / f"site-packages/{name}-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        url = {"url": home.as_uri(), "dir_info": {"editable": True}}
+        (folder / "direct_url.json").write_text(json.dumps(url))
+        (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{folder.name}/RECORD,,\n")
+    sys.path.append(str(tmp_path / "site-packages"))
+    names = [name for _, name in snapshot.take(top, [], 300).files if name.endswith("METADATA")]
+    assert names == ["project/pkg-1.0.dist-info/METADATA"]
 
 
 def test_a_folder_outside_of_the_project_is_not_of_it(
