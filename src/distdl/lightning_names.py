@@ -31,12 +31,12 @@ def real_name(name: str) -> str:
 class Names(MetaPathFinder, Loader):
     """Finds modules under their other name; nothing is imported before somebody asks for it."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        real = real_name(name)
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        real = real_name(fullname)
         # The package of a submodule is imported by now. Nobody has it: told by the name asked.
-        if not real or ("." in name and importlib.util.find_spec(real) is None):
+        if not real or ("." in fullname and importlib.util.find_spec(real) is None):
             return None
-        return ModuleSpec(name, self)
+        return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(real_name(spec.name))

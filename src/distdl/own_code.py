@@ -18,14 +18,14 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
     A run's folder is none either, although one may stand in it: it may come from somebody else.
     """
-    root, here = Path(root).resolve(), Path.cwd()
+    project, here = Path(root).resolve(), Path.cwd()
     found: list[Path] = []
-    for top in [here, root] if here.is_relative_to(root) else [root]:
+    for top in [here, project] if here.is_relative_to(project) else [project]:
         found.append(top)
         if (top / "src").is_dir() and not (top / "src" / "__init__.py").exists():
             found.append(top / "src")
     known = [Path(entry) for entry in sys.path]
-    found += [f for f in known if f.is_relative_to(root) and f.is_dir() and not is_installed(f)]
+    found += [f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)]
     return tuple(dict.fromkeys(str(folder) for folder in found if not in_a_run(folder)))
 
 
