@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
@@ -68,6 +69,7 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def load(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
     """As `read`, for a training to go on from: all state is as it was when it was saved."""
     found = read(path, weights_only=weights_only, mmap=mmap)
+    found.setdefault("pytorch-lightning_version", lightning.__version__)  # bare weights have none
     return restored(found, path, trust=weights_only is False)
 
 

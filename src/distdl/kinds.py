@@ -47,7 +47,7 @@ SCHEDULES = tuple(
     f"distdl.schedules.{name}" for name in ("constant", "warmup_cosine", "warmup_step")
 )
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
-TASKS = ("distdl.tasks.benchmark", "distdl.tasks.train", "distdl.tasks.validate")
+TASKS = tuple(f"distdl.tasks.{name}" for name in ("benchmark", "test", "train", "validate"))
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
 # Arguments of timm's models that name a file to load, or describe where weights come from.
 TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "_args_")

@@ -207,17 +207,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
         )
     if uncounted:
         raise uncounted
-    own_optimizer = facts.get("model_configures_optimizers")
-    trains = config.task.get("_target_") in (configs.TRAIN, configs.BENCHMARK)
-    if trains and own_optimizer is False and not config.get("optimizer"):
-        raise UserError(
-            Problem(
-                "optimizer",
-                f"{config.model._target_} defines no configure_optimizers, and optimizer=none",
-                "choose one, e.g. optimizer=sgd, or define configure_optimizers in the module",
-            )
-        )
-    if own_optimizer and config.get("optimizer"):
+    if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append(
             "the model's own configure_optimizers is used; optimizer= and schedule= are not"
         )

@@ -294,11 +294,10 @@ def test_limits_are_measured() -> None:
 
 
 def test_the_number_of_a_tasks_steps_is_checked() -> None:
-    assert not list(check({}))
-    assert [p.path for p in check({"steps": 1, "windows": "5", "trace": 0, "warmup": 1})] == [
-        "windows",
-        "steps",
-    ]
+    context = {"local": True, "refused": [], "config": {}}
+    assert not list(check({}, context))
+    wrong = check({"steps": 1, "windows": "5", "trace": 0, "warmup": 1}, context)
+    assert [p.path for p in wrong] == ["windows", "steps"]
 
 
 def test_a_report_shows_the_phases(tmp_path: Any) -> None:

@@ -71,6 +71,9 @@ def project(tmp_path: Path) -> Iterator[Path]:
                     super().__init__()
                     self.kept = kwargs
 
+                def training_step(self, batch):
+                    pass
+
                 def configure_optimizers(self):
                     return None
 
@@ -87,6 +90,9 @@ def project(tmp_path: Path) -> Iterator[Path]:
             class Data(pl.LightningDataModule):
                 def __init__(self, root: str, batch_size: int = 1, size=8):
                     super().__init__()
+
+                def train_dataloader(self):
+                    pass
 
                 @staticmethod
                 def check(config):
@@ -374,13 +380,14 @@ def _shipped() -> list[list[str]]:
         "experiment/imagenette_cpu": ["data.root={root}", "data.num_classes=2"],
     }
     groups = ("callbacks", "data", "debug", "experiment", "model", "optimizer", "schedule")
+    needy = ("model=classifier", "optimizer=none", "task=test")  # a network, or code of one's own
     options = [
         p for g in (*groups, "strategy", "task", "tracking") for p in (conf / g).glob("*.yaml")
     ]
     return [
         [f"{p.parent.name}={p.stem}", *further.get(f"{p.parent.name}/{p.stem}", [])]
         for p in sorted(options)
-        if p.stem != "classifier"
+        if f"{p.parent.name}={p.stem}" not in needy
     ]
 
 

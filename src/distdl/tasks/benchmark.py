@@ -20,6 +20,7 @@ from distdl.callbacks import Checkpointer, Progress, StepMetrics
 from distdl.callbacks.timing import HELD, REAL, TRACE, WARM, WINDOW, Segment, Timing, Window
 from distdl.errors import Problem
 from distdl.run_directory import write_json
+from distdl.tasks.train import train
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +140,9 @@ class _Teller:
         )
 
 
-def check(node: Mapping[str, Any]) -> Iterator[Problem]:
+def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
     """What is wrong with the task's node, before anything starts."""
+    yield from train.check(node, context)  # type: ignore[attr-defined]
     for name, least in LEAST.items():
         value = node.get(name, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from distdl.build import Built
+from distdl.starting import start_from
+from distdl.tasks.needs import needs
 
 
 def train(context: Built) -> dict[str, float]:
     """Fits the module and returns the last value of every metric."""
+    if context.checkpoint:
+        start_from(context, context.checkpoint)
     context.trainer.fit(
         context.module,
         datamodule=context.datamodule,
@@ -19,3 +23,6 @@ def train(context: Built) -> dict[str, float]:
         metrics["perf/images_per_second"] = speeds[len(speeds) // 2]
     latest = context.metrics.latest
     return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}
+
+
+train.check = needs("training_step", "train_dataloader")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Validate a checkpoint."""
+"""Validate a checkpoint, or test it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from distdl import checkpoint as checkpoints
 from distdl.build import Built
 from distdl.errors import Problem, UserError
+from distdl.starting import start_from
+from distdl.tasks.needs import needs
 
 
 def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
@@ -24,9 +26,27 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
     Raises:
         UserError: There is no such checkpoint.
     """
+    return _evaluate(context, checkpoint, context.trainer.validate)
+
+
+def test(context: Built, checkpoint: str = "best") -> dict[str, float]:
+    """The same with the test loop; in a run that has trained the metrics are called `test/...`."""
+    return _evaluate(context, checkpoint, context.trainer.test)
+
+
+# Validation asks for it.
+validate.check = needs("validation_step", "val_dataloader")  # type: ignore[attr-defined]
+test.check = needs("test_step", "test_dataloader")  # type: ignore[attr-defined]
+
+
+def _evaluate(
+    context: Built, checkpoint: str, loop: Callable[..., list[Mapping[str, float]]]
+) -> dict[str, float]:
     path = None if checkpoint == "none" else _find(context, checkpoint)
-    _log_at_the_checkpoint(context)
-    results = context.trainer.validate(
+    if path:
+        start_from(context, path)
+    _log_at_the_checkpoint(context, loop.__name__)
+    results = loop(
         context.module,
         datamodule=context.datamodule,
         ckpt_path=path,
@@ -36,7 +56,7 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
     return {k: float(v) for result in results for k, v in result.items()}
 
 
-def _log_at_the_checkpoint(context: Built) -> None:
+def _log_at_the_checkpoint(context: Built, task: str) -> None:
     """Lightning would log at step 0 of epoch 0: of a checkpoint it loads the weights alone."""
     loop = context.trainer.fit_loop
     of_module = context.module.on_load_checkpoint
@@ -49,13 +69,13 @@ def _log_at_the_checkpoint(context: Built) -> None:
     context.module.on_load_checkpoint = on_load_checkpoint  # type: ignore[method-assign, assignment]
     if context.has_trained:
         for logger in context.trainer.loggers:
-            logger.log_metrics = _renaming(logger.log_metrics)  # type: ignore[method-assign]
+            logger.log_metrics = _renaming(logger.log_metrics, task)  # type: ignore[method-assign]
 
 
-def _renaming(log: Callable[..., None]) -> Callable[..., None]:
+def _renaming(log: Callable[..., None], task: str) -> Callable[..., None]:
     def log_metrics(metrics: Mapping[str, Any], step: int | None = None) -> None:
         # The epoch is the checkpoint's, as the training logged it there.
-        log({k if k == "epoch" else f"validate/{k}": v for k, v in metrics.items()}, step)
+        log({k if k == "epoch" else f"{task}/{k}": v for k, v in metrics.items()}, step)
 
     return log_metrics
 
@@ -65,11 +85,8 @@ def _find(context: Built, named: str) -> str:
         return str(checkpoints.find(named))
     path = context.store.folder / f"{named}.ckpt"
     if not path.exists():
-        raise UserError(
-            Problem(
-                "task.checkpoint",
-                f"this run has no {named}.ckpt",
-                "name the run that has one (name=...), a .ckpt file, or a run directory",
-            )
-        )
+        others = "name the run that has one (name=...), a .ckpt file, or a run directory"
+        if path.with_name("last.ckpt").exists():
+            others = f"task.checkpoint=last, or {others}"
+        raise UserError(Problem("task.checkpoint", f"this run has no {named}.ckpt", others))
     return str(checkpoints.find(path))

@@ -1,0 +1,123 @@
+"""What a task takes from a checkpoint that is not distdl's own: Lightning's, or bare weights.
+
+A training goes on from all of its state if that fits: optimizers, schedules, loops. Else it takes
+the weights alone, and one warning says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from distdl.build import Built
+from distdl.callbacks.checkpointer import KEY
+from distdl.errors import Problem, UserError
+from distdl.run_directory import shown
+
+log = logging.getLogger(__name__)
+
+# What torch.compile, DistributedDataParallel and `convert --to weights` add to names or take away.
+AFFIX = re.compile(r"^(module|network)\.|_orig_mod\.")
+MISFIT = re.compile(r"Error\(s\) in loading state_dict|the checkpoint's weights do not fit")
+# torch has added these or taken them away; all else in a schedule's state says what kind it is of.
+OF_VERSIONS = ("verbose", "default_min_lr")
+
+
+def start_from(context: Built, path: str) -> None:
+    """Puts `load` where the Trainer restores weights, and `restore` where it restores the rest.
+
+    They raise a UserError where the weights do not fit, and where all of it fits and the file's
+    training was as long as this one shall be.
+    """
+    trainer, module, file = context.trainer, context.module, shown(Path(path))
+    connector, strategy = trainer._checkpoint_connector, trainer.strategy
+    load_as_ever, restore_as_ever = strategy.load_model_state_dict, connector.restore_training_state
+
+    def is_foreign(found: Mapping[str, Any]) -> bool:
+        trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
+        return trains and KEY not in found
+
+    def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        own = module.state_dict().keys()
+        plain = {AFFIX.sub("", name): name for name in own}
+        given = checkpoint["state_dict"].items()
+        named = {k if k in own else plain.get(AFFIX.sub("", k), k): v for k, v in given}
+        try:
+            load_as_ever({**checkpoint, "state_dict": named}, strict=strict)
+        except RuntimeError as error:
+            if not MISFIT.search(str(error)):
+                raise
+            what = f"its weights are not those of {type(module).__name__} as configured: {error}"
+            remedy = "the class and arguments that wrote it; strict_loading = False of the module"
+            raise UserError(Problem(file, what, remedy)) from None
+        if is_foreign(checkpoint):
+            context.position.epoch = progress(checkpoint)[0]  # the loaders begin with its order
+
+    def restore() -> None:
+        found = connector._loaded_checkpoint
+        if not found or not is_foreign(found):
+            return restore_as_ever()
+        if (why := misfit(found, trainer)) is None:
+            try:
+                connector.restore_optimizers()
+            except ValueError as error:  # they have other groups of parameters
+                why = str(error)
+        if why is not None:
+            if len(trainer.optimizers) > 1:  # the first of them may have fitted
+                strategy.setup_optimizers(trainer)
+            # The loaders may have begun with another epoch.
+            context.position.epoch, trainer.fit_loop._combined_loader = 0, None
+            said = "%s: its weights are taken alone, and the training begins anew: %s"
+            return log.warning(said, file, why)
+        epochs, batches = progress(found)
+        longest = trainer.fit_loop.max_epochs
+        if longest not in (None, -1) and epochs >= longest:
+            what = f"is {longest}, and {file} was trained for {epochs} epochs"
+            more = f"trainer.max_epochs={epochs + longest}, or with checkpoint.resume_from its "
+            more += f"weights alone: python -m distdl convert {file} --to weights"
+            raise UserError(Problem("trainer.max_epochs", what, more))
+        if batches:
+            said = "%s was saved after %d batches of an epoch and does not say which samples they "
+            said += "held: of that epoch some samples come again, and others not at all"
+            log.warning(said, file, batches)
+        return restore_as_ever()
+
+    strategy.load_model_state_dict = load  # type: ignore[method-assign]
+    connector.restore_training_state = restore  # type: ignore[method-assign]
+
+
+def progress(found: Mapping[str, Any]) -> tuple[int, int]:
+    """Epochs that a checkpoint of Lightning's has behind it, and batches of the next one."""
+    loop = (found.get("loops") or {}).get("fit_loop") or {}
+    if "optimizer_states" not in found or "epoch_loop.batch_progress" not in loop:
+        return 0, 0
+    epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+    if epochs["processed"] == epochs["ready"] or batches["is_last_batch"]:
+        return epochs["ready"], 0
+    return epochs["ready"] - 1, batches["current"]["ready"]
+
+
+def misfit(found: Mapping[str, Any], trainer: Trainer) -> str | None:
+    """Why the state of optimizers and schedules is not that of this training's; None: it may be."""
+    if "optimizer_states" not in found or "lr_schedulers" not in found:
+        return "it holds no state of optimizers"
+    if len(found["optimizer_states"]) != len(trainer.optimizers):
+        return f"it has {len(found['optimizer_states'])} optimizers, not {len(trainer.optimizers)}"
+    for state, optimizer in zip(found["optimizer_states"], trainer.optimizers, strict=True):
+        kind: Any = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps it
+        # Switches are newer than some files, and off.
+        settings = {k for k, v in kind.defaults.items() if not isinstance(v, bool | None)}
+        if lacks := settings - state["param_groups"][0].keys():
+            return f"its optimizer is no {type(kind).__name__}, without {', '.join(sorted(lacks))}"
+    mine = (entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs)
+    kinds = [
+        [{k for k in state if k[0] != "_" and k not in OF_VERSIONS} for state in states]
+        for states in (found["lr_schedulers"], mine)
+    ]
+    return None if kinds[0] == kinds[1] else "its schedules are of another kind"

@@ -1,0 +1,52 @@
+"""What a task calls of the user's classes, and cannot do without."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from distdl import kinds
+from distdl.errors import Problem
+
+NAMED = ("best", "last", "none")
+
+
+def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
+    """A task's `check` (`Binding.hook`): step, loader and the checkpoint that is named are there.
+
+    It looks at classes and builds nothing. Of what a function returns Lightning says it later.
+    """
+
+    def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
+        file = node.get("checkpoint", "none")
+        if context["local"] and file not in NAMED and not Path(file).exists():
+            remedy = f"{', '.join(NAMED)}, a .ckpt file or a run directory"
+            yield Problem("checkpoint", f"{file}: no such checkpoint", remedy)
+        config = context["config"]
+        # As in Lightning, a data module is the only source of loaders.
+        wanted = {step: "model", loader: "data" if config.get("data") else "model"}
+        if step == "training_step" and not config.get("optimizer"):
+            wanted["configure_optimizers"] = "model"
+        for name, section in wanted.items():
+            given = config.get(section)
+            if not given or section in context["refused"] or given.get("_partial_"):
+                continue
+            if not has(kinds.locate(given["_target_"]), name):
+                what = f"needs {name}, which {given['_target_']} does not define"
+                other = ", or choose one: optimizer=sgd" if name == "configure_optimizers" else ""
+                yield Problem("", what, f"define it{other}")
+
+    return check
+
+
+def has(found: Any, name: str) -> bool:
+    """Whether what it makes has a method of its own: of its class, or set on it in `__init__`."""
+    bases = (LightningModule, LightningDataModule)
+    base = next((b for b in bases if inspect.isclass(found) and issubclass(found, b)), None)
+    if base is None or getattr(found, name) is not getattr(base, name):
+        return True
+    return name in getattr(found.__init__, "__code__", has.__code__).co_names
