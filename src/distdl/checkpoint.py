@@ -166,17 +166,24 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def find(named: str | Path, key: str = "") -> Path:
+def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
     """A checkpoint as a user names it: a file, a sharded one's folder, or a run (its newest).
 
     Args:
         named: As written.
         key: Of the config, where it is written.
+        own: The folder whose checkpoints "best" and "last" are.
 
     Raises:
         UserError: There is none, or it is damaged.
     """
     path, where = Path(named), f"{key}={named}" if key else str(named)
+    if own and f"{named}.ckpt" in ALIASES:
+        path = own / f"{named}.ckpt"
+        if not path.exists():
+            other = f"{key}=last, " if (own / "last.ckpt").exists() else ""
+            remedy = f"{other}the run that has one (name=...), a .ckpt file, or a run directory"
+            raise UserError(Problem(where, f"this run has no {named}.ckpt", remedy))
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints").newest()
         if newest is None:

@@ -32,6 +32,7 @@ WHERE = (
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # `task._target_` of what trains.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
+EVALUATE = ("distdl.tasks.validate", "distdl.tasks.test")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     "data.batch_size",

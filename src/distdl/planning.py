@@ -131,15 +131,20 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
 
 
 def refuse_missing_start(planned: Plan) -> None:
-    """`checkpoint.resume_from` is there, if the run has no checkpoint of its own yet.
+    """`checkpoint.resume_from` is there, if the run has no checkpoint of its own yet, and so is
+    `task.checkpoint`.
 
     Raises:
         UserError: It is not, or it is a path of this machine and the job runs elsewhere.
     """
+    task, here = planned.config.task, checks.runs_here(str(planned.config.launcher["_target_"]))
+    if here and task["_target_"] in configs.EVALUATE and task.get("checkpoint", "best") != "none":
+        named = str(task.get("checkpoint", "best"))
+        checkpoint.find(named, "task.checkpoint", planned.run.checkpoints)
     given = planned.config.checkpoint.get("resume_from")
     if not given or any(planned.run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
         return
-    if checks.runs_here(str(planned.config.launcher["_target_"])):
+    if here:
         checkpoint.find(given, "checkpoint.resume_from")
         return
     written = OmegaConf.to_container(planned.config.checkpoint, resolve=False)

@@ -105,19 +105,22 @@ def progress(found: Mapping[str, Any]) -> tuple[int, int]:
 
 def misfit(found: Mapping[str, Any], trainer: Trainer) -> str | None:
     """Why the state of optimizers and schedules is not that of this training's; None: it may be."""
-    if "optimizer_states" not in found or "lr_schedulers" not in found:
+    states, optimizers = found.get("optimizer_states"), trainer.optimizers
+    if states is None or "lr_schedulers" not in found:
         return "it holds no state of optimizers"
-    if len(found["optimizer_states"]) != len(trainer.optimizers):
-        return f"it has {len(found['optimizer_states'])} optimizers, not {len(trainer.optimizers)}"
-    for state, optimizer in zip(found["optimizer_states"], trainer.optimizers, strict=True):
+    if len(states) != len(optimizers):
+        return f"it has {len(states)} optimizers, not {len(optimizers)}"
+    for state, optimizer in zip(states, optimizers, strict=True):
         kind: Any = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps it
         # Switches are newer than some files, and off.
-        settings = {k for k, v in kind.defaults.items() if not isinstance(v, bool | None)}
+        defaults = getattr(kind, "defaults", {})
+        settings = {k for k, v in defaults.items() if not isinstance(v, bool | None)}
         if lacks := settings - state["param_groups"][0].keys():
             return f"its optimizer is no {type(kind).__name__}, without {', '.join(sorted(lacks))}"
-    mine = (entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs)
-    kinds = [
-        [{k for k in state if k[0] != "_" and k not in OF_VERSIONS} for state in states]
-        for states in (found["lr_schedulers"], mine)
-    ]
-    return None if kinds[0] == kinds[1] else "its schedules are of another kind"
+    mine = [entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs]
+    same = [*map(settings_of, mine)] == [*map(settings_of, found["lr_schedulers"])]
+    return None if same else "its schedules are of another kind"
+
+
+def settings_of(schedule: Mapping[str, Any]) -> set[str]:
+    return {k for k in schedule if not k.startswith("_") and k not in OF_VERSIONS}

@@ -87,7 +87,7 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
     for note in launch.get("notes") or []:
         print(f"note    {note}")
-    if built.checkpoint:
+    if built.checkpoint and built.config.task.get("_target_") == TRAIN:
         print(f"resume  {shown(Path(built.checkpoint))}")
     print(flush=True)
 

@@ -181,6 +181,10 @@ def test_a_start_that_is_not_there_is_refused_before_anything(
     said = command(*TINY, "checkpoint.resume_from=nowhere/x.ckpt")
     assert said.code == 2 and not (tmp_path / "outputs").exists()
     assert "checkpoint.resume_from=nowhere/x.ckpt: no such checkpoint" in said.err
+    for named, why in (("no.ckpt", "no such checkpoint"), ("best", "this run has no best.ckpt")):
+        said = command(*TINY, "task=validate", f"task.checkpoint={named}")
+        assert said.code == 2 and not (tmp_path / "outputs").exists()
+        assert f"task.checkpoint={named}: {why}" in said.err
     mpi = ("launcher=mpi", "trainer.devices=2")
     said = command(*TINY, "checkpoint.resume_from=start.ckpt", *mpi)
     assert said.code == 2 and "an absolute path" in said.err

@@ -136,3 +136,28 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
         float((torch.as_tensor(one[k]).double() - torch.as_tensor(other[k]).double()).abs().max())
         for k in one
     )
+
+
+def read_by_lightning(file: Path, single: Path) -> None:
+    """Reads a checkpoint as a script does that knows nothing of distdl.
+
+    Its optimizer takes state by position, so the names must be in the order of one process.
+
+    Raises:
+        AssertionError: They are not.
+    """
+    import torchvision
+
+    from distdl.models import ImageClassifier
+
+    network = torchvision.models.resnet18(num_classes=10)
+    arguments = {"network": network, "num_classes": 10, "norm": "group"}
+    module = ImageClassifier.load_from_checkpoint(file, map_location="cpu", **arguments)
+    found, one = (torch.load(path, weights_only=True) for path in (file, single))
+    assert list(found["state_dict"]) == list(module.state_dict()) == list(one["state_dict"])
+    own, (state,) = dict(module.named_parameters()), found["optimizer_states"]
+    groups = [g["params"] for g in one["optimizer_states"][0]["param_groups"]]
+    assert [g["params"] for g in state["param_groups"]] == groups
+    optimizer = torch.optim.SGD([{"params": [own[n] for n in g]} for g in groups], momentum=0.9)
+    optimizer.load_state_dict(state)
+    assert all(optimizer.state[own[n]].keys() == kept.keys() for n, kept in state["state"].items())

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.strategies import table
-from tests.strategies.matrix import SAME_TO, STEPS, TOPOLOGIES, Runs, difference, step
+from tests.strategies.matrix import (
+    SAME_TO,
+    STEPS,
+    TOPOLOGIES,
+    Runs,
+    difference,
+    read_by_lightning,
+    step,
+)
 
 # With test_equality: they share the runs.
 pytestmark = pytest.mark.xdist_group("strategies")
@@ -54,3 +62,8 @@ def test_the_table_takes_its_place(tmp_path: Path) -> None:
     assert text.startswith(f"before\n{table.BEGIN}|") and text.endswith(f"{table.END}after\n")
     assert "| **single** | 0 | 1e-08 | not run |" in text and "old" not in text
     assert table.BEGIN in table.PAGE.read_text() and table.END in table.PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(name for pair in PAIRS for name in pair))
+def test_lightning_alone_reads_the_file(name: str, runs: Runs) -> None:
+    read_by_lightning(step(runs.whole(name), STEPS), step(runs.whole("single"), STEPS))

@@ -10,7 +10,16 @@ import torch
 from distdl.commands import _convert_parts as parts
 from distdl.commands import convert
 from distdl.errors import UserError
-from tests.strategies.matrix import HALF, SAME_TO, STEPS, TOPOLOGIES, Runs, difference, step
+from tests.strategies.matrix import (
+    HALF,
+    SAME_TO,
+    STEPS,
+    TOPOLOGIES,
+    Runs,
+    difference,
+    read_by_lightning,
+    step,
+)
 
 # With test_equality: they share the runs.
 pytestmark = pytest.mark.xdist_group("strategies")
@@ -36,6 +45,7 @@ def test_a_folder_becomes_the_file_of_the_same_training(
     assert "equal: optimizer state, 62 tensors" in said
     assert "strategy=ddp trainer.devices=4 checkpoint.resume_from=whole.ckpt" in said
     assert difference(step(whole, HALF), here / "whole.ckpt") == 0
+    read_by_lightning(here / "whole.ckpt", step(whole, HALF))
     # It is read without conversion, too.
     on_the_fly = runs.train(f"sharded {name} then single", TOPOLOGIES["single"], resume=folder)
     assert difference(step(whole, STEPS), step(on_the_fly, STEPS)) < SAME_TO

@@ -118,6 +118,9 @@ class Loaders(LightningDataModule):
     def val_dataloader(self):
         return self.make()
 
+    def test_dataloader(self):
+        return [self.make(), self.make()]
+
     def predict_dataloader(self):
         return self.make()
 

@@ -216,8 +216,10 @@ def test_exact_evaluation_counts_what_a_sampler_chose(world, sampler):
     size = {"batch_size": 2} if sampler == "sampler" else {}
     for rank in range(world):
         make = lambda: DataLoader(Augmented(24, as_dict=True), **chosen, **size)  # noqa: E731
-        loader = share(Loaders(make, exact=True), rank, world).val_dataloader()
-        batches = list(loader)
+        source = share(Loaders(make, exact=True), rank, world)
+        batches = list(source.val_dataloader())
+        for tested in source.test_dataloader():
+            assert [b["index"].tolist() for b in tested] == [b["index"].tolist() for b in batches]
         lengths.add(len(batches))
         counted += [i for b in batches for i in b["index"][b["weight"] > 0].tolist()]
     expected = list(range(5, 12))

@@ -40,7 +40,8 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         name: str, start: Any = None, *more: str, model: Any = None, **arguments: Any
     ) -> Built:
         here = environment.resolve()
-        groups = ("schedule=none", "optimizer=none", "tracking=none", "callbacks=none")
+        groups = ["schedule=none", "optimizer=none", "tracking=none"]
+        groups += [] if "callbacks=ema" in more else ["callbacks=none"]
         keys = ("trainer.accelerator=cpu", "trainer.devices=1", "checkpoint.background=false")
         config = compose.compose([*groups, *keys, "trainer.max_epochs=4", *more])
         node = model or {"_target_": "theirs.Net", **arguments}
@@ -213,6 +214,17 @@ def test_test_counts_each_loader(ours: Make, theirs_file: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------- to Lightning
+
+
+def test_the_average_is_what_lightning_loads(ours: Make, tmp_path: Path) -> None:
+    built = ours("run", None, "callbacks=ema")
+    tasks.train(built)  # whose end puts the average into the module
+    file = tmp_path / "run/checkpoints/last.ckpt"
+    assert same(theirs.Net.load_from_checkpoint(file), built.module)
+    trained = theirs.Net()
+    trained.load_state_dict(torch.load(file)["current_model_state"])
+    assert not same(trained, built.module)
+
 
 SCRIPT = """
 import sys

@@ -7,7 +7,6 @@ from typing import Any
 
 from distdl import checkpoint as checkpoints
 from distdl.build import Built
-from distdl.errors import Problem, UserError
 from distdl.starting import start_from
 from distdl.tasks.needs import needs
 
@@ -42,8 +41,9 @@ test.check = needs("test_step", "test_dataloader")  # type: ignore[attr-defined]
 def _evaluate(
     context: Built, checkpoint: str, loop: Callable[..., list[Mapping[str, float]]]
 ) -> dict[str, float]:
-    path = None if checkpoint == "none" else _find(context, checkpoint)
-    if path:
+    path = None
+    if checkpoint != "none":
+        path = str(checkpoints.find(checkpoint, "task.checkpoint", context.store.folder))
         start_from(context, path)
     _log_at_the_checkpoint(context, loop.__name__)
     results = loop(
@@ -78,15 +78,3 @@ def _renaming(log: Callable[..., None], task: str) -> Callable[..., None]:
         log({k if k == "epoch" else f"{task}/{k}": v for k, v in metrics.items()}, step)
 
     return log_metrics
-
-
-def _find(context: Built, named: str) -> str:
-    if named not in ("best", "last"):
-        return str(checkpoints.find(named))
-    path = context.store.folder / f"{named}.ckpt"
-    if not path.exists():
-        others = "name the run that has one (name=...), a .ckpt file, or a run directory"
-        if path.with_name("last.ckpt").exists():
-            others = f"task.checkpoint=last, or {others}"
-        raise UserError(Problem("task.checkpoint", f"this run has no {named}.ckpt", others))
-    return str(checkpoints.find(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -12,20 +11,14 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from distdl import kinds
 from distdl.errors import Problem
 
-NAMED = ("best", "last", "none")
-
 
 def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
-    """A task's `check` (`Binding.hook`): step, loader and the checkpoint that is named are there.
+    """A task's `check` (`Binding.hook`): the step and its loader are defined.
 
     It looks at classes and builds nothing. Of what a function returns Lightning says it later.
     """
 
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-        file = node.get("checkpoint", "none")
-        if context["local"] and file not in NAMED and not Path(file).exists():
-            remedy = f"{', '.join(NAMED)}, a .ckpt file or a run directory"
-            yield Problem("checkpoint", f"{file}: no such checkpoint", remedy)
         config = context["config"]
         # As in Lightning, a data module is the only source of loaders.
         wanted = {step: "model", loader: "data" if config.get("data") else "model"}
