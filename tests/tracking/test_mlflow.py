@@ -296,6 +296,12 @@ while not component.delivery.run_id:
     time.sleep(0.05)
 component._send = lambda finishing: True  # killed before the next delivery
 time.sleep(0.5)
+outbox = component.delivery.outbox
+outbox.owe("params", {"lr": 0.1})
+for text in ("old", "new"):
+    (run / "note.txt").write_text(text)
+    outbox.keep(str(run / "note.txt"), "notes")
+(run / "note.txt").unlink()
 journal.write_bytes(encode(1.0, 1, 1, {"x": 1.0}))
 os.kill(os.getpid(), 9)
 """
@@ -307,6 +313,8 @@ os.kill(os.getpid(), 9)
     assert track.main(["sync", str(outputs / "killed/r")]) == 0
     (run,) = runs_of(database(outputs), "killed")
     assert run.info.status == "KILLED" and run.data.metrics == {"x": 1.0}
+    stored = outputs / "mlflow-artifacts" / run.info.run_id / "artifacts/notes"
+    assert [f.read_text() for f in stored.iterdir()] == ["new"] and run.data.params["lr"] == "0.1"
 
 
 def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(
@@ -319,14 +327,15 @@ def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(
     (info.run_dir / "own.txt").write_text("of the run")
     state = info.run_dir / "tracking/mlflow.json"
     names = ["../../mine.txt", str(outputs / "mine.txt"), "link.txt", "own.txt"]
-    state.write_text(
-        json.dumps(json.loads(state.read_text()) | {"artifacts": [[n, "sent"] for n in names]})
-    )
+    names.append("tracking/artifacts/../../../../mine.txt")  # what is sent from there is deleted
+    owed = [*([name, "sent"] for name in names), ["own.txt", "../sent"]]
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"artifacts": owed}))
     assert track.main(["sync", str(info.run_dir)]) == 0
     (run,) = runs_of(database(outputs), "foreign")
     sent = client(database(outputs)).list_artifacts(run.info.run_id, "sent")
     assert [file.path for file in sent] == ["sent/own.txt"]
-    assert caplog.text.count("is not in the run, and is not sent") == 3
+    assert caplog.text.count("is not in the run, and is not sent") == 5
+    assert (outputs / "mine.txt").exists()
 
 
 def test_reading_and_syncing_need_no_torch() -> None:

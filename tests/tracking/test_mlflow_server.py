@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distdl.commands import track
@@ -20,6 +21,7 @@ from distdl.tracking import RunInfo, start_tracking
 from tests.tracking.tracked import (
     client,
     delivered,
+    draw,
     info_of,
     logger,
     owed,
@@ -105,25 +107,36 @@ def test_a_server_that_is_down_comes_up_goes_away_and_comes_back(
             tracking.journal.log_metrics({"a": float(step), "b": math.nan}, step)
         tracking.journal.flush()
 
+    ours, picture = tracking.loggers[0], np.zeros((4, 4, 3))
     log(0)
     wait_until(lambda: component._failures > 0)
+    draw(ours, picture, 0)
+    assert (ours.run_id, ours.experiment_id) == (None, None)
+    assert "self.logger.run_id is None for now" in caplog.text
     server.start()
     server.wait()
     sync_what_was_missed(server, missed)
     wait_until(lambda: component.delivery.delivered >= 1200 and component._failures == 0, 60)
+    assert ours.experiment.get_run(None).data.params == {"lr": "0.1", "p0": "0"}
     server.kill()
     log(600)
     wait_until(lambda: component._failures > 0)
+    draw(ours, picture, 1)
     server.start()  # on the same port and database, and the run ends before it is up
     log(1200)
     tracking.finish("SUCCEEDED")
     (run,) = runs_of(server.uri, "server")
     points = owed(info)
-    assert len(points) == 3600
+    assert len(points) == 3604
     assert delivered(server.uri, run.info.run_id) == points
-    assert run.info.status == "FINISHED" and run.data.params == {"lr": "0.1"}
+    assert run.info.status == "FINISHED"
+    assert (run.data.params, run.data.tags["seen"]) == ({"lr": "0.1", "p0": "0", "p1": "1"}, "1")
     names = [a.path for a in client(server.uri).list_artifacts(run.info.run_id)]
-    assert names == ["config.yaml", "packages.txt"]
+    drawn = {"0.json", "1.json", "figures", "images", "notes", "samples"}
+    assert set(names) == {"config.yaml", "packages.txt", *drawn}
+    notes = Path(client(server.uri).download_artifacts(run.info.run_id, "notes", str(tmp_path)))
+    texts = {note.name: note.read_text() for note in notes.iterdir()}
+    assert texts == {"0.txt": "epoch 0", "1.txt": "epoch 1", "latest.txt": "epoch 1"}
     # What the first run's follower says may come after its end.
     said = [r.message for r in caplog.records if "experiment_name=later" not in r.message]
     assert sum("fails; training goes on" in m for m in said) == 2
@@ -139,8 +152,10 @@ def run_without_its_server(
     tracking = start_tracking(info, {"mlflow": logger(tracking_uri=server.uri, flush_timeout=1)})
     for step in range(700):
         tracking.journal.log_metrics({"a": float(step), "b": 1.0}, step)
+    tracking.loggers[0].experiment.log_text(None, "lost?", "note.txt")
     tracking.finish("FAILED")
-    assert f"distdl track sync {info.run_dir}" in caplog.text and "1400 points" in caplog.text
+    assert f"distdl track sync {info.run_dir}" in caplog.text
+    assert "1400 points, 3 files left" in caplog.text
     return info
 
 
@@ -151,6 +166,8 @@ def sync_what_was_missed(server: Server, info: RunInfo) -> None:
         (run,) = runs_of(server.uri, "later")
         assert delivered(server.uri, run.info.run_id) == owed(info)
         assert run.info.status == "FAILED" and run.data.params == {"lr": "0.1"}
+        names = [a.path for a in client(server.uri).list_artifacts(run.info.run_id)]
+        assert names == ["config.yaml", "note.txt", "packages.txt"]
         assert run.info.end_time < time.time() * 1000 - 500  # when it ended, not when it was sent
         (info.run_dir / "tracking/mlflow-node0.json").unlink()
 

@@ -73,3 +73,26 @@ def delivered(uri: str, run_id: str) -> list[tuple[str, float, int]]:
     keys = mlflow.get_run(run_id).data.metrics
     found = [p for key in keys for p in mlflow.get_metric_history(run_id, key)]
     return sorted((p.key, p.timestamp, p.step) for p in found)
+
+
+def figure() -> Any:
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(1, 1))
+    drawn.subplots().plot([0, 1])
+    return drawn
+
+
+def draw(logger: Any, picture: Any, epoch: int) -> None:
+    """What a user of MLflow writes, with the run's id or without."""
+    mlflow, run = logger.experiment, logger.run_id
+    mlflow.log_text(run, f"epoch {epoch}", "notes/latest.txt")
+    mlflow.log_text(run, f"epoch {epoch}", f"notes/{epoch}.txt")
+    mlflow.log_image(None, picture, f"samples/{epoch}.png")
+    mlflow.log_image(run, picture, key="each/sample", step=epoch, synchronous=False)
+    mlflow.log_figure(run, figure(), f"figures/{epoch}.png")
+    mlflow.log_dict(run, {"epoch": epoch}, f"{epoch}.json")
+    mlflow.log_metric(run, "mine", epoch, step=epoch)
+    mlflow.log_metric(run, "mine@2", epoch, 1700000000123, epoch, synchronous=False).wait()
+    assert mlflow.log_param(run, f"p{epoch}", epoch) == epoch
+    mlflow.set_tag(run, "seen", epoch)

@@ -59,7 +59,7 @@ class Tracking:
     """What `start_tracking` began.
 
     Args:
-        loggers: For Lightning's Trainer, the same number on every rank; the journal comes first.
+        loggers: For Lightning's Trainer, the same number on every rank; the journal comes last.
         journal: The run's own record.
         components: Ours (with `start` and `finish`), by their key.
         sampler: The system metrics of this node, if this process samples them.
@@ -110,32 +110,35 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
 
     Args:
         info: The run.
-        components: What the `tracking` part of the config was built into. One with `start(info)`
-            and `finish(status)` is ours; a Lightning logger is passed on; a `_partial_` of one is
-            first told its `save_dir`, `RUN/logs/<key>`.
+        components: What the `tracking` part of the config was built into. A Lightning logger is
+            passed on, a `_partial_` of one with its `save_dir`, `RUN/logs/<key>`; ours have
+            `start(info)` and `finish(status)`, and may make a `lightning_logger(journal)`.
     """
+    from lightning.pytorch.loggers.logger import Logger
+
     from distdl.tracking.journal import Journal
     from distdl.tracking.records import journal_path
     from distdl.tracking.system import SystemMetrics
 
     path = journal_path(info.run_dir, info.node_rank) if info.local_rank == 0 else None
     journal = Journal(path, info.run_dir, info.attempt, training=info.rank == 0)
-    loggers: list[Logger] = [journal]
+    loggers: list[Logger] = []
     ours: dict[str, Any] = {}
     interval = SYSTEM_METRICS_INTERVAL
     for key, component in components.items():
         if isinstance(component, functools.partial):
             component = component(save_dir=str(info.run_dir / "logs" / key))
-        if hasattr(component, "start") and hasattr(component, "finish"):
+        if hasattr(component, "start") and not isinstance(component, Logger):
             component.start(info)
             ours[key] = component
             interval = getattr(component, "system_metrics_interval", interval)
-        else:
-            loggers.append(component)
+            component = getattr(component, "lightning_logger", lambda journal: None)(journal)
+        if component is not None:
+            loggers.append(journal.listen_to(component))
     sampler = None
     if path is not None and interval > 0:
         with contextlib.suppress(OSError):
             info.run_dir.mkdir(parents=True, exist_ok=True)
         sampler = SystemMetrics(journal, interval, info.node_rank, info.run_dir)
         sampler.start()
-    return Tracking(loggers, journal, ours, sampler)
+    return Tracking([*loggers, journal], journal, ours, sampler)

@@ -70,13 +70,19 @@ def prepare_environment() -> None:
 
 
 def metric_name(name: str) -> str:
-    """The nearest name that MLflow accepts (it refuses `acc@1`, `a//b`, `/x` and what is long)."""
+    """The nearest name that MLflow accepts (it refuses `acc@1`, `a//b`, `/x` and what is long).
+
+    For parameters and tags as well.
+    """
     name = re.sub(r"[^\w\-. :/]", "_", name)
     return posixpath.normpath(name).replace("../", "").strip("/")[:250] or "_"
 
 
 def refusal(error: Exception) -> bool:
     """Whether sending the same again can never succeed."""
+    answer = getattr(getattr(error, "response", None), "status_code", None)  # to an artifact
+    if answer in (400, 413, 414, 422) or isinstance(error, FileExistsError | NotADirectoryError):
+        return True
     return getattr(error, "error_code", None) in REFUSED
 
 

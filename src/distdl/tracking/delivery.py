@@ -13,7 +13,7 @@ from distdl.tracking.records import journals, read
 
 log = logging.getLogger(__name__)
 
-BATCH = 1000  # MLflow's own limit per request
+BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's own limits per request
 
 
 class Delivery:
@@ -29,8 +29,9 @@ class Delivery:
         self.outbox, self.uri, self.node_rank = outbox, uri, node_rank
         self.client: Any = None
         self.run_id: str | None = None
+        self.experiment_id: str | None = None
         self.delivered = 0  # points
-        self.refused = 0
+        self.refused: set[str] = set()  # names
 
     def connect(self) -> bool:
         """Find the MLflow run, or make it (node 0). False where it is not there yet."""
@@ -69,7 +70,9 @@ class Delivery:
         from mlflow.exceptions import MlflowException
 
         try:
-            return self.client.get_run(run_id).info.lifecycle_stage == "active"
+            info = self.client.get_run(run_id).info
+            self.experiment_id = info.experiment_id
+            return bool(info.lifecycle_stage == "active")
         except MlflowException as error:
             # An id that this kind of server cannot even read counts as one it does not have.
             if error.error_code == "RESOURCE_DOES_NOT_EXIST" or refusal(error):
@@ -92,7 +95,7 @@ class Delivery:
 
     def _search(self) -> str | None:
         """The run by our tags: its id may have been lost with the server's answer or our file."""
-        experiment = self._experiment()
+        experiment = self.experiment_id = self._experiment()
         if experiment is None:
             return None
         tag, value = "distdl.run_key", self.outbox.state.key
@@ -124,34 +127,35 @@ class Delivery:
         if params:
             # MLflow refuses a parameter that changes; changes are told by a tag of the attempt.
             known = self.client.get_run(self.run_id).data.params
-            new = [Param(k, v) for k, v in params.items() if k not in known]
-            for i in range(0, len(new), 100):
-                self._guarded("parameters", params=new[i : i + 100])
+            named = {metric_name(k): v for k, v in params.items()}
+            self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
             outbox.sent("params", params)
         if tags:
-            pairs = [RunTag(k, v) for k, v in tags.items()]
-            for i in range(0, len(pairs), 100):
-                self._guarded("tags", tags=pairs[i : i + 100])
+            self._send("tags", [RunTag(metric_name(k), v) for k, v in tags.items()])
             outbox.sent("tags", tags)
         if outbox.state.status == "RUNNING":
             self._send_status("RUNNING")
 
     def send_artifacts(self) -> None:
-        while self.outbox.state.artifacts:
-            name, folder = item = self.outbox.state.artifacts[0]
-            path, run = self.outbox.run_dir / name, self.outbox.run_dir.resolve()
-            if not path.resolve().is_relative_to(run):  # `track sync` of somebody else's run
+        """What is owed now. One that fails is the last of the next pass: it holds up no other."""
+        from mlflow.utils.validation import path_not_unique
+
+        outbox = self.outbox
+        for item in list(outbox.state.artifacts):
+            name, folder = item
+            path, run = outbox.run_dir / name, outbox.run_dir.resolve()
+            out = (folder and path_not_unique(folder)) or not path.resolve().is_relative_to(run)
+            if out:  # `track sync` of somebody else's run
                 log.warning("the artifact %r is not in the run, and is not sent", name)
             elif path.is_file():
                 try:
                     self.client.log_artifact(self.run_id, str(path), folder or None)
                 except Exception as error:
                     if not refusal(error):
+                        outbox.put_last(item)
                         raise
                     log.warning("MLflow refuses the artifact %s: %s", name, error)
-            with self.outbox.lock:
-                self.outbox.state.artifacts.remove(item)
-                self.outbox.save()
+            outbox.strike(item)
 
     def send_end(self) -> None:
         """The status that a finished run ends with."""
@@ -187,7 +191,7 @@ class Delivery:
         end = 0
 
         def send() -> None:
-            self._send_metrics(batch)
+            self._send("metrics", batch)
             cursor.move(self.run_id or "", end)
             self.delivered += len(batch)
             progress(len(batch))
@@ -196,18 +200,18 @@ class Delivery:
         for record in read(path, cursor.offset(self.run_id)):
             at = round(record.time * 1000)
             points = [Metric(metric_name(k), v, at, record.step) for k, v in record.metrics.items()]
-            if batch and len(batch) + len(points) > BATCH:
+            if batch and len(batch) + len(points) > BATCH["metrics"]:
                 send()
             batch += points
             end = record.end
         if batch:
             send()
 
-    def _send_metrics(self, points: list[Any]) -> None:
-        for i in range(0, len(points), BATCH):
-            part = points[i : i + BATCH]
+    def _send(self, kind: str, points: list[Any]) -> None:
+        for i in range(0, len(points), BATCH[kind]):
+            part = points[i : i + BATCH[kind]]
             try:
-                self.client.log_batch(self.run_id, metrics=part)
+                self.client.log_batch(self.run_id, **{kind: part})
             except Exception as error:
                 if not self.run_id or not self._is_active(self.run_id):
                     self.run_id = None  # deleted on the server: the next pass makes it anew
@@ -216,20 +220,11 @@ class Delivery:
                     raise
                 if len(part) > 1:
                     middle = len(part) // 2
-                    self._send_metrics(part[:middle])
-                    self._send_metrics(part[middle:])
-                    continue
-                self.refused += 1
-                if self.refused == 1:
-                    log.warning("MLflow refuses the metric %s: %s", part[0].key, error)
-
-    def _guarded(self, what: str, **batch: Any) -> None:
-        try:
-            self.client.log_batch(self.run_id, **batch)
-        except Exception as error:
-            if not refusal(error):
-                raise
-            log.warning("MLflow refuses the %s: %s", what, error)
+                    self._send(kind, part[:middle])
+                    self._send(kind, part[middle:])
+                elif part[0].key not in self.refused:
+                    self.refused.add(part[0].key)
+                    log.warning("MLflow refuses the %s %s: %s", kind[:-1], part[0].key, error)
 
     def send_all(self, progress: Callable[[int], None] = lambda n: None) -> None:
         """Everything that the directory of a run that is not running any more holds."""

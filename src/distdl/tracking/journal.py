@@ -11,9 +11,9 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 
 from distdl.tracking.records import encode
 
@@ -48,6 +48,7 @@ class Journal(Logger):
         self._records: deque[tuple[float, int, dict[str, Any]]] = deque()
         self._unwritten = b""
         self._file: int | None = None
+        self._heard: tuple[list[Logger], str] = ([], "")
         self._complained: set[str] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -56,6 +57,18 @@ class Journal(Logger):
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
             atexit.register(self.close)
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Swallows every call: a module may write images to each of `self.loggers`."""
+        return DummyExperiment()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith(("log_", "watch", "unwatch")):  # what only some loggers have
+                return self.experiment.nop
+            raise AttributeError(name)
 
     @property
     def name(self) -> str:
@@ -75,15 +88,38 @@ class Journal(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Queue what Lightning logged on this rank at this optimizer step."""
+        self._hear(self, metrics, step)
+
+    def listen_to(self, logger: Logger) -> Logger:
+        """Queue what this logger is told, first: where it raises, Lightning ends the training."""
+        tell = logger.log_metrics
+
+        def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
+            if "hp_metric" not in metrics:  # a placeholder of TensorBoard's logger, at step 0
+                self._hear(logger, metrics, step)
+            tell(metrics, step, **more)  # type: ignore[arg-type]
+
+        logger.log_metrics = log_metrics  # type: ignore[method-assign]
+        return logger
+
+    def _hear(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
+        """Queue it once: Lightning tells every logger the same in turn, a module perhaps one."""
         if step is not None:
             self.last_step = step
-        if self._training:
-            self.put(metrics, self.last_step)
+        if not self._training:
+            return
+        values = {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
+        by, said = self._heard
+        if said == f"{step} {values}" and logger not in by:
+            by.append(logger)
+        else:
+            self._heard = ([logger], f"{step} {values}")
+            self.put(values, self.last_step)
 
-    def put(self, metrics: Mapping[str, Any], step: int) -> None:
+    def put(self, metrics: Mapping[str, Any], step: int, at: float | None = None) -> None:
         """Queue values under a step. A tensor is read now: its owner may change it in place."""
         values = {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
-        self._records.append((time.time(), int(step), values))
+        self._records.append((time.time() if at is None else at, int(step), values))
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kw: Any) -> None:
         """Nothing: the run's config.yaml is the record."""

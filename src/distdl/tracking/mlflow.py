@@ -9,8 +9,9 @@ import os
 import shlex
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
@@ -19,11 +20,14 @@ from distdl.tracking.records import journal_path, journals
 
 if TYPE_CHECKING:
     from distdl.tracking import RunInfo
+    from distdl.tracking.journal import Journal
+    from distdl.tracking.run_logger import RunLogger
 
 log = logging.getLogger(__name__)
 
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
+PATIENCE = 30.0  # seconds that a module's question waits for the server's answer
 IMPORT_TIMEOUT = 120.0  # seconds that a training waits for its sender's imports: some take 3
 # Seconds. A scheduler's grace is short, and the next attempt delivers the rest; and the agent kills
 # a rank that failed, with what it has not written yet, 30 s after another one has ended.
@@ -36,8 +40,8 @@ class MLflowLogger:
     Nothing here touches the training thread: a thread reads the journal past a cursor file, sends
     it in batches with the original times and steps, and moves the cursor. While the server fails it
     says so once and tries again, less and less often; what is left at the end stays in the run for
-    `python -m distdl track sync RUN`. It is no Lightning logger: every metric reaches it by way of
-    the journal.
+    `python -m distdl track sync RUN`. Every metric reaches it by way of the journal, and what a
+    module logs through its `lightning_logger` by way of the outbox.
 
     Each component gets `start` and `finish` on every rank; only rank 0 makes the MLflow run. A
     server hears from the local rank 0 of each other node, too (its system metrics); a database
@@ -107,6 +111,19 @@ class MLflowLogger:
         if self._thread is not None:
             self._imported.wait(IMPORT_TIMEOUT)
 
+    def lightning_logger(self, journal: Journal) -> RunLogger:
+        """What `self.logger` is in a module."""
+        from distdl.tracking.run_logger import RunLogger
+
+        return RunLogger(self, journal)
+
+    def wait_until(self, done: Callable[[], Any]) -> None:
+        """Send now, for who needs the server's answer; no longer than it works."""
+        end = time.monotonic() + PATIENCE
+        while not done() and not self._failures and time.monotonic() < end:
+            self._wake.set()
+            time.sleep(0.02)
+
     def finish(self, status: str) -> None:
         """Send what is left, for at most `flush_timeout` seconds, and say what stays.
 
@@ -129,12 +146,12 @@ class MLflowLogger:
         if not self._done:
             self._finishing = False  # the thread stops trying; whatever it is waiting for
             self._thread = None
-            points = self.delivery.pending()
             log.warning(
-                "MLflow at %s has not taken everything (%d points are left). They stay in the run: "
-                "python -m distdl track sync %s",
+                "MLflow at %s has not taken everything (%d points, %d files left). It stays in the "
+                "run: python -m distdl track sync %s",
                 redact(self.uri),
-                points,
+                self.delivery.pending(),
+                len(self.delivery.outbox.state.artifacts),
                 shlex.quote(str(self.info.run_dir)),
             )
 

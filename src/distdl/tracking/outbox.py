@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
+import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distdl.redact import hide_shapes
+from distdl.redact import hide_shapes, looks_secret
+from distdl.redact import redact as without_secrets
+
+KEPT = "artifacts"  # in RUN/tracking: copies of files that are owed
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -100,6 +107,48 @@ class Outbox:
         """The address of the project's own database."""
         folder = os.path.normpath(self.run_dir.absolute() / self.state.output_dir)
         return f"sqlite:///{folder}/mlflow.db"
+
+    def is_empty(self) -> bool:
+        return not (self.state.params or self.state.tags or self.state.artifacts)
+
+    def owe(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
+        """Add params or tags, without secrets. Of a parameter that is owed, the value stays."""
+        told = {
+            str(k): "***" if looks_secret(str(k).replace("/", ".")) else without_secrets(str(v))
+            for k, v in values.items()
+        }
+        owed = getattr(self.state, kind)
+        with self.lock, contextlib.suppress(OSError):  # a full disk: the sender says so
+            owed |= {k: v[:longest] for k, v in told.items() if kind == "tags" or k not in owed}
+            self.save()
+
+    def keep(self, file: str, folder: str) -> None:
+        """Owe a copy of a file to a folder, in place of one of its name that is owed there."""
+        copy = self.path.parent / KEPT / folder / os.path.basename(file)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.path.parent) as there:
+            whole = shutil.copyfile(file, Path(there) / "whole")
+            with self.lock:
+                os.replace(whole, copy)
+                item = [os.path.relpath(copy, self.run_dir), folder]
+                owed = self.state.artifacts
+                self.state.artifacts = [*(other for other in owed if other != item), item]
+                self.save()
+
+    def put_last(self, item: list[str]) -> None:
+        with self.lock:
+            self.state.artifacts = sorted(self.state.artifacts, key=lambda other: other is item)
+
+    def strike(self, item: list[str]) -> None:
+        """Take off this artifact, and its copy; not a newer one that has taken its place."""
+        with self.lock:
+            rest = [other for other in self.state.artifacts if other is not item]
+            if len(rest) < len(self.state.artifacts):
+                self.state.artifacts = rest
+                self.save()
+                copy = (self.run_dir / item[0]).resolve()
+                if copy.is_relative_to(self.run_dir.resolve() / "tracking" / KEPT):
+                    copy.unlink(missing_ok=True)
 
     def sent(self, kind: str, values: dict[str, str]) -> None:
         """Strike params or tags off, unless they changed while they were being sent."""
