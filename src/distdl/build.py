@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +13,25 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig
 
-from distdl import batches, cluster, optim, portable
+from distdl import batches, cluster, misfits, optim, portable
 from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
 from distdl.checkpoint import CheckpointStore
-from distdl.config import TRAIN, plain
+from distdl.config import BENCHMARK, TRAIN, plain
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.environment import Environment
+from distdl.errors import Problem, UserError
 from distdl.formats import AnyCheckpoint
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.schedules import length_of
 from distdl.stopping import StopRequest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -92,9 +96,21 @@ def build(
     module = build_module(config)
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
+    nodes = (config.get("callbacks") or {}).items()
+    chosen = {str(name): make(node) for name, node in nodes if node}  # null takes one away
+    trains = config.task.get("_target_") in (TRAIN, BENCHMARK)
+    kinds = {name: type(callback) for name, callback in chosen.items()}
+    manual = not module.automatic_optimization
+    if trains and (found := list(misfits.misfits(plain(config.trainer), kinds, manual))):
+        raise UserError(*found)
+    strategy = make(config.strategy)
+    if environment.world_size > 1 and isinstance(strategy, str):  # Lightning's DDP
+        unfreezes = [name for name, kind in kinds.items() if issubclass(kind, BaseFinetuning)]
+        if unfreezes:
+            what = f"does not average what callbacks.{unfreezes[0]} unfreezes: ranks would diverge"
+            raise UserError(Problem("strategy=auto", what, "strategy=ddp"))
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
-    strategy = make(config.strategy)
     rank, world_size = data_share(strategy, environment)
     distribute(
         datamodule if datamodule is not None else module,
@@ -113,16 +129,15 @@ def build(
         position,
         global_batch_size=global_batch,
         accumulate=accumulate,
-        optimizer=plain(config.get("optimizer")),
+        optimizer=None if own_optimizer else plain(config.get("optimizer")),
         seed=config.seed,
         **{k: v for k, v in config.checkpoint.items() if k not in ("resume_from", "sharded")},
     )
-    chosen = [make(node) for node in (config.get("callbacks") or {}).values()]
-    for callback in chosen:
+    for callback in chosen.values():
         if isinstance(callback, RecordSamples):
             callback.run_dir, callback.attempt = run.path, attempt.number
     trainer = build_trainer(
-        config, strategy, environment, resources, [metrics, *chosen, kept], loggers, run
+        config, strategy, environment, resources, [metrics, *chosen.values(), kept], loggers, run
     )
     return Built(
         config,
@@ -191,6 +206,11 @@ def attach_optimizer(
         )
         if not schedule_node:
             return optimizer
+        if not self.automatic_optimization and self.trainer.is_global_zero:
+            log.warning(
+                "the model steps its optimizers itself, and so it must its schedule: "
+                "self.lr_schedulers().step() in training_step, or schedule=none"
+            )
         schedule = optim.build_schedule(
             optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer))
         )
@@ -232,7 +252,7 @@ def build_trainer(
     run: RunDirectory,
 ) -> Trainer:
     """Lightning's Trainer, of which distdl owns the parts named in `conf/trainer`'s docs."""
-    arguments = plain(config.trainer)
+    arguments = dict(make(config.trainer))  # a profiler, or a time, may be a node
     arguments.pop("use_distributed_sampler", None)  # see below
     arguments.update(
         accelerator=cluster.accelerator_of(environment, resources.accelerator),
@@ -240,6 +260,8 @@ def build_trainer(
         num_nodes=resources.num_nodes,
         profiler=arguments.get("profiler") or Unprofiled(),
     )
+    if arguments.get("benchmark") is None:  # cudnn's search takes kernels that are not
+        arguments["benchmark"] = not arguments.get("deterministic")
     if config.checkpoint.get("sharded"):  # validation has asked whether it can
         strategy.sharded_checkpoints = True
     cluster.give_backends(strategy, resources.accelerator)

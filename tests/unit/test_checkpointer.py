@@ -83,6 +83,8 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 current_epoch=0,
                 world_size=2,
                 callback_metrics={},
+                fast_dev_run=False,
+                lightning_module=SimpleNamespace(automatic_optimization=True),
                 fit_loop=SimpleNamespace(epoch_loop=loop),
             )
             ours = checkpointing(tmp_path, **more)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 
 from distdl.errors import Problem, UserError
 
@@ -54,6 +54,15 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
         save(filepath, *args, **options)
 
     trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def save_swa(trainer: Trainer, run: Path) -> None:
+    """What SWA has averaged becomes the model's weights when the training ends, after the last of
+    our checkpoints: a file of their own. Collective."""
+    if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        path = run / FOLDER / f"swa_epoch_{trainer.current_epoch:03d}.ckpt"
+        trainer.save_checkpoint(path)
+        log.info("the averaged weights: %s", path)
 
 
 def below(path: Any, folder: Path) -> Path | None:

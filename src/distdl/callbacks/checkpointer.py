@@ -26,12 +26,17 @@ from distdl.callbacks import apart
 from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.callbacks.best import Best
 from distdl.callbacks.going_on import (
+    begin_epoch_again,
+    of_parameters,
     recount_batches,
     reopen_epoch,
     restart_validation,
+    restore_parameters,
     restore_rng,
     rng_state,
+    without_search,
 )
+from distdl.callbacks.metrics import steps_of
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
 from distdl.saving import Saver, refuse_pickles
@@ -54,7 +59,7 @@ class Checkpointer(Callback):
             loaders that do not; None: neither says.
         accumulate: Batches per optimizer step.
         optimizer: The config's optimizer node, to scale the learning rate when a run goes on with
-            another global batch.
+            another global batch; None: the module has its own.
         seed: Reseeds the generators when a run goes on at another world size.
         every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
             trust_pickle: As in `conf/distdl.yaml`.
@@ -86,7 +91,8 @@ class Checkpointer(Callback):
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
-        self._saved_step = -1
+        self._saved_step = self._stepped = -1
+        self._half_a_step = False
         self._saved_at = time.monotonic()
         self._reason = ""
         self._kept: dict[str, Any] | None = None
@@ -124,15 +130,17 @@ class Checkpointer(Callback):
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
-        self._saved_step = trainer.global_step
+        self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
             refuse_pickles(trainer)
         if self._kept is not None:
             restore_rng(self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank)
+            restore_parameters(pl_module, self._kept)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # The loaders of this epoch, which were begun already, draw their seeds once more.
-                iter(trainer.fit_loop._data_fetcher)  # type: ignore[call-overload]
+                iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+            begin_epoch_again(trainer)
             self._recount(trainer, self._kept)
             self._rescale(trainer, self._kept["global_batch_size"])
             self._kept = None
@@ -150,8 +158,10 @@ class Checkpointer(Callback):
         loop = trainer.fit_loop.epoch_loop
         self.position.consumed += self.samples_per_batch
         if loop._should_accumulate():
-            return  # half an optimizer step cannot be saved
-        step = trainer.global_step
+            return  # half an optimizer step is not saved
+        # One that steps by hand accumulates as it likes: then gradients are kept.
+        self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
+        step = steps_of(trainer)
         overdue = trainer.global_rank == 0 and self._overdue()
         stop, save, failed = self._agreement.exchange(*self._flags(overdue))
         if loop._num_ready_batches_reached():
@@ -229,7 +239,7 @@ class Checkpointer(Callback):
         epoch = trainer.current_epoch + 1
         self.position.epoch, self.position.consumed = epoch, 0
         last = trainer.fit_loop.max_epochs == epoch or trainer.should_stop
-        last = last or trainer.global_step == trainer.max_steps
+        last = last or trainer.global_step >= trainer.max_steps > -1
         best = self.best.improved(trainer)
         refused = self.best.missing(trainer)  # before the next epoch
         if stop or last or best or refused or epoch % self.every_n_epochs == 0:
@@ -242,6 +252,7 @@ class Checkpointer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saver.settle()
         self.saver.free()
+        apart.save_swa(trainer, self.saver.store.folder.parent)
         self._refuse_missing_metric(trainer)
         self.best.warn_if_never_validated(trainer)
 
@@ -274,6 +285,7 @@ class Checkpointer(Callback):
             "world_size": trainer.world_size,
             **self.best.state(),
             "rng": cluster.gather(rng_state()),
+            **of_parameters(pl_module, self._half_a_step),
         }
         if trainer.validating and self._reason == "signal":
             restart_validation(checkpoint["loops"]["fit_loop"])
@@ -283,8 +295,11 @@ class Checkpointer(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        without_search(trainer)
         kept = checkpoint.get(KEY)
-        if kept is None or trainer.state.fn != "fit":
+        if kept is None:
             return
         self.position.epoch, self.position.consumed = kept["epoch"], kept["consumed"]
         self.best.load(kept)
@@ -312,7 +327,7 @@ class Checkpointer(Callback):
         for entry in trainer.lr_scheduler_configs:
             optim.rescale_schedule(
                 entry.scheduler,
-                trainer.optimizers[0],
+                entry.scheduler.optimizer,
                 old_lr=old,
                 new_lr=new,
                 step_ratio=before / now,
@@ -332,7 +347,9 @@ class Checkpointer(Callback):
         return time.monotonic() - self._saved_at >= self.every_seconds
 
     def _save(self, trainer: Trainer, reason: str, best: bool = False) -> None:
-        step, epoch = trainer.global_step, trainer.current_epoch
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        step, epoch = steps_of(trainer), trainer.current_epoch
         name = f"epoch_{epoch:03d}.ckpt"
         if reason != "epoch":
             name = f"epoch_{epoch:03d}_step_{step:08d}.ckpt"
@@ -358,4 +375,4 @@ class Checkpointer(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         self.saver.settle()
-        cluster.check_all(self.stop, f"at step {trainer.global_step}")
+        cluster.check_all(self.stop, f"at step {steps_of(trainer)}")

@@ -8,8 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from torch import nn
 
 from distdl import cluster
+
+# Their `on_train_epoch_start` sets up the epoch, and may come twice. Lightning leaves that hook out
+# when it goes on inside an epoch.
+SET_UP_THE_EPOCH = (GradientAccumulationScheduler, StochasticWeightAveraging)
 
 
 def restart_validation(fit_loop: dict[str, Any]) -> None:
@@ -70,3 +81,44 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
+
+
+def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
+    """What weights and optimizers do not tell. Collective.
+
+    Args:
+        half_a_step: A module that steps by hand has accumulated gradients, which DDP has averaged
+            (a slice of FSDP's is left out).
+    """
+    named = list(module.named_parameters())
+    frozen = cluster.gather([name for name, p in named if not p.requires_grad])
+    gradients = {name: p.grad for name, p in named if half_a_step and type(p.grad) is torch.Tensor}
+    return {"frozen": sorted({n for names in frozen for n in names}), "gradients": gradients}
+
+
+def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
+    """Callbacks such as BackboneFinetuning say what is trained, and when: it is as it was then."""
+    for name, parameter in module.named_parameters() if "frozen" in kept else ():
+        if parameter.requires_grad == (name in kept["frozen"]):
+            parameter.requires_grad_(name not in kept["frozen"])
+        if name in kept["gradients"]:
+            parameter.grad = kept["gradients"][name].to(parameter)
+
+
+def begin_epoch_again(trainer: Trainer) -> None:
+    """Going on inside an epoch: callbacks that set it up do so again, and the rates stay."""
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, SET_UP_THE_EPOCH):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    for group, rate in zip(groups, rates, strict=True):  # a new scheduler sets its first
+        group["lr"] = rate
+
+
+def without_search(trainer: Trainer) -> None:
+    """A run that goes on has its learning rate: Lightning would search for it again."""
+    kept = [c for c in trainer.callbacks if not isinstance(c, LearningRateFinder)]  # type: ignore[attr-defined]
+    trainer.callbacks = kept  # type: ignore[attr-defined]

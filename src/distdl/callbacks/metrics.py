@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 class StepMetrics(Callback):
     """Logs `train/loss`, `lr`, `perf/images_per_second`, `perf/data_wait`, `perf/memory_gib`.
 
-    The loss is the mean since the last log, over all ranks. Images per second count all ranks.
+    The loss is what `training_step` returns, the mean since the last log, over all ranks. Further
+    rates than one have names of their own (`rates`). Images per second count all ranks.
     `data_wait` is the share of the time in which the step waited for its batch (0 to 1). At the end
     of an epoch: `data/damaged`, how many images of it could not be decoded, where there were any.
 
@@ -53,7 +55,7 @@ class StepMetrics(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = torch.zeros((), device=pl_module.device)
         self._lead = Lead(pl_module.device)
-        self._logged_step = trainer.global_step
+        self._logged_step = steps_of(trainer)
         if self.tell is not None and trainer.is_global_zero:
             self.tell()
         self._reset()
@@ -82,7 +84,7 @@ class StepMetrics(Callback):
         now = time.perf_counter()
         self._seconds += now - self._batch_end
         self._batch_end = now
-        step = trainer.global_step
+        step = steps_of(trainer)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step % every == 0 and step != self._logged_step:
             if self.batch_size is None:
@@ -116,7 +118,7 @@ class StepMetrics(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attempt is not None and trainer.is_global_zero:
-            self.attempt.update(step=trainer.global_step, epoch=trainer.current_epoch)
+            self.attempt.update(step=steps_of(trainer), epoch=trainer.current_epoch)
 
     def _log(self, trainer: Trainer, step: int) -> None:
         metrics: dict[str, float] = {}
@@ -126,8 +128,7 @@ class StepMetrics(Callback):
             now = time.perf_counter()
             self._seconds += now - self._batch_end
             self._batch_end = now
-        if trainer.optimizers:
-            metrics["lr"] = float(trainer.optimizers[0].param_groups[0]["lr"])
+        metrics |= rates(trainer.optimizers)
         if self.batch_size and self._seconds > 0:
             # The stages of a pipeline work on the same images.
             shares = trainer.distributed_sampler_kwargs or {}
@@ -159,6 +160,33 @@ class StepMetrics(Callback):
         self._losses = self._batches = 0
         self._wait = self._seconds = 0.0
         self._batch_end = time.perf_counter()
+
+
+def steps_of(trainer: Trainer) -> int:
+    """The steps so far, as logs, metrics and checkpoints count them: optimizer steps; with manual
+    optimization batches, of which each may take several steps of several optimizers, or none."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def rates(optimizers: list[Any]) -> dict[str, float]:
+    """`lr`, of the first group of the first optimizer; where there are several, each besides by the
+    name that Lightning's LearningRateMonitor gives it: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`. The
+    groups of a config's optimizer have one rate."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    found = {"lr": float(groups[0]["lr"])} if groups else {}
+    one = len(groups) < 2 or all("reference_lr" in group for group in groups)
+    seen = Counter[str]()
+    for optimizer in () if one else optimizers:
+        name = kind = f"lr-{type(optimizer).__name__}"
+        if seen[kind]:
+            name = f"{kind}-{seen[kind]}"
+        seen[kind] += 1
+        for number, group in enumerate(optimizer.param_groups, 1):
+            label = group.get("name", f"pg{number}" if len(optimizer.param_groups) > 1 else "")
+            found[f"{name}/{label}" if label else name] = float(group["lr"])
+    return found
 
 
 def batch_size_of(batch: Any) -> int | None:

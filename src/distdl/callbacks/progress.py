@@ -27,7 +27,8 @@ DATA_WAIT_LIMIT = 0.1
 
 
 class Progress(Callback):
-    """img/s, data_wait, loss, lr and memory, at every log step.
+    """img/s, data_wait, loss, lr, memory and what the module logs with `prog_bar=True`, at every
+    log step. Beside a progress bar of Lightning's it says nothing.
 
     Args:
         bar: True or False; None: a bar when the output is a terminal.
@@ -43,6 +44,9 @@ class Progress(Callback):
         self._hot = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.progress_bar_callback is not None:  # also one of the module's own
+            trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+            return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StepMetrics) and self not in callback.listeners:
                 callback.listeners.append(self)
@@ -68,7 +72,7 @@ class Progress(Callback):
 
     def on_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Called by StepMetrics on global rank 0."""
-        text = describe(metrics)
+        text = describe(metrics, logged_by(trainer, "train/loss" in metrics))
         if self._progress is not None:
             self._progress.update(self._task, info=text)
         elif not self._draws:
@@ -147,13 +151,24 @@ def remedy(datamodule: Any) -> str:
     )
 
 
-def describe(metrics: dict[str, float]) -> str:
-    """One line: `loss 6.91  lr 0.1  312 img/s  data_wait 1 %  mem 3.2 GiB`."""
+def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
+    """What the module logs with `prog_bar=True` and, without a loss, each `..._loss` of its own."""
+    shown: dict[str, Any] = dict(trainer.progress_bar_metrics)
+    if not has_loss:
+        shown |= {k: v for k, v in trainer.callback_metrics.items() if "loss" in k.lower()}
+    return {k: float(v) for k, v in shown.items() if not k.startswith(("val", "test"))}
+
+
+def describe(metrics: dict[str, float], logged: dict[str, float] | None = None) -> str:
+    """One line: `loss 6.91  lr 0.1  312 img/s  data_wait 1 %  mem 3.2 GiB`; rates that differ are
+    all shown, and what the module has `logged`."""
     parts = []
     if "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4f}")
-    if "lr" in metrics:
-        parts.append(f"lr {metrics['lr']:.4g}")
+    parts += [f"{name} {value:.4g}" for name, value in (logged or {}).items()]
+    rates = [f"{v:.4g}" for k, v in metrics.items() if k == "lr" or k.startswith("lr-")]
+    if rates:
+        parts.append(f"lr {'/'.join(dict.fromkeys(rates))}")
     if "perf/images_per_second" in metrics:
         parts.append(f"{metrics['perf/images_per_second']:,.0f} img/s")
     parts.append(f"data_wait {100 * metrics.get('perf/data_wait', 0):.0f} %")
