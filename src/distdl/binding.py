@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -241,6 +242,7 @@ class Binding:
     def trainer(self, node: dict[str, Any]) -> None:
         from lightning.pytorch import Trainer
 
+        from distdl import misfits
         from distdl.signatures import bind, takes
 
         self.visit(node, ("trainer",))
@@ -257,6 +259,38 @@ class Binding:
             elif "{}" in what:
                 what = what.replace("{}", self.show(place))
             self.add(place, what, remedy)
+        self.tried(given)
+        classes = {str(path[1]): c for path, c in self.called.items() if path[0] == "callbacks"}
+        model = self.called.get(("model",))
+        manual = inspect.isclass(model) and misfits.is_manual(model)
+        chosen = {name: found for name, found in classes.items() if inspect.isclass(found)}
+        for problem in misfits.misfits(node, chosen, manual):
+            self.problems.append((problem.path, problem.what, problem.remedy))
+
+    def tried(self, arguments: dict[str, Any]) -> None:
+        """Lightning's own reading of the Trainer's arguments: it refuses what no type shows."""
+        from lightning.pytorch import Trainer
+
+        told = {".".join(map(str, path)) for path in self.broken} | {p for p, *_ in self.problems}
+        given = {
+            key: value
+            for key, value in arguments.items()
+            if f"trainer.{key}" not in told and "_target_" not in str(value)
+        }
+        # The devices need not be here, and what distdl owns is left out.
+        given |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
+        given |= {"deterministic": None, "benchmark": None}  # switches of this very process
+        owned: dict[str, Any] = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar"), False
+        )
+        try:
+            Trainer(**given, **owned)
+        except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
+            package = re.search(r"'([\w-]+)", str(error))
+            self.absent(package[1] if package else str(error), ("trainer",))
+        except Exception as error:
+            names = [k for k, v in given.items() if re.search(rf"\b{k}\b|={v!r}", str(error))]
+            self.add(("trainer", *names[:1]), f"Lightning refuses it: {said(error)}")
 
     def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
         """Lets a target check its own node: a static or class method `check(node[, context])`.

@@ -14,6 +14,7 @@ from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
 from distdl.resources import replicas
 from distdl.schema import TRAINER_OWNED, Path, path_text
+from distdl.suggest import strategy_for
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
@@ -56,6 +57,8 @@ def owned(resolved: Resolved) -> Found:
     found: Found = []
     for key, remedy in TRAINER_OWNED.items():
         if key in trainer:
+            if key == "strategy":
+                remedy = strategy_for(str(trainer[key])) or remedy
             problem = Problem(f"trainer.{key}", "is set by distdl itself", remedy)
             found.append((("trainer", key), problem))
     return found

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import user_conf
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
-from distdl.suggest import closest
+from distdl.suggest import closest, strategy_for
 
 PRIMARY = "distdl"
 # Layered over everything else, in this order, so `experiment=x` needs no place in the defaults.
@@ -63,7 +63,22 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     for group in ("tracking", "callbacks"):
         if _is_empty(config, group):
             config[group] = {}
+    if isinstance(config.trainer, DictConfig):
+        _in_one_form(config.trainer)
     return config
+
+
+def _in_one_form(trainer: DictConfig) -> None:
+    """Texts that Lightning reads as numbers ("2", "0,1") become them, and short precisions long."""
+    devices, precision = (
+        None if OmegaConf.is_interpolation(trainer, key) else trainer.get(key)
+        for key in ("devices", "precision")
+    )
+    if isinstance(devices, str) and re.fullmatch(r"\s*(-1|\d+|(\d+\s*,\s*)+\d*)\s*", devices):
+        numbers = [int(part) for part in devices.split(",") if part.strip()]
+        trainer.devices = numbers if "," in devices else numbers[0]
+    if str(precision) in ("16", "bf16", "32", "64"):
+        trainer.precision = f"{precision}-{'mixed' if '16' in str(precision) else 'true'}"
 
 
 def _is_empty(config: DictConfig, key: str) -> bool:
@@ -204,6 +219,8 @@ def _unknown_options(override: Any) -> Iterable[Problem]:
             continue
         close = closest(option, known)
         hint = f"did you mean {group}={close}? " if close else ""
+        if group == "strategy" and (words := strategy_for(option)):
+            hint = f"{words}; "
         yield Problem(group, f"no option {option!r}", f"{hint}available: {', '.join(known)}")
 
 

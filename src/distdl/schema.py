@@ -22,6 +22,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
+# "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
+Time = str | dict[str, Any]
 Limit = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None
 
 
@@ -83,13 +85,13 @@ class TrainerArguments(_Open):
     min_epochs: Count | None = None
     max_steps: MinusOneOrMore = -1
     min_steps: Count | None = None
-    max_time: str | dict[str, int] | None = None
+    max_time: Time | None = None
     limit_train_batches: Limit = None
     limit_val_batches: Limit = None
     limit_test_batches: Limit = None
     limit_predict_batches: Limit = None
     overfit_batches: Limit = 0.0
-    val_check_interval: int | float | str | dict[str, int] | None = None
+    val_check_interval: Positive | Annotated[float, Field(gt=0)] | Time | None = None
     check_val_every_n_epoch: Positive | None = 1
     num_sanity_val_steps: MinusOneOrMore | None = None
     log_every_n_steps: Positive | None = None
@@ -100,14 +102,12 @@ class TrainerArguments(_Open):
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
     inference_mode: bool = True
-    profiler: Any = None
+    profiler: str | dict[str, Any] | None = None
     detect_anomaly: bool = False
-    barebones: bool = False
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: Count = 0
     use_distributed_sampler: bool = True
     enable_autolog_hparams: bool = True
-    model_registry: str | None = None
 
 
 # Arguments of the Trainer that distdl fills itself, and what the user sets instead.
@@ -119,6 +119,8 @@ TRAINER_OWNED = {
     "default_root_dir": "choose the place of all runs by output_dir=FOLDER",
     "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
     "enable_checkpointing": "choose what is saved by checkpoint.*",
+    "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
+    "barebones": "task=benchmark measures a step without what is around it",
 }
 
 

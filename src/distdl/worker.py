@@ -22,7 +22,8 @@ import argparse
 import logging
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -159,13 +160,17 @@ def perform(
         )
         state = JobState.FAILED
         try:
-            built = build(config, run, attempt, here, resources, stop, tracker.loggers, checkpoint)
+            with lightnings_refusals():
+                built = build(
+                    config, run, attempt, here, resources, stop, tracker.loggers, checkpoint
+                )
             tracker.settle()
             stop.check()
             if here.rank == 0:
                 summary.print_start(built, resources, launch)
                 built.metrics.tell = lambda: summary.print_batch(built, resources, attempt)
-            metrics = perform_task(config, built)
+            with lightnings_refusals():
+                metrics = perform_task(config, built)
             state = JobState.SUCCEEDED
             if here.rank == 0:
                 summary.print_end(
@@ -189,6 +194,24 @@ def perform(
         raise
     finally:
         cluster.disconnect(failed)
+
+
+@contextmanager
+def lightnings_refusals() -> Iterator[None]:
+    """What Lightning's own code raises is for the user to change: a UserError in its place, without
+    the traceback, which the log file has."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
+    try:
+        yield
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised = (frame.line or "").startswith("raise ") and type(error) in plain
+        of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
+        if isinstance(error, MisconfigurationException) or (raised and of_lightning):
+            raise UserError(f"Lightning refuses it: {error}") from error
+        raise
 
 
 def perform_task(config: DictConfig, built: Any) -> dict[str, float]:

@@ -1,0 +1,310 @@
+"""What Lightning's Trainer takes can be given under `trainer.`, in Lightning's forms and names."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+)
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from sample_config import sample
+
+from distdl import checks, compose, validate, worker
+from distdl.binding import Binding
+from distdl.callbacks.metrics import rates
+from distdl.errors import UserError
+from distdl.misfits import is_manual, misfits
+from distdl.suggest import strategy_for
+from tests.conftest import Said
+
+DELTA = "{_target_: datetime.timedelta, seconds: 100}"
+SIMPLE = "{_target_: lightning.pytorch.profilers.SimpleProfiler}"
+# All that plain Lightning takes, and distdl does not own.
+TEXT = """
+devices=2 devices="2" devices=-1 devices='-1' devices=auto accelerator=auto accelerator=cpu
+precision=16 precision=32 precision=64 precision=bf16 precision="16" precision="32"
+precision=16-mixed precision=bf16-mixed precision=16-true precision=bf16-true precision=32-true
+precision=64-true precision=null num_nodes=1 fast_dev_run=true fast_dev_run=3 max_epochs=null
+max_epochs=-1 max_steps=5 min_epochs=2 min_steps=3 max_time=00:12:00:00 max_time="00:12:00:00"
+max_time={hours:1} max_time={minutes:0.5} limit_train_batches=3 limit_train_batches=0.5
+limit_val_batches=0 limit_test_batches=1.0 limit_predict_batches=1 overfit_batches=2
+overfit_batches=0.1 val_check_interval=4 val_check_interval=0.5 val_check_interval=00:00:10:00
+val_check_interval={minutes:10} check_val_every_n_epoch=2 num_sanity_val_steps=2
+num_sanity_val_steps=-1 log_every_n_steps=5 log_every_n_steps=null enable_model_summary=true
+accumulate_grad_batches=4 gradient_clip_val=1 gradient_clip_val=0.5 gradient_clip_algorithm=value
+deterministic=true deterministic=warn benchmark=true inference_mode=false profiler=simple
+profiler=advanced profiler=pytorch detect_anomaly=true reload_dataloaders_every_n_epochs=1
+use_distributed_sampler=false enable_autolog_hparams=false
+"""
+NODES = [f"max_time={DELTA}", f"val_check_interval={DELTA}", f"profiler={SIMPLE}"]
+TAKEN = [*TEXT.split(), *NODES]
+REFUSED = {
+    "accelerator=tpu": "must be 'auto', 'cpu', 'gpu', 'cuda' or 'mps'",
+    "devices=0": "0 devices cannot train",
+    "precision=fp8": "must be 16,",
+    "precision=transformer-engine": "needs the package transformer_engine",
+    "max_time=12:00:00": "trainer.max_time: Lightning refuses it: MisconfigurationException",
+    "max_time={minute:1}": "'minute' is an invalid keyword",
+    "limit_train_batches=1.5": "trainer.limit_train_batches: Lightning refuses it",
+    "val_check_interval=0": "must be greater than",
+    "val_check_interval=1.5": "trainer.val_check_interval: Lightning refuses it",
+    "val_check_interval=soon": "Expected 'DD:HH:MM:SS'",
+    "profiler=fast": "trainer.profiler: Lightning refuses it",
+    "profiler=true": "must be a string or a mapping",
+    "fast_dev_run=-1": "greater than or equal to 0",
+    "barebones=true": "task=benchmark",
+    "model_registry=mine": "litmodels",
+    "logger=true": "tracking=mlflow",
+    "callbacks=[]": "+callbacks.<name>._target_",
+    "plugins=x": "trainer.precision",
+    "default_root_dir=x": "output_dir=FOLDER",
+    "enable_progress_bar=true": "callbacks.progress=null",
+    "enable_checkpointing=false": "checkpoint.*",
+    "strategy=ddp_spawn": "strategy=ddp",
+    "no_such=1": "lightning's Trainer takes no such argument",
+}
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """What both stages say to `trainer.<override>`, the second in this process."""
+
+    def answer(text: str) -> dict[str, Any]:
+        binding = Binding(json.loads(text))
+        binding.run()
+        return {"problems": binding.problems, "notes": binding.notes, "facts": binding.facts}
+
+    monkeypatch.setattr(validate, "_ask_child", answer)
+
+    def tell(*overrides: str) -> str:
+        given = [f"trainer.{override}" for override in overrides]
+        trainer = compose.compose(["trainer.accelerator=cpu", *given])
+        config = sample({"trainer": trainer.trainer})
+        try:
+            validate.validate(config, None, local=True)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    yield tell
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("override", TAKEN)
+def test_what_lightning_takes_is_taken(told: Callable[..., str], override: str) -> None:
+    assert told(override) == ""
+    assert not torch.are_deterministic_algorithms_enabled(), "asked about, and not done"
+
+
+def test_every_argument_is_in_the_tables() -> None:
+    import inspect
+
+    ours = {entry.split("=")[0] for entry in (*TAKEN, *REFUSED)}
+    more = {"sync_batchnorm"}  # planning asks whether there is a GPU
+    assert inspect.signature(pl.Trainer).parameters.keys() <= ours | more
+
+
+@pytest.mark.parametrize(("override", "expected"), REFUSED.items())
+def test_what_is_refused_says_why(told: Callable[..., str], override: str, expected: str) -> None:
+    assert expected in told(override)
+
+
+def test_arguments_that_exclude_each_other(told: Callable[..., str]) -> None:
+    assert "check_val_every_n_epoch" in told(
+        "val_check_interval=0.5", "check_val_every_n_epoch=null"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [('"2"', 2), ('"0,1"', [0, 1]), ('"3,"', [3]), ('"-1"', -1), ("auto", "auto")],
+)
+def test_texts_of_devices(given: str, meant: Any) -> None:
+    assert compose.compose([f"trainer.devices={given}"]).trainer.devices == meant
+
+
+# ------------------------------------------------------------------------------- strategies
+
+
+def test_lightnings_names_of_strategies_lead_to_options_of_ours(
+    command: Callable[..., Said],
+) -> None:
+    names = set(StrategyRegistry.available_strategies())
+    assert len(names) > 20
+    with compose.hydra_session():
+        options = compose.group_options("strategy")
+    for name in sorted(names):
+        words = strategy_for(name)
+        assert words == "no strategy of distdl trains on TPUs" or words.startswith("strategy=")
+        if words.startswith("strategy="):
+            overrides = [word for word in words.split(",")[0].split() if "=" in word]
+            assert overrides[0].partition("=")[2] in options
+            compose.compose(overrides)  # the keys are the option's
+            for override in overrides[1:]:
+                key = override.partition("=")[0].removeprefix("strategy.")
+                assert key in compose.compose(overrides[:1]).strategy or "ddp" in words
+    for typed in ("strategy=", "trainer.strategy=", "+trainer.strategy="):
+        said = command(f"{typed}ddp_find_unused_parameters_true")
+        assert said.code == 2
+        assert "strategy=ddp strategy.find_unused_parameters=true" in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ddp_notebook", "strategy=ddp"),
+        ("deepspeed_stage_2", "strategy=deepspeed_zero2"),
+        ("deepspeed_stage_3_offload", "strategy=deepspeed_offload strategy.stage=3"),
+        ("fsdp_cpu_offload", "strategy=fsdp strategy.offload=true"),
+        ("dp", "strategy=ddp"),
+        ("nobodys", ""),
+    ],
+)
+def test_a_strategys_words(name: str, words: str) -> None:
+    assert strategy_for(name).startswith(words) and bool(words) == bool(strategy_for(name))
+
+
+# ----------------------------------------------------------------------- what does not go together
+
+
+class ByHand(BoringModel):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ByHandToo(ByHand):
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
+class Again(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+
+class Depends(BoringModel):
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        if manual:
+            self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("cls", "manual"),
+    [(BoringModel, False), (ByHand, True), (ByHandToo, True), (Again, False), (Depends, False)],
+)
+def test_a_class_that_steps_by_hand_is_known_by_its_source(cls: type, manual: bool) -> None:
+    assert is_manual(cls) is manual
+
+
+def test_what_does_not_go_together() -> None:
+    trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
+    chosen = {
+        "stop": EarlyStopping,
+        "search": BatchSizeFinder,
+        "more": GradientAccumulationScheduler,
+    }
+    by_hand = list(misfits(trainer, chosen, True))
+    assert [p.path.rpartition(".")[2] for p in by_hand] == [
+        "gradient_clip_val",
+        "accumulate_grad_batches",
+        "search",
+        "more",
+    ]
+    assert "self.clip_gradients(optimizer, 0.5, 'norm')" in by_hand[0].remedy
+    alone = list(misfits(trainer, chosen, False))
+    assert [p.path for p in alone] == ["callbacks.search", "callbacks.more"]
+    assert "callbacks.more.scheduling={0: 4}" in alone[1].remedy
+    assert list(misfits({}, {"stop": EarlyStopping}, True)) == []
+
+
+def test_validation_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.demos.boring_classes.BoringModel", ByHand)
+    config = sample({"trainer.gradient_clip_val": 1.0})
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        validate,
+        "_ask_child",
+        lambda text: asked.append(json.loads(text)) or {"problems": [], "notes": [], "facts": {}},
+    )
+    validate.check_bindings(config, None, None, local=True)
+    binding = Binding(asked[0])
+    binding.run()
+    assert "trainer.gradient_clip_val" in [path for path, _, _ in binding.problems]
+
+
+def _refused_by_lightning() -> None:
+    pl.Trainer(accelerator="cpu", logger=False, limit_train_batches=1.5)
+
+
+def _checked_by_lightning() -> None:
+    class Two(BoringModel):
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SGD(self.parameters(), 0.1),
+                torch.optim.SGD(self.parameters(), 0.1),
+            ]
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    pl.Trainer(accelerator="cpu", fast_dev_run=True, **off).fit(Two())
+
+
+def _wrong_by_itself() -> None:
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "text"),
+    [
+        (_refused_by_lightning, UserError, "invalid value 1.5"),
+        (_checked_by_lightning, UserError, "only supported with manual optimization"),
+        (_wrong_by_itself, ValueError, "mine"),
+    ],
+)
+def test_what_lightning_raises_is_for_the_user(
+    work: Callable[[], None], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text) as caught, worker.lightnings_refusals():
+        work()
+    assert type(caught.value) is kind
+    assert kind is ValueError or isinstance(
+        caught.value.__cause__, MisconfigurationException | RuntimeError
+    )
+
+
+# ------------------------------------------------------------------------------------ rates
+
+
+def _optimizer(cls: Any, *rates: float, **more: Any) -> Any:
+    return cls([{"params": [torch.zeros(1)], "lr": rate, **more} for rate in rates])
+
+
+def test_names_of_rates_are_those_of_the_monitor() -> None:
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    assert rates([]) == {}
+    assert rates([_optimizer(sgd, 0.1)]) == {"lr": 0.1}
+    assert rates([_optimizer(sgd, 0.1, 0.1, reference_lr=0.1)]) == {"lr": 0.1}
+    several = [_optimizer(sgd, 0.1, 0.2), _optimizer(adam, 0.3), _optimizer(adam, 0.4)]
+    found = rates(several)
+    assert found.pop("lr") == 0.1
+    monitor = pl.callbacks.LearningRateMonitor()
+    names, _ = monitor._find_names_from_optimizers(several, [], defaultdict(int))
+    assert sorted(found) == sorted(name for group in names for name in group)
+    assert list(found.values()) == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_the_owned_are_told_where_they_are_set() -> None:
+    assert checks.TRAINER_OWNED.keys() <= {entry.split("=")[0] for entry in REFUSED}
