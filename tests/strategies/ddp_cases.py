@@ -45,6 +45,18 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Thawed(Small):
+    """Trains its convolution from the fourth batch on, as BackboneFinetuning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.network[0].requires_grad_(True)
+
+
 class Written(Callback):
     """What the kernel saw this process write in the counted steps: gloo's sockets."""
 
@@ -93,6 +105,7 @@ def ddp(folder: Path) -> Iterator[tuple[str, Any]]:
     }
     for name, options in hooks.items():
         yield f"ddp_{name}", train(DDPStrategy(**options), folder, counted=name != "auto")
+    yield "ddp_thawed", train(DDPStrategy(), folder, Thawed())
     yield "ddp_batch_norm", train(DDPStrategy(), folder, Small(batch_norm=True))
     yield "search", search(folder)
     yield "trace", traced(folder)

@@ -19,7 +19,9 @@ def found() -> dict:
     return results("tests.strategies.ddp_cases")
 
 
-@pytest.mark.parametrize("name", ["none", "bf16", "fp16", "powersgd", "static_graph", "auto"])
+@pytest.mark.parametrize(
+    "name", ["none", "bf16", "fp16", "powersgd", "static_graph", "auto", "thawed"]
+)
 def test_ranks_stay_equal(found, name) -> None:
     zero, one = found[f"ddp_{name}"]
     assert zero["checksum"] == one["checksum"] and zero["finite"]

@@ -133,6 +133,7 @@ class DDPStrategy(DriftingStrategy):
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        self._left_out = [p for p in model.parameters() if not p.requires_grad]
         size = self._search.size if self._search else float(self.bucket_cap_mb)
         self._ddp_kwargs["bucket_cap_mb"] = size
         if self._choose_first:
@@ -156,6 +157,11 @@ class DDPStrategy(DriftingStrategy):
             )
 
     # ---------------------------------------------------------------------------------- steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # DDP averages what was trained when it was made; BackboneFinetuning unfreezes later.
+        if any(parameter.requires_grad for parameter in self._left_out):
+            self._wrap_again()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._search is None or self._search.done:
