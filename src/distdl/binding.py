@@ -289,7 +289,10 @@ class Binding:
             package = re.search(r"'([\w-]+)", str(error))
             self.absent(package[1] if package else str(error), ("trainer",))
         except Exception as error:
-            names = [k for k, v in given.items() if re.search(rf"\b{k}\b|={v!r}", str(error))]
+            text = str(error)
+            names = [
+                k for k, v in given.items() if re.search(rf"\b{k}\b", text) or f"={v!r}" in text
+            ]
             self.add(("trainer", *names[:1]), f"Lightning refuses it: {said(error)}")
 
     def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:

@@ -52,7 +52,9 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
         try:
             config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            raise UserError(first_lines(error)) from error
+            text = first_lines(error)
+            asked = re.search(r"find 'strategy/(\w+)'", text)  # in a file of the user's
+            raise UserError(Problem("", text, strategy_for(asked[1]) if asked else "")) from error
     OmegaConf.set_readonly(config.hydra, None)
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)

@@ -48,7 +48,9 @@ def misfits(
 def is_manual(cls: type) -> bool:
     """Whether a module's class, or its `__init__` at its top level, says `automatic_optimization =
     False`. What depends on arguments only an instance shows."""
-    for base in cls.__mro__[: cls.__mro__.index(LightningModule)]:
+    for base in cls.__mro__:
+        if base is LightningModule:
+            break
         if isinstance(said := vars(base).get("automatic_optimization"), bool):
             return not said
         try:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from distdl.errors import Problem
-from distdl.suggest import did_you_mean
+from distdl.suggest import did_you_mean, strategy_for
 
 Path = tuple[str | int, ...]
 
@@ -291,6 +291,8 @@ def _sentence(message: str) -> str:
 
 def _quoting(path: Path, expected: str, values: Mapping[str, Any]) -> str:
     value = _at(values, path)
+    if path == ("strategy",) and isinstance(value, str):
+        return strategy_for(value)
     if expected == "a string" and isinstance(value, (int, float)):
         # Without the inner quotes Hydra reads digits as a number again.
         return f"""write {path_text(path)}='"{value}"'"""

@@ -86,7 +86,8 @@ def test_what_swa_has_averaged_is_saved(trained: dict[str, Any], project: Path) 
     import torch
 
     folder = project / "outputs" / "e" / "swa" / "model_checkpoints"
-    saved = torch.load(folder / "swa_epoch_003.ckpt", weights_only=True)
+    (file,) = folder.glob("swa_epoch_*.ckpt")
+    saved = torch.load(file, weights_only=True)
     (state,) = (v for k, v in saved["callbacks"].items() if k.startswith("Stochastic"))
     average = state["average_model_state"]
     same = [torch.equal(saved["state_dict"][k], v) for k, v in average.items() if "weight" in k]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -173,6 +174,17 @@ def test_lightnings_names_of_strategies_lead_to_options_of_ours(
 )
 def test_a_strategys_words(name: str, words: str) -> None:
     assert strategy_for(name).startswith(words) and bool(words) == bool(strategy_for(name))
+
+
+@pytest.mark.parametrize(
+    "text", ["strategy: ddp_spawn", "defaults: [{override /strategy: ddp_spawn}]"]
+)
+@pytest.mark.usefixtures("without_stage_2")
+def test_in_a_file_of_the_users(text: str, command: Callable[..., Said], tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "ours.yaml").write_text(f"# @package _global_\n{text}\n")
+    said = command("experiment=ours", "model=resnet18", "trainer.accelerator=cpu")
+    assert said.code == 2 and "\n      strategy=ddp\n" in said.err + "\n"
 
 
 # ----------------------------------------------------------------------- what does not go together

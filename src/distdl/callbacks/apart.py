@@ -59,7 +59,9 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
 def save_swa(trainer: Trainer, run: Path) -> None:
     """What SWA has averaged becomes the model's weights when the training ends, after the last of
     our checkpoints: a file of their own. Collective."""
-    if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
+    found = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
+    # Not where the training was stopped before.
+    if any(c.n_averaged is not None and trainer.current_epoch > c.swa_end for c in found):
         path = run / FOLDER / f"swa_epoch_{trainer.current_epoch:03d}.ckpt"
         trainer.save_checkpoint(path)
         log.info("the averaged weights: %s", path)
