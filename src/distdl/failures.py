@@ -143,7 +143,9 @@ def _weight(error: dict[str, Any]) -> int:
 def is_consequence(error: BaseException) -> bool:
     """Whether it only says that another rank is gone. What it was raised from, or while it was
     being handled, came first and decides."""
-    while (before := error.__cause__ or error.__context__) is not None:
+    seen: set[int] = set()  # `raise error.__cause__ from None` closes a ring
+    while (before := error.__cause__ or error.__context__) and id(before) not in seen:
+        seen.add(id(before))
         error = before
     return bool(LOST_PEER.search(str(error)))
 

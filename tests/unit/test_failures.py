@@ -97,6 +97,22 @@ def test_what_came_first_in_a_chain_decides() -> None:
     assert not failures.is_consequence(chained(mine, RuntimeError(GLOO)))
 
 
+def test_causes_that_lead_back_are_looked_at_once() -> None:
+    """Hydra wraps what a constructor raises, and whoever unwraps it closes a ring."""
+    try:
+        try:
+            try:
+                raise ValueError("bad weather")
+            except ValueError as error:
+                raise RuntimeError("Error in call to target") from error
+        except RuntimeError as wrapped:
+            assert wrapped.__cause__ is not None
+            raise wrapped.__cause__ from None
+    except ValueError as error:
+        assert error.__context__ is not None and error.__context__.__cause__ is error
+        assert not failures.is_consequence(error)
+
+
 def test_a_record_of_another_shape_is_passed_over(attempt) -> None:
     attempt.errors.mkdir(parents=True)
     for number, text in enumerate(("{", "[1]", "{}", '{"rank": 1, "time": "x"}')):
