@@ -87,7 +87,8 @@ def problems(
             given = inspect.signature(getattr(base, name)).parameters
             for key, argument in inspect.signature(function).parameters.items():
                 known = key in given or (key == "dataloader_idx" and "args" in given)
-                if key in ARGUMENTS and argument.default is argument.empty and not known:
+                needed = argument.default is argument.empty and not str(argument).startswith("*")
+                if key in ARGUMENTS and needed and not known:
                     what = f"{shown} takes {key}, which Lightning 2 does not pass"
                     yield what, ARGUMENTS[key], True
 
