@@ -119,14 +119,11 @@ class FSDPStrategy(ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _shard(self, module: nn.Module) -> None:
-        assert self.lightning_module is not None
         # Every rank has built the same whole module and keeps its slices: nothing is sent.
         policy = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
         lay_out_plainly(module)
-        # Manual optimization calls parts of a module by themselves, each of which must be a unit.
-        minimum = self.min_parameters if self.lightning_module.automatic_optimization else 1
-        for unit in [*units(module, minimum), module]:
+        for unit in [*units(module, self.min_parameters), module]:
             fully_shard(
                 unit,
                 mesh=mesh,
