@@ -59,7 +59,7 @@ UNCHECKED = (
 # These wait for their processes, for minutes. They come first, and what is quick fills the rest of
 # the time of whichever process is free. Those of a cluster, which wait for its servers as well,
 # come in turn with the others, which keep both cores busy.
-WAITING, FIRST = "cluster", ("strategies", "multiprocess", "cli", "packaging")
+WAITING, FIRST = "cluster", ("strategies", "multiprocess", "adoption", "cli", "packaging")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,7 @@
-"""What two ranks train on under loaders of a user's own; `test_loaders.py` looks at it."""
+"""What two ranks train on under loaders of a user's own; `test_loaders.py` looks at it.
+
+Every kind of loader that resumes exactly: tests/adoption. Here samples are augmented.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from distdl import cluster
 from distdl.callbacks import Checkpointer
@@ -39,8 +35,6 @@ class Numbers(Dataset[Tensor]):
         return self.count
 
     def __getitem__(self, index: Any) -> Tensor:
-        if isinstance(index, list):  # of a loader with batch_size=None
-            return torch.stack([self[i] for i in index])
         return torch.tensor([float(index), torch.rand(()).item()])
 
 
@@ -49,21 +43,6 @@ class Stream(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.tensor([float(i), 0.0]) for i in range(2 * SAMPLES + 1))
-
-
-class Counting(Sampler[int]):
-    """Another order in each epoch, by a count of its own."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.epoch)
-        self.epoch += 1
-        return iter(torch.randperm(SAMPLES, generator=generator).tolist())
 
 
 class Pairs(Sampler[list[int]]):
@@ -84,18 +63,8 @@ class Named(DataLoader[Tensor]):
 
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "weighted": lambda: DataLoader(
-        Numbers(), ROWS, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
-    ),
-    "counting": lambda: DataLoader(Numbers(), ROWS, sampler=Counting()),
     "batches": lambda: DataLoader(Numbers(), batch_sampler=Pairs()),
-    "torchs": lambda: DataLoader(
-        Numbers(), batch_sampler=BatchSampler(Counting(), ROWS, drop_last=False)
-    ),
     "subclass": lambda: Named("mine", Numbers(), ROWS, shuffle=True, num_workers=1),
-    "unbatched": lambda: DataLoader(
-        Numbers(), sampler=BatchSampler(Counting(), ROWS, False), batch_size=None
-    ),
 }
 
 

@@ -26,21 +26,16 @@ def test_a_killed_and_resumed_run_sees_what_an_undisturbed_one_sees(name) -> Non
         assert rank["parts"] == rank["whole"] and len(rank["whole"]) == STEPS
         # A batch sampler without `batch_size` does not say how many samples it takes.
         samples = None if name == "batches" else 2 * ROWS
-        assert rank["size"] == [samples, 2 if name in ("batches", "unbatched") else 2 * ROWS]
+        assert rank["size"] == [samples, 2 if name == "batches" else 2 * ROWS]
 
 
-@pytest.mark.parametrize("name", sorted(set(LOADERS) - {"weighted"}))
+@pytest.mark.parametrize("name", LOADERS)
 def test_an_epoch_is_dealt_out(name) -> None:
     """Each sample once, to one of the ranks, and another order in the next epoch."""
     one, two = (ids(rank["whole"]) for rank in found(name))
     epoch = [i for step in one[:8] + two[:8] for i in step]
     assert sorted(epoch) == list(range(SAMPLES))
     assert one[8:] != one[:4]
-
-
-def test_a_sampler_with_replacement_gives_the_ranks_different_draws() -> None:
-    one, two = (ids(rank["whole"]) for rank in found("weighted"))
-    assert all(a != b for a, b in zip(one, two, strict=True))
 
 
 def test_what_is_to_be_left_alone_is() -> None:

@@ -1,0 +1,45 @@
+"""Writes down what each batch was and what it did; ends the process where it is told to."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class Watch(Callback):
+    """Appends a line for each training batch to `$SEEN/rank<r>.jsonl`.
+
+    `$KILL_AT="RANK BATCH"`: that rank is killed when that batch (from 1, over all epochs) begins.
+    """
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if os.environ.get("KILL_AT") == f"{trainer.global_rank} {self._batch(trainer)}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
+        weights = torch.cat([p.detach().flatten().double() for p in pl_module.parameters()])
+        line = {
+            "epoch": trainer.current_epoch,
+            "batch": self._batch(trainer),
+            "ids": batch["id"].tolist(),
+            "loss": float(loss) if isinstance(loss, torch.Tensor) else None,
+            "logged": {k: float(v) for k, v in trainer.callback_metrics.items() if "val" not in k},
+            # One number that hardly two different sets of weights share.
+            "weights": float(weights @ torch.arange(1.0, len(weights) + 1, dtype=torch.double)),
+            "rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
+        }
+        with Path(os.environ["SEEN"], f"rank{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @staticmethod
+    def _batch(trainer: Trainer) -> int:
+        return trainer.fit_loop.epoch_loop.batch_progress.total.ready

@@ -1,0 +1,103 @@
+"""Each idiom of tests/adoption/table.py under distdl as under plain Lightning.
+
+One run of one rank is killed with -9 in the middle of its second epoch and resumed; Lightning's own
+Trainer trains the same project undisturbed. Where the order of the samples is drawn, distdl draws
+another one than Lightning, so the control is given that of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from tests.adoption.project import Project
+from tests.adoption.table import IDIOMS
+from tests.adoption.warm import Warm
+from tests.conftest import ROOT
+
+MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
+POINTS = list(range(32))
+TASKS = [task for task in ("validate", "test") if (ROOT / f"conf/task/{task}.yaml").exists()]
+
+
+def idioms(*, two: bool = False) -> list[Any]:
+    """As parameters of `project`; `two`: only those to which two ranks add something."""
+    found = []
+    for name, idiom in IDIOMS.items():
+        marks = [pytest.mark.xfail(reason=idiom.awaits)] if idiom.awaits else []
+        if two and idiom.two is None and not MATRIX:
+            marks = [pytest.mark.skip(reason="two ranks add nothing; make matrix")]
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module", params=idioms())
+def project(request, warm: Warm, tmp_path_factory) -> Project:
+    """A project with its run `one`, killed and resumed."""
+    made = Project.make(request.param, tmp_path_factory.mktemp(request.param) / "ours", warm)
+    made.killed_and_resumed("one")
+    return made
+
+
+def epochs(project: Project, run: str, ranks: int = 1) -> list[list[int]]:
+    """The ids of the samples in each."""
+    order = project.order(run, ranks)
+    return [sorted(i for batch in epoch for i in batch) for epoch in order]
+
+
+def test_learns_as_under_lightning(project: Project) -> None:
+    got = project.seen("one")
+    ended = project.control(project.order("one") if project.idiom.random_order else None)
+    assert ended.well, ended.output
+    wanted = project.seen("control")
+    assert got.keys() == wanted.keys() and len(wanted) in (16, 32)
+    for batch, line in wanted.items():
+        assert got[batch] == line, f"batch {batch}"
+
+
+def test_each_sample_once(project: Project) -> None:
+    found = epochs(project, "one")
+    if project.idiom.drawn:
+        assert all(len(epoch) == len(POINTS) for epoch in found) and found[0] != found[1]
+    else:
+        assert found == [POINTS] * len(found)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_evaluated_as_under_lightning(project: Project, task: str) -> None:
+    ended = project.resume("one", f"task={task}", "task.checkpoint=last")
+    assert ended.well, ended.output
+    wanted = json.loads((project.folder / "control.json").read_text())[task]
+    assert project.metrics("one") == {k: v for loader in wanted for k, v in loader.items()}
+
+
+@pytest.mark.parametrize("project", idioms(two=True), indirect=True)
+def test_two_ranks_share_what_one_sees(project: Project) -> None:
+    """Killed and resumed as well: in each epoch every sample of one rank is seen by one of two."""
+    project.killed_and_resumed("two", *project.idiom.halved, ranks=2)
+    assert epochs(project, "two", ranks=2) == epochs(project, "one")
+    one, other = project.seen("two", rank=0), project.seen("two", rank=1)
+    for batch, line in one.items():
+        assert line["weights"] == other[batch]["weights"], f"batch {batch}"
+        assert project.idiom.drawn or not set(line["ids"]) & set(other[batch]["ids"])
+    if MATRIX:
+        ended = project.start("undisturbed", *project.idiom.halved, ranks=2)
+        assert ended.well, ended.output
+        assert one == project.seen("undisturbed", 0) and other == project.seen("undisturbed", 1)
+
+
+if MATRIX:
+
+    @pytest.mark.parametrize("every", [1, 7, None])
+    @pytest.mark.parametrize("at", [1, 2, 8, 9, 16])
+    def test_killed_at_any_batch(project: Project, at: int, every: int | None) -> None:
+        """With a checkpoint before it, at an epoch's end only, or none at all."""
+        run, saved = f"at-{at}-{every}", every if every and project.idiom.every else "null"
+        ended = project.start(run, f"checkpoint.every_n_steps={saved}", kill=f"0 {at}")
+        assert ended.codes == [-9], ended.output
+        ended = project.resume(run)
+        assert ended.well, ended.output
+        assert project.seen(run) == project.seen("one")
