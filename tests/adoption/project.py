@@ -12,7 +12,9 @@ import yaml
 
 from tests.adoption.table import IDIOMS, Idiom, experiment
 from tests.adoption.warm import Ended, Warm
+from tests.conftest import ROOT
 
+TASKS = [task for task in ("validate", "test") if (ROOT / f"conf/task/{task}.yaml").exists()]
 CODE = Path(__file__).parent / "projects"
 KILLED_AT = 13  # of batches, of which an epoch has eight: in the middle of the second
 
@@ -90,6 +92,10 @@ class Project:
         return list(found.values())
 
     def metrics(self, run: str) -> dict[str, float]:
-        """Of the newest attempt."""
-        last = sorted((self.folder / "outputs/ours" / run / "attempts").glob("[0-9]*"))[-1]
-        return json.loads((last / "status.json").read_text())["metrics"]
+        return metrics_of(self.folder / "outputs/ours" / run)
+
+
+def metrics_of(run: Path) -> dict[str, float]:
+    """What the newest attempt of a run came to."""
+    last = sorted((run / "attempts").glob("[0-9]*"))[-1]
+    return json.loads((last / "status.json").read_text())["metrics"]

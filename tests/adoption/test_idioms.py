@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.adoption.project import Project
+from tests.adoption.project import TASKS, Project
 from tests.adoption.table import IDIOMS
 from tests.adoption.warm import Warm
-from tests.conftest import ROOT
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 POINTS = list(range(32))
-TASKS = [task for task in ("validate", "test") if (ROOT / f"conf/task/{task}.yaml").exists()]
 
 
 def idioms(*, two: bool = False) -> list[Any]:
