@@ -22,7 +22,6 @@ class Idiom:
         random_order: The order of the samples is drawn: the control is given the run's own.
         drawn: Samples come with replacement.
         two: Two ranks add something, with these overrides.
-        awaits: Why it cannot pass yet.
     """
 
     model: dict[str, Any]
@@ -31,7 +30,6 @@ class Idiom:
     callbacks: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
     tracking: str = "none"
-    awaits: str = ""
     every: int | None = 5
     random_order: bool = False
     drawn: bool = False
@@ -66,10 +64,8 @@ IDIOMS: dict[str, Idiom] = {
         )
     ),
     "namespace": Idiom(of("hyperparameters.FromNamespace", lr=0.05, momentum=0.9)),
-    "vae": Idiom(of("vae.VAE"), tracking="tensorboard", awaits="self.logger is the journal"),
-    "contrastive": Idiom(
-        of("contrastive.Contrastive"), two=(), awaits="pytorch_lightning is another package"
-    ),
+    "vae": Idiom(of("vae.VAE"), tracking="tensorboard"),
+    "contrastive": Idiom(of("contrastive.Contrastive"), two=()),
     "stream": Idiom(REGRESSION, loaders("stream"), every=None, two=()),
     # At the end of an epoch Lightning and the module do more after the hooks of callbacks.
     "gan-of-an-epoch": Idiom(of("gan.GAN"), every=None),
