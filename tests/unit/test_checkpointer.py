@@ -21,7 +21,10 @@ from distdl.checkpoint import CheckpointStore, damage_of, manifest_of
 from distdl.data.sampling import TrainPosition
 from distdl.errors import UserError
 from distdl.formats import AnyCheckpoint
+from distdl.saving import Saver
 from distdl.stopping import StopRequest
+from distdl.tracking.journal import Journal
+from distdl.tracking.records import journal_path, read
 
 INF, NAN = math.inf, math.nan
 
@@ -84,6 +87,7 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 world_size=2,
                 callback_metrics={},
                 fast_dev_run=False,
+                loggers=[],
                 lightning_module=SimpleNamespace(automatic_optimization=True),
                 fit_loop=SimpleNamespace(epoch_loop=loop),
             )
@@ -149,7 +153,6 @@ def fit(
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=arguments.pop("epochs"),
-        logger=False,
         plugins=[AnyCheckpoint()],
         callbacks=[*others, ours],
         default_root_dir=folder,
@@ -157,10 +160,32 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=1,
-        **{"num_sanity_val_steps": 0, **arguments},
+        **{"num_sanity_val_steps": 0, "logger": False, **arguments},
     )
     trainer.fit(module, data, data, ckpt_path=resume, weights_only=True if resume else None)
     return ours
+
+
+class LogsEachStep(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.loggers[0].log_metrics({"x": 1.0}, trainer.global_step)
+
+
+def test_what_a_checkpoint_covers_stands_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After kill -9 a run goes on behind the checkpoint, and logs no step before it again."""
+    monkeypatch.setattr("distdl.tracking.journal.FLUSH_SECONDS", 3600)  # its thread writes nothing
+    journal = Journal(journal_path(tmp_path), tmp_path)
+    save, written = Saver.save, []
+
+    def looks(self: Saver, *args: Any, **kw: Any) -> None:
+        written.append([r.step for r in read(journal_path(tmp_path)) if "x" in r.metrics])
+        save(self, *args, **kw)
+
+    monkeypatch.setattr(Saver, "save", looks)
+    fit(tmp_path, [0.1, 0.2], logger=journal, callbacks=[LogsEachStep()])
+    assert written == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 def best(folder: Path) -> str | None:

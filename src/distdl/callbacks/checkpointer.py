@@ -41,6 +41,7 @@ from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
 from distdl.saving import Saver, refuse_pickles
 from distdl.stopping import StopRequest
+from distdl.tracking.journal import Journal
 
 log = logging.getLogger(__name__)
 
@@ -354,6 +355,9 @@ class Checkpointer(Callback):
         if reason != "epoch":
             name = f"epoch_{epoch:03d}_step_{step:08d}.ckpt"
         self._reason = reason
+        for logger in trainer.loggers:  # a run that goes on from here logs none of it again
+            if isinstance(logger, Journal):
+                logger.flush()
         self.saver.save(
             trainer,
             name,
