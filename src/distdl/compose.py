@@ -65,13 +65,15 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     for group in ("tracking", "callbacks"):
         if _is_empty(config, group):
             config[group] = {}
-    if isinstance(config.trainer, DictConfig):
-        _in_one_form(config.trainer)
+    if not OmegaConf.is_interpolation(config, "trainer"):
+        _in_one_form(config.get("trainer"))
     return config
 
 
-def _in_one_form(trainer: DictConfig) -> None:
+def _in_one_form(trainer: Any) -> None:
     """Texts that Lightning reads as numbers ("2", "0,1") become them, and short precisions long."""
+    if not isinstance(trainer, DictConfig):
+        return
     devices, precision = (
         None if OmegaConf.is_interpolation(trainer, key) else trainer.get(key)
         for key in ("devices", "precision")
