@@ -244,8 +244,9 @@ def test_what_does_not_go_together() -> None:
 
 
 def test_validation_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.pytorch.demos.boring_classes.BoringModel", ByHand)
-    config = sample({"trainer.gradient_clip_val": 1.0})
+    boring = "lightning.pytorch.demos.boring_classes.BoringModel"
+    monkeypatch.setattr(boring, ByHand)
+    config = sample({"trainer.gradient_clip_val": 1.0, "project.allow": [boring]})
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
         validate,
