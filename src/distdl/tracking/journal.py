@@ -108,18 +108,17 @@ class Journal(Logger):
             self.last_step = step
         if not self._training:
             return
-        values = {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
+        values = self._numbers(metrics)
         by, said = self._heard
         if said == f"{step} {values}" and logger not in by:
             by.append(logger)
         else:
             self._heard = ([logger], f"{step} {values}")
-            self.put(values, self.last_step)
+            self._records.append((time.time(), int(self.last_step), values))
 
     def put(self, metrics: Mapping[str, Any], step: int, at: float | None = None) -> None:
         """Queue values under a step. A tensor is read now: its owner may change it in place."""
-        values = {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
-        self._records.append((time.time() if at is None else at, int(step), values))
+        self._records.append((time.time() if at is None else at, int(step), self._numbers(metrics)))
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kw: Any) -> None:
         """Nothing: the run's config.yaml is the record."""
@@ -182,6 +181,9 @@ class Journal(Logger):
         if "disk" in self._complained:
             self._complained -= {"disk", "lost"}
             log.warning("%s can be written again", self.path)
+
+    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
 
     def _number(self, name: str, value: Any) -> float | None:
         try:
