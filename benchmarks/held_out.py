@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks import published
+from benchmarks.published import Published
 from benchmarks.table import Goal
-from distdl.scaling import Fit, Link, Links, Setting, fit, predict, published, table
-from distdl.scaling.published import Published
+from distdl.scaling import Fit, Link, Links, Setting, fit, predict, table
+from distdl.scaling.published import INTEL, NCCL
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PLOT = DOCS / "scaling.md", DOCS / "scaling.svg"
@@ -137,7 +139,7 @@ def _summary(rows: Sequence[Held]) -> str:
     groups: dict[str, list[Held]] = {}
     for row in rows:
         name = row.series.group
-        for library in (published.INTEL, published.NCCL):
+        for library in (INTEL, NCCL):
             if name == "Azure" and row.series.name.endswith(library):
                 name = f"Azure, {library}"
         groups.setdefault(name, []).append(row)

@@ -7,8 +7,10 @@ from typing import Any
 
 import matplotlib
 
+from benchmarks import published
 from benchmarks.held_out import fitted
-from distdl.scaling import published, table
+from distdl.scaling import table
+from distdl.scaling.published import AZURE_RATES, INTEL, NCCL
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 
@@ -18,15 +20,13 @@ def plot() -> str:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    colours = dict(
-        zip(published.AZURE_RATES, ("#2f7ed8", "#e8743b", "#19a979", "#945ecf"), strict=True)
-    )
+    colours = dict(zip(AZURE_RATES, ("#2f7ed8", "#e8743b", "#19a979", "#945ecf"), strict=True))
     style: Any = {"svg.hashsalt": "scaling", "font.size": 11.0}
     with plt.rc_context(style):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
         for axis, library, link in zip(
             axes,
-            (published.INTEL, published.NCCL),
+            (INTEL, NCCL),
             ("InfiniBand", "Ethernet"),
             strict=True,
         ):

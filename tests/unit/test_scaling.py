@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import held_out
+from benchmarks import held_out, published
 from distdl.commands import _plan_estimate
-from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict, published
+from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict
 from distdl.scaling.links import ALGORITHMS, Group, all_reduce, exposed, fastest
+from distdl.scaling.published import AZURE_RATES, INTEL, NCCL
 from tests.conftest import ROOT
 
 GB = 1e9
@@ -298,8 +299,8 @@ def test_the_published_numbers_are_those_of_the_facts() -> None:
         "K80": ([207, 413, 823, 1648], [154, 318, 555, 986]),
     }
     for gpu, columns in facts.items():
-        for library, rates in zip((published.INTEL, published.NCCL), columns, strict=True):
-            found = published.AZURE_RATES[gpu][library]
+        for library, rates in zip((INTEL, NCCL), columns, strict=True):
+            found = AZURE_RATES[gpu][library]
             assert [found[n] for n in (4, 8, 16, 32)] == pytest.approx(rates, rel=0.01)
 
 

@@ -104,12 +104,13 @@ def predicted(axes: Any, rows: Sequence[Row], ahead: dict[str, dict[int, float]]
 def references(axes: Any) -> list[tuple[float, float, str]]:
     """Thin lines of Azure's published numbers; where each ends, and its name."""
     ends = []
-    for one in published.azure():
-        points = {n: 100 * one.seconds[1] / seconds for n, seconds in one.seconds.items()}
-        dash = (0, (1, 2)) if "NCCL" in one.name else "-"
-        axes.plot(*_xy(points), color=GREY, linewidth=0.9, linestyle=dash, alpha=0.8)
-        last = max(points)
-        ends.append((float(last), points[last], one.name))
+    for gpu, libraries in published.AZURE_RATES.items():
+        for library, rates in libraries.items():
+            points = {n: 100 * rate / n / rates[1] for n, rate in rates.items()}
+            dash = (0, (1, 2)) if library == published.NCCL else "-"
+            axes.plot(*_xy(points), color=GREY, linewidth=0.9, linestyle=dash, alpha=0.8)
+            last = max(points)
+            ends.append((float(last), points[last], f"{gpu}, {library}"))
     return ends
 
 

@@ -148,7 +148,7 @@ def links_of(
         else:
             outside = outside or seen
     if outside is None and rented and rented.bandwidth:
-        # Few microseconds: of InfiniBand (distdl.scaling.published says from where).
+        # Few microseconds: of InfiniBand (benchmarks/published.py says from where).
         outside = Link(rented.bandwidth, 2e-6)
     return inside or outside, outside
 
