@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,77 +18,15 @@ from distdl.launchers.sagemaker.request import SageMakerRequest, Settings
 SCHEME = "sagemaker://"
 
 
-class SageMakerLauncher:
+class SageMakerLauncher(Settings):
     """Trains on instances that SageMaker starts for the job and takes away after it.
 
-    Args:
-        role: ARN of the role that the job acts as.
-        image: The container, in ECR.
-        instance_type: Of every host, e.g. ml.p4d.24xlarge.
-        bucket, prefix: Where in S3 code, checkpoints and logs of all runs go.
-        region, profile: Of AWS; None leaves it to AWS's own variables and files.
-        volume_gb: Disk of each host, in GB; sizes with NVMe disks ignore it.
-        walltime: Until the job is stopped; `distdl.walltime` says what it means.
-        spot: Spare capacity, which may be taken away; the run goes on when there is some again.
-        max_wait: What waiting and running may take together; None: twice the walltime.
-        keep_alive: Seconds that the hosts stay, and cost, for a next job.
-        retries: How often SageMaker starts it again after an error of its own.
-        subnets, security_groups: Of the VPC that the hosts are in.
-        encrypt_traffic: Between the hosts; slower.
-        kms_key: Encrypts disks and output.
-        tags: Further tags of the job.
-        env: Further variables for every rank, none of them secret.
-        inputs: Name -> URI, or {path, mode}; see `distdl.launchers.sagemaker.inputs`.
-        forward_env: Names of variables; their values go to AWS Secrets Manager.
+    Args: those of `Settings`.
     """
 
-    def __init__(
-        self,
-        role: str | None = None,
-        image: str | None = None,
-        instance_type: str | None = None,
-        bucket: str | None = None,
-        prefix: str = "distdl",
-        region: str | None = None,
-        profile: str | None = None,
-        volume_gb: int = 100,
-        walltime: str | float = 24,
-        spot: bool = False,
-        max_wait: str | float | None = None,
-        keep_alive: int = 0,
-        retries: int = 0,
-        subnets: list[str] | None = None,
-        security_groups: list[str] | None = None,
-        encrypt_traffic: bool = False,
-        kms_key: str | None = None,
-        tags: dict[str, str] | None = None,
-        env: dict[str, str] | None = None,
-        inputs: dict[str, Any] | None = None,
-        forward_env: list[str] | None = None,
-    ) -> None:
-        self.settings = Settings(
-            role=role or "",
-            image=image or "",
-            instance_type=instance_type or "",
-            bucket=bucket or "",
-            prefix=prefix,
-            region=region,
-            volume_gb=volume_gb,
-            walltime=walltime,
-            spot=spot,
-            max_wait=max_wait,
-            keep_alive=keep_alive,
-            retries=retries,
-            subnets=subnets or [],
-            security_groups=security_groups or [],
-            encrypt_traffic=encrypt_traffic,
-            kms_key=kms_key,
-            tags=tags or {},
-            env=env or {},
-            inputs=inputs or {},
-        )
-        self.forward_env = forward_env or []
-        self.aws = Aws(region, profile)
+    @functools.cached_property
+    def aws(self) -> Aws:
+        return Aws(self.region, self.profile)
 
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
@@ -103,8 +42,8 @@ class SageMakerLauncher:
 
     def request(self, spec: JobSpec) -> SageMakerRequest:
         """Raises UserError where a variable is longer than SageMaker takes."""
-        request = SageMakerRequest(spec, self.settings)
-        for name, value in request.environment(self.settings.region).items():
+        request = SageMakerRequest(spec, self)
+        for name, value in request.environment(self.region).items():
             if len(value) > 512:
                 raise UserError(Problem(name, f"{len(value)} characters; SageMaker takes 512"))
         return request

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from distdl import walltime
@@ -35,29 +35,52 @@ LONGEST_NAME = 63
 LONGEST_WAIT = 30 * 86400  # seconds a job may take with all its waiting
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """The keys of `launcher.*` that shape a request; see conf/launcher/sagemaker.yaml."""
+    """The keys of `launcher.*`.
 
-    role: str
-    image: str
-    instance_type: str
-    bucket: str
+    Args:
+        role: ARN of the role that the job acts as.
+        image: The container, in ECR.
+        instance_type: Of every host, e.g. ml.p4d.24xlarge.
+        bucket, prefix: Where in S3 code, checkpoints and logs of all runs go.
+        region, profile: Of AWS; None leaves it to AWS's own variables and files.
+        volume_gb: Disk of each host, in GB; sizes with NVMe disks ignore it.
+        walltime: Until the job is stopped; `distdl.walltime` says what it means.
+        spot: Spare capacity, which may be taken away; the run goes on when there is some again.
+        max_wait: What waiting and running may take together; None: twice the walltime.
+        keep_alive: Seconds that the hosts stay, and cost, for a next job.
+        retries: How often SageMaker starts it again after an error of its own.
+        subnets, security_groups: Of the VPC that the hosts are in.
+        encrypt_traffic: Between the hosts; slower.
+        kms_key: Encrypts disks and output.
+        tags: Further tags of the job.
+        env: Further variables for every rank, none of them secret.
+        inputs: Name -> URI, or {path, mode}; see `distdl.launchers.sagemaker.inputs`.
+        forward_env: Names of variables; their values go to AWS Secrets Manager.
+    """
+
+    role: str | None = None
+    image: str | None = None
+    instance_type: str | None = None
+    bucket: str | None = None
     prefix: str = "distdl"
     region: str | None = None
+    profile: str | None = None
     volume_gb: int = 100
     walltime: str | float = 24
     spot: bool = False
     max_wait: str | float | None = None
     keep_alive: int = 0
     retries: int = 0
-    subnets: list[str] = field(default_factory=list)
-    security_groups: list[str] = field(default_factory=list)
+    subnets: list[str] | None = None
+    security_groups: list[str] | None = None
     encrypt_traffic: bool = False
     kms_key: str | None = None
-    tags: dict[str, str] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    inputs: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, str] | None = None
+    env: dict[str, str] | None = None
+    inputs: dict[str, Any] | None = None
+    forward_env: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +164,7 @@ class SageMakerRequest:
                 ],
             },
             "RoleArn": s.role,
-            "InputDataConfig": [bundle, *(each.channel() for each in parse(s.inputs))],
+            "InputDataConfig": [bundle, *(each.channel() for each in parse(s.inputs or {}))],
             "OutputDataConfig": output,
             "CheckpointConfig": {"S3Uri": self.uri(self.store_key), "LocalPath": STORE},
             "ResourceConfig": resources,
@@ -150,11 +173,11 @@ class SageMakerRequest:
             "Environment": self.environment(region or s.region),
             "Tags": [
                 {"Key": key, "Value": str(value)}
-                for key, value in {"distdl:run": self.spec.name, **s.tags}.items()
+                for key, value in {"distdl:run": self.spec.name, **(s.tags or {})}.items()
             ],
         }
         if s.subnets:
-            groups = list(s.security_groups)
+            groups = list(s.security_groups or ())
             body["VpcConfig"] = {"Subnets": list(s.subnets), "SecurityGroupIds": groups}
         if s.encrypt_traffic:
             body["EnableInterContainerTrafficEncryption"] = True
@@ -165,9 +188,9 @@ class SageMakerRequest:
     def environment(self, region: str | None) -> dict[str, str]:
         """The container's variables. Everybody who may describe the job can read them, so they
         name secrets and hold none."""
-        env = variables(self.settings.env, self.spec.env)
+        env = variables(self.settings.env or {}, self.spec.env)
         env["DISTDL_LAUNCHER"] = "sagemaker"
-        for each in parse(self.settings.inputs):
+        for each in parse(self.settings.inputs or {}):
             env[f"DISTDL_INPUT_{each.name.upper()}"] = f"{INPUTS}/{each.name}"
         if self.secrets:
             env[SECRETS] = json.dumps(self.secrets)
@@ -193,7 +216,8 @@ class SageMakerRequest:
         from distdl.launchers.sagemaker.instances import Instance, known
 
         size = self.spec.resources
-        instance = known().get(self.settings.instance_type, Instance(self.settings.instance_type))
+        name = str(self.settings.instance_type)
+        instance = known().get(name, Instance(name))
         notes = []
         if size.accelerator == "gpu" and 0 < size.devices < instance.gpus:
             notes.append(

@@ -33,7 +33,7 @@ ONE_GPU = {"num_nodes": 1, "devices": 1, "world_size": 1, "accelerator": "gpu", 
 )
 def test_golden(name, node, pytestconfig: pytest.Config) -> None:
     launcher = SageMakerLauncher(**node)
-    text = launcher.request(spec(forward_env=tuple(launcher.forward_env))).render() + "\n"
+    text = launcher.request(spec(forward_env=tuple(node.get("forward_env", ())))).render() + "\n"
     file = GOLDEN / f"{name}.txt"
     check_golden(pytestconfig, file, text)
 
@@ -47,7 +47,7 @@ def test_the_services_own_model_takes_the_request(node, run, aws, monkeypatch) -
     monkeypatch.setenv("WANDB_API_KEY", "canary-7c1")
     launcher = SageMakerLauncher(**node)
     launcher.aws = aws
-    request = launcher.request(spec(run, forward_env=tuple(launcher.forward_env)))
+    request = launcher.request(spec(run, forward_env=tuple(node.get("forward_env", ()))))
     aws.clients["sagemaker"] = client = boto3.client("sagemaker", region_name=REGION)
     with Stubber(client) as stub:
         absent = ("describe_training_job", "ValidationException", "Requested resource not found.")
@@ -99,7 +99,7 @@ def test_the_same_spec_gives_the_same_request() -> None:
 @pytest.mark.parametrize("run_id", ["a/b", "x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
 def test_job_names_obey_the_rules(run_id) -> None:
     rule = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
-    settings = SageMakerLauncher(**NODE).settings
+    settings = SageMakerLauncher(**NODE)
     requests = [SageMakerRequest(spec(name=run_id, attempt=n), settings, m) for n, m in
                 ((1, 0), (2, 0), (1, 1))]  # fmt: skip
     names = [request.name for request in requests]
