@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ class AzureMLLauncher:
 
     def submit(self, request: AzureMLRequest) -> Any:
         """Sends it: an `AzureMLJob`, or for a sweep job one per member."""
-        values = submit.forwarded(request)
+        values = {secret: os.environ[name] for name, secret in request.secrets.items()}
         connection = self._here()
         if request.compute is not None:
             submit.ensure_compute(connection, request)

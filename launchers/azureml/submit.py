@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import secrets
 import shutil
 import sys
@@ -30,22 +29,6 @@ COMPARED = {
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def forwarded(request: AzureMLRequest) -> dict[str, str]:
-    """Name of the secret -> value.
-
-    Raises:
-        UserError: A variable that is to be forwarded is not set here.
-    """
-    problems = [
-        Problem("launcher.forward_env", f"{name} is not set in this shell", f"export {name}=...")
-        for name in request.secrets
-        if name not in os.environ
-    ]
-    if problems:
-        raise UserError(*problems)
-    return {secret: os.environ[name] for name, secret in request.secrets.items()}
 
 
 def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:

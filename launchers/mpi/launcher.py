@@ -178,12 +178,6 @@ class MpiLauncher:
 
     def submit(self, request: MpiRequest) -> MpiJob:
         spec, hosts = request.spec, request.start.hosts
-        missing = [name for name in spec.forward_env if name not in os.environ]
-        if missing:
-            remedy = f"export {missing[0]}=..."
-            raise UserError(
-                Problem("launcher.forward_env", f"{', '.join(missing)}: not set here", remedy)
-            )
         Reach(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
         env = dict(request.env)
         if self.port is None and is_here(hosts[0].name):

@@ -37,12 +37,8 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
     """Bundle, history and secrets, in this order: a refused upload leaves no secret behind.
 
     Raises:
-        UserError: AWS refuses it, a forwarded variable is not set, or another run is there.
+        UserError: AWS refuses it, or another run is there.
     """
-    absent = [name for name in request.spec.forward_env if name not in os.environ]
-    if absent:
-        what = f"{', '.join(absent)} is not set here"
-        raise UserError(Problem("launcher.forward_env", what, f"export {absent[0]}"))
     with explained():
         refuse_another_run(request, aws)
         with tempfile.TemporaryDirectory() as folder:

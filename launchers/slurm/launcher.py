@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -135,21 +134,15 @@ class SlurmLauncher:
             The job, or those of an array's tasks, one for each spec.
 
         Raises:
-            UserError: There is no Slurm here, it refuses the job, or a variable of forward_env is
-                not set in this shell.
+            UserError: There is no Slurm here, or it refuses the job.
         """
-        forwarded = request.specs[0].forward_env
-        missing = [name for name in forwarded if name not in os.environ]
-        if missing:
-            what = f"not set in this shell: {', '.join(missing)}"
-            raise UserError(Problem("launcher.forward_env", what, "export them, then submit again"))
         logs = [spec.folder / "logs" for spec in request.specs]
         for folder in logs:
             folder.mkdir(parents=True, exist_ok=True)
         if request.array:
             script.link_logs(request.specs)
         request.path.write_text(request.text, encoding="utf-8")
-        number = controller.submit(request.path, forwarded, vars(self))
+        number = controller.submit(request.path, request.specs[0].forward_env, vars(self))
         if not request.array:
             log = logs[0] / f"slurm-{number}.log"
             return SlurmJob(number, request.poll_seconds, log)

@@ -130,7 +130,8 @@ class JobSpec:
         attempt: Its number, from 1.
         resources: How many ranks, and on what.
         env: Variables each rank gets, none of them secret.
-        forward_env: Names of variables whose values each rank gets, and that appear nowhere.
+        forward_env: Names of variables whose values each rank gets, and that appear nowhere. When a
+            job is submitted, all of them are set in this process.
 
     Raises:
         UserError: A name or a path has a line break, or a variable's name is none.

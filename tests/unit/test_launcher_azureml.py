@@ -411,14 +411,6 @@ def test_an_existing_cluster_is_compared(capsys: pytest.CaptureFixture[str]) -> 
         submit.compare(cluster(type="kubernetes"), wanted, 2)
 
 
-def test_a_forwarded_variable_must_be_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "value")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(UserError, match="WANDB_API_KEY is not set") as refused:
-        submit.forwarded(rendered("everything"))
-    assert "HF_TOKEN" not in str(refused.value)
-
-
 # The log of a job.
 
 

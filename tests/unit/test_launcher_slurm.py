@@ -194,14 +194,6 @@ def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ask()
 
 
-def test_a_forwarded_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    launcher = SlurmLauncher()
-    with pytest.raises(UserError, match="not set in this shell: HF_TOKEN"):
-        launcher.submit(launcher.request(spec(root=str(tmp_path))))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("handle", ["slurm://", "slurm://x", "local://12", "12", "slurm://1;ls"])
 def test_no_handle_of_slurm(handle: str) -> None:
     with pytest.raises(UserError, match="no job of Slurm's"):

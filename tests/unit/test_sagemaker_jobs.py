@@ -93,13 +93,6 @@ def test_a_name_is_never_taken_twice(launcher, run) -> None:
     assert second.name == f"{first.name}-1"
 
 
-def test_a_forwarded_variable_must_be_set(launcher, aws, run, monkeypatch) -> None:
-    monkeypatch.delenv("SAMPLE_KEY", raising=False)
-    with pytest.raises(UserError, match="SAMPLE_KEY is not set here"):
-        launcher.submit(launcher.request(spec(run, forward_env=("SAMPLE_KEY",))))
-    assert keys(aws) == set()
-
-
 def test_a_foreign_run_of_the_same_name_is_not_gone_on_with(launcher, aws, run) -> None:
     key = "distdl/resnet50_ddp/x/store/config.yaml"
     aws("s3").put_object(Bucket="my-bucket", Key=key, Body=b"seed: 1\n")
