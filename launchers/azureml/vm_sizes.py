@@ -10,7 +10,7 @@ from dataclasses import dataclass
 TOO_OLD = ("K80", "P40", "P100", "V100")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VmSize:
     """One size.
 
@@ -22,8 +22,7 @@ class VmSize:
         gpu_memory_gb: Memory of one GPU.
         cores: vCPUs, which is what quotas count.
         memory_gb: Memory of the VM.
-        infiniband: Whether NCCL can use an InfiniBand network between VMs of this size.
-        infiniband_gbps: How fast it is, per VM.
+        infiniband_gbps: How fast the InfiniBand network is that NCCL can use, per VM; 0: none.
         sr_iov: False where there is InfiniBand hardware that NCCL cannot use.
         interconnect: Between the GPUs of one VM.
         price_per_hour: Dedicated, USD, East US, indicative; None where unknown.
@@ -36,24 +35,32 @@ class VmSize:
 
     name: str
     series: str
-    gpus: int
-    gpu: str
-    gpu_memory_gb: int
+    gpus: int = 0
+    gpu: str = ""
+    gpu_memory_gb: int = 0
     cores: int
     memory_gb: int
-    infiniband: bool
-    infiniband_gbps: int
-    sr_iov: bool
-    interconnect: str
-    price_per_hour: float | None
-    low_priority_price_per_hour: float | None
-    price_date: str
+    infiniband_gbps: int = 0
+    sr_iov: bool = True
+    interconnect: str = ""
+    price_per_hour: float | None = None
+    low_priority_price_per_hour: float | None = None
+    price_date: str = ""
     quota_family: str
-    retired: str | None
-    note: str
+    retired: str | None = None
+    note: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def infiniband(self) -> bool:
+        """Whether NCCL can use an InfiniBand network between VMs of this size."""
+        return bool(self.infiniband_gbps)
+
+
+# What the file calls shorter.
+SHORT = {"price": "price_per_hour", "low": "low_priority_price_per_hour"}
 
 
 @functools.cache
@@ -64,34 +71,12 @@ def all() -> tuple[VmSize, ...]:
     import yaml
 
     text = files(__package__).joinpath("vm_sizes.yaml").read_text(encoding="utf-8")
-    return tuple(
-        _size(name, {**series, **facts})
-        for series in yaml.safe_load(text)["series"]
-        for name, facts in series["sizes"].items()
-    )
-
-
-def _size(name: str, facts: dict) -> VmSize:
-    rate = facts.get("infiniband_gbps", 0)
-    return VmSize(
-        name=name,
-        series=facts["series"],
-        gpus=facts.get("gpus", 0),
-        gpu=facts.get("gpu", ""),
-        gpu_memory_gb=facts.get("gpu_memory_gb", 0),
-        cores=facts["cores"],
-        memory_gb=facts["memory_gb"],
-        infiniband=bool(rate),
-        infiniband_gbps=rate,
-        sr_iov=facts.get("sr_iov", True),
-        interconnect=facts.get("interconnect", ""),
-        price_per_hour=facts.get("price"),
-        low_priority_price_per_hour=facts.get("low"),
-        price_date=facts.get("price_date", ""),
-        quota_family=facts["quota_family"],
-        retired=facts.get("retired"),
-        note=facts.get("note", ""),
-    )
+    found = []
+    for series in yaml.safe_load(text)["series"]:
+        for name, own in series.pop("sizes").items():
+            facts = {SHORT.get(key, key): value for key, value in {**series, **own}.items()}
+            found.append(VmSize(name=name, **facts))
+    return tuple(found)
 
 
 def find(name: str) -> VmSize | None:
