@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -41,35 +41,15 @@ CUTS = 3  # how many times the batch is halved
 STAGES = (1, 2, 3)
 
 
-class Setting(Protocol):
-    """One of the things to try; `str` says what it is."""
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Of the recipe, by path."""
-
-
 @dataclass(frozen=True)
-class Candidate:
-    """A cut of the batch and a ZeRO stage."""
+class Setting:
+    """One of the things to try: what it changes of the recipe, by path, and its name for people."""
 
-    batch_size: int
-    accumulate: int
-    stage: int | None
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Of the recipe, by path."""
-        changes: dict[str, Any] = {
-            "data.batch_size": self.batch_size,
-            "trainer.accumulate_grad_batches": self.accumulate,
-            "strategy.autotune": False,
-        }
-        return changes if self.stage is None else {**changes, "strategy.stage": self.stage}
+    changes: dict[str, Any]
+    name: str
 
     def __str__(self) -> str:
-        cut = f"data.batch_size={self.batch_size} x {self.accumulate} accumulated"
-        return cut if self.stage is None else f"ZeRO-{self.stage}, {cut}"
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -131,7 +111,7 @@ def freeze(
     return configs.merge(config, OmegaConf.create({}), best.changes)
 
 
-def candidates(config: DictConfig) -> Iterator[Candidate]:
+def candidates(config: DictConfig) -> Iterator[Setting]:
     """Ways to cut a rank's share of the global batch, with each stage."""
     batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
     sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
@@ -139,7 +119,20 @@ def candidates(config: DictConfig) -> Iterator[Candidate]:
     for stage in (None,) if given else STAGES:
         for size in sizes:
             if not (stage != 3 and config.strategy.get("offload_parameters")):
-                yield Candidate(size, batch // size, stage)
+                yield cut(size, batch // size, stage)
+
+
+def cut(batch_size: int, accumulate: int, stage: int | None) -> Setting:
+    """A cut of the batch, and a ZeRO stage."""
+    name = f"data.batch_size={batch_size} x {accumulate} accumulated"
+    changes: dict[str, Any] = {
+        "data.batch_size": batch_size,
+        "trainer.accumulate_grad_batches": accumulate,
+        "strategy.autotune": False,
+    }
+    if stage is None:
+        return Setting(changes, name)
+    return Setting({**changes, "strategy.stage": stage}, f"ZeRO-{stage}, {name}")
 
 
 def measure(

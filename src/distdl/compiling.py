@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -35,18 +33,9 @@ WARM_UP, STEPS = 5, 10
 LEAST_GAIN = 0.03
 
 
-@dataclass(frozen=True)
-class Way:
+def way(mode: str | bool) -> autotune.Setting:
     """Of running the network: False as it is, or a mode of torch.compile."""
-
-    compile: str | bool
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        return {"model.compile": self.compile}
-
-    def __str__(self) -> str:
-        return f"model.compile={str(self.compile).lower()}"
+    return autotune.Setting({"model.compile": mode}, f"model.compile={str(mode).lower()}")
 
 
 def chosen(
@@ -67,14 +56,14 @@ def chosen(
     keep_results()
     say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
     found = []
-    for way in ways(config, resources.accelerator):
+    for mode in modes(config, resources.accelerator):
         stop.check()
         found.append(
             autotune.measure(
-                *(config, way, environment, resources, stop),
+                *(config, way(mode), environment, resources, stop),
                 warm_up=WARM_UP,
                 steps=STEPS,
-                survivable=Exception if way.compile else torch.cuda.OutOfMemoryError,
+                survivable=Exception if mode else torch.cuda.OutOfMemoryError,
             )
         )
         torch._dynamo.reset()
@@ -84,12 +73,12 @@ def chosen(
     return autotune.freeze(config, attempt, environment, best, "compile", found)
 
 
-def ways(config: DictConfig, accelerator: str) -> list[Way]:
+def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
     """What can differ here. CUDA graphs keep gradients in memory that the next replay overwrites,
     so with accumulated batches they are left out; on a CPU all modes are nearly one."""
     accumulates = int(config.trainer.get("accumulate_grad_batches") or 1) > 1
     tried = MODES[:1] if accelerator == "cpu" else MODES
-    return [Way(False), *(Way(m) for m in tried if not (accumulates and m in CUDA_GRAPHS))]
+    return [False, *(m for m in tried if not (accumulates and m in CUDA_GRAPHS))]
 
 
 def fastest(found: list[autotune.Measured]) -> autotune.Setting:

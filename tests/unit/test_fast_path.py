@@ -230,19 +230,19 @@ def test_the_host_sleeps_while_the_gpu_works(monkeypatch):
 
 
 def found(seconds: dict[str | bool, float | None]) -> list[autotune.Measured]:
-    return [autotune.Measured(compiling.Way(mode), s, 0, "broken") for mode, s in seconds.items()]
+    return [autotune.Measured(compiling.way(mode), s, 0, "broken") for mode, s in seconds.items()]
 
 
 def test_the_fastest_way_wins_unless_the_gain_is_noise():
-    choose = compiling.fastest
-    assert (
-        choose(found({False: 1.0, "default": 0.9, "max-autotune": 0.8})).compile == "max-autotune"
-    )
-    assert choose(found({False: 1.0, "default": 0.98})).compile is False
-    assert choose(found({False: 1.0, "default": None})).compile is False
-    assert choose(found({False: None, "default": 5.0})).compile == "default"
+    def choose(seconds: dict[str | bool, float | None]) -> str | bool:
+        return compiling.fastest(found(seconds)).changes["model.compile"]
+
+    assert choose({False: 1.0, "default": 0.9, "max-autotune": 0.8}) == "max-autotune"
+    assert choose({False: 1.0, "default": 0.98}) is False
+    assert choose({False: 1.0, "default": None}) is False
+    assert choose({False: None, "default": 5.0}) == "default"
     with pytest.raises(UserError, match="broken"):
-        choose(found({False: None, "default": None}))
+        choose({False: None, "default": None})
 
 
 def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
@@ -256,7 +256,7 @@ def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
     monkeypatch.setattr(autotune, "build", killed)
     monkeypatch.setattr(autotune.configs, "merge", lambda *_: OmegaConf.create({}))
     with pytest.raises(Stopped, match="SIGTERM before training began") as ended:
-        way = compiling.Way("default")
+        way = compiling.way("default")
         autotune.measure({}, way, None, None, stop, survivable=Exception)
     assert ended.value.state is JobState.PREEMPTED
 
@@ -264,7 +264,7 @@ def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():
     def tried(accelerator: str, accumulate: int) -> list[str | bool]:
         config = OmegaConf.create({"trainer": {"accumulate_grad_batches": accumulate}})
-        return [way.compile for way in compiling.ways(config, accelerator)]
+        return compiling.modes(config, accelerator)
 
     assert tried("gpu", 1) == [False, "default", "reduce-overhead", "max-autotune"]
     assert tried("gpu", 2) == [False, "default"]
