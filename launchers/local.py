@@ -42,6 +42,7 @@ class LocalRequest:
         return f"# {count} processes under torch's elastic agent, each:\n{variables} {command}"
 
 
+@dataclass(frozen=True)
 class LocalLauncher:
     """Runs a job here, in the foreground.
 
@@ -54,17 +55,10 @@ class LocalLauncher:
 
     foreground = True
 
-    def __init__(
-        self,
-        max_attempts: int = 0,
-        forward_env: list[str] | None = None,
-        inputs: dict[str, Any] | None = None,
-        grace_seconds: int = 30,
-    ) -> None:
-        self.max_attempts = max_attempts
-        self.forward_env = forward_env or []
-        self.inputs = inputs or {}
-        self.grace_seconds = grace_seconds
+    max_attempts: int = 0
+    forward_env: list[str] | None = None
+    inputs: dict[str, Any] | None = None
+    grace_seconds: int = 30
 
     def request(self, spec: JobSpec) -> LocalRequest:
         return LocalRequest(spec, self.grace_seconds)

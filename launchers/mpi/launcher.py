@@ -9,7 +9,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from distdl.errors import Problem, UserError
@@ -24,6 +24,7 @@ from distdl.launchers.mpi.request import MpiRequest
 FIRST_PORT, PORTS = 15000, 10000
 
 
+@dataclass(frozen=True)
 class MpiLauncher:
     """Starts a job on machines that ssh reaches, with whichever mpirun is installed.
 
@@ -52,34 +53,23 @@ class MpiLauncher:
     # Settings that name what a dry run starts, to ask which mpirun it is; and their defaults.
     programs: ClassVar = {"mpirun": "mpirun"}
 
-    def __init__(
-        self,
-        hosts: list[str] | None = None,
-        hostfile: str | None = None,
-        mpirun: str = "mpirun",
-        flavour: str = "auto",
-        agent: bool = False,
-        copy_bundle: bool = False,
-        ssh: str = "ssh",
-        python: str | None = None,
-        interface: str | None = None,
-        infiniband: bool = True,
-        port: int | None = None,
-        grace_seconds: int = 30,
-        max_attempts: int = 0,
-        env: dict[str, Any] | None = None,
-        forward_env: list[str] | None = None,
-        inputs: dict[str, Any] | None = None,
-        extra_args: list[str] | None = None,
-    ) -> None:
-        self.hosts, self.hostfile = hosts or [], hostfile
-        self.mpirun, self.flavour = mpirun, flavour
-        self.agent, self.copy_bundle = agent, copy_bundle
-        self.ssh, self.python = f"{ssh} {OPTIONS}", python or sys.executable
-        self.interface, self.infiniband, self.port = interface, infiniband, port
-        self.grace_seconds = grace_seconds
-        self.env = variables(env or {})
-        self.extra_args = tuple(extra_args or ())
+    hosts: list[str] | None = None
+    hostfile: str | None = None
+    mpirun: str = "mpirun"
+    flavour: str = "auto"
+    agent: bool = False
+    copy_bundle: bool = False
+    ssh: str = "ssh"
+    python: str | None = None
+    interface: str | None = None
+    infiniband: bool = True
+    port: int | None = None
+    grace_seconds: int = 30
+    max_attempts: int = 0
+    env: dict[str, Any] | None = None
+    forward_env: list[str] | None = None
+    inputs: dict[str, Any] | None = None
+    extra_args: list[str] | None = None
 
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -119,10 +109,10 @@ class MpiLauncher:
             yield Problem(key, what, "one rank per device: make the two equal on every host")
 
     def request(self, spec: JobSpec) -> MpiRequest:
-        size = spec.resources
+        size, python = spec.resources, self.python or sys.executable
         spec.refuse(r"\s:", "mpirun splits it there")
         flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
-        hosts = chosen_hosts(self.hosts, self.hostfile, size.devices)
+        hosts = chosen_hosts(self.hosts or [], self.hostfile, size.devices)
         if self.agent:  # one process on each, which starts the others
             hosts = tuple(replace(host, slots=1) for host in hosts)
         env = {
@@ -135,7 +125,7 @@ class MpiLauncher:
             **(sockets(self.interface) if self.interface else {}),
             **({} if self.infiniband else {"NCCL_IB_DISABLE": "1"}),
             **spec.env,
-            **self.env,
+            **variables(self.env or {}),
         }
         env = {name: value for name, value in env.items() if name not in spec.forward_env}
         start = Start(
@@ -145,22 +135,22 @@ class MpiLauncher:
             variables=(*env, *spec.forward_env),
             interface=self.interface,
             as_root=os.geteuid() == 0,
-            extra=self.extra_args,
+            extra=tuple(self.extra_args or ()),
         )
         return MpiRequest(
             spec=spec,
             flavour=flavour,
             start=start,
-            processes=self.processes(spec),
+            processes=self.processes(spec, python),
             env=env,
-            ssh=self.ssh,
+            ssh=f"{self.ssh} {OPTIONS}",
             agent=self.agent,
             copy_bundle=self.copy_bundle,
             grace_seconds=self.grace_seconds,
-            python=self.python,
+            python=python,
         )
 
-    def processes(self, spec: JobSpec) -> tuple[tuple[str, ...], ...]:
+    def processes(self, spec: JobSpec, python: str) -> tuple[tuple[str, ...], ...]:
         """What mpirun starts: a parent for each rank, or for each host's agent."""
         parent = f"{spec.bundle}/code/distdl/launchers/mpi/rank.py"
         errors = f"{spec.folder}/errors"
@@ -170,7 +160,7 @@ class MpiLauncher:
             options = [*size.split(), "--grace-seconds", str(self.grace_seconds)]
             worker = ("-m", "distdl.agent", *options, "--", *worker[2:])
             errors = "-"
-        return (self.python, parent, errors), (self.python, *worker)
+        return (python, parent, errors), (python, *worker)
 
     def reach(self, request: MpiRequest) -> None:
         flavours.find(request.start.mpirun)
