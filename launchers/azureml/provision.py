@@ -11,7 +11,7 @@ from typing import Any
 from distdl.errors import Problem, UserError
 from distdl.launchers.azureml import provision_settings
 from distdl.launchers.azureml.provision_arm import Arm, ArmError
-from distdl.launchers.azureml.provision_plan import Action, Step, step
+from distdl.launchers.azureml.provision_plan import Action, Step, replaced, step
 from distdl.launchers.azureml.provision_resources import resources
 from distdl.launchers.azureml.provision_settings import Settings
 from distdl.launchers.azureml.provision_values import Ids, Ref
@@ -76,17 +76,9 @@ def render(settings: Settings) -> str:
         parts.append("# The subscription is not given; names that end in a hash depend on it.")
     for number, resource in enumerate(found, start=1):
         head = {"id": resource.id, "apiVersion": resource.api}
-        text = yaml.safe_dump({**head, **_printable(resource.body)}, sort_keys=False, width=1000)
+        text = yaml.safe_dump({**head, **replaced(resource.body, str)}, sort_keys=False, width=1000)
         parts.append(f"---\n# {number} {resource}\n{text.rstrip()}")
     return "\n".join(parts)
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _printable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_printable(item) for item in value]
-    return str(value) if isinstance(value, Ref) else value
 
 
 def only_subscription(arm: Arm) -> str:
@@ -177,9 +169,11 @@ def apply(todo: Sequence[Step], known: dict[str, Any], arm: Arm) -> int:
         doing = "creating" if each.action is Action.CREATE else "changing"
         print(f"[{number:>{width}}/{len(todo)}] {doing} {resource} ...", end="", flush=True)
         method, body = each.request(known)
+        unknown: list[Ref] = []
+        replaced(body, unknown.append)
         try:
-            for missing in _references(body):
-                raise ArmError("", f"Azure did not say what is {missing}")
+            if unknown:
+                raise ArmError("", f"Azure did not say what is {unknown[0]}")
             known[resource.id] = arm.send(method, resource.id, resource.api, body)
         except (ArmError, UserError) as error:
             # Somebody has granted this by hand, under another GUID.
@@ -195,14 +189,6 @@ def apply(todo: Sequence[Step], known: dict[str, Any], arm: Arm) -> int:
             return 1
         print(f" done, {time.monotonic() - started:.0f} s")
     return 0
-
-
-def _references(value: Any) -> list[Ref]:
-    if isinstance(value, Mapping):
-        return [ref for item in value.values() for ref in _references(item)]
-    if isinstance(value, list):
-        return [ref for item in value for ref in _references(item)]
-    return [value] if isinstance(value, Ref) else []
 
 
 def next_step(settings: Settings) -> str:

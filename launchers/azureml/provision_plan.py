@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -97,16 +97,23 @@ def step(resource: Resource, actual: Mapping[str, Any] | None, known: Mapping[st
 
 def resolve(value: Any, known: Mapping[str, Any]) -> Any:
     """Puts in what is known for each reference; others stay as they are."""
-    if isinstance(value, Mapping):
-        return {key: resolve(item, known) for key, item in value.items()}
-    if isinstance(value, list):
-        return [resolve(item, known) for item in value]
-    if isinstance(value, Ref):
-        found: Any = known.get(value.id)
-        for part in value.path.split("."):
+
+    def answer(ref: Ref) -> Any:
+        found: Any = known.get(ref.id)
+        for part in ref.path.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
-        return value if found is None else found
-    return value
+        return ref if found is None else found
+
+    return replaced(value, answer)
+
+
+def replaced(value: Any, other: Callable[[Ref], Any]) -> Any:
+    """A body with what `other` makes of each reference in its place."""
+    if isinstance(value, Mapping):
+        return {key: replaced(item, other) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replaced(item, other) for item in value]
+    return other(value) if isinstance(value, Ref) else value
 
 
 def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
