@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -87,32 +87,18 @@ def best(clock: Clock, call: Callable[[], object]) -> float:
     return min(found)
 
 
-@dataclass(frozen=True)
-class Link:
-    """What the ranks have between them, as an all-reduce of all of them sees it.
+def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
+    """What the ranks have between them, as a large and a tiny all-reduce of all of them see it.
 
     By the ring's formula, seconds = 2 (n - 1) (latency + bytes / n / bandwidth) (Patarasuk and Yuan
     2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3,
     https://doi.org/10.1016/j.jpdc.2008.09.002), whatever algorithm the back end uses.
 
-    Args:
-        ranks, nodes: That took part.
-        bandwidth: Bytes per second that each rank sends.
-        latency: Seconds of a message.
-        bytes: Of the large all-reduce.
-        seconds: That it took.
+    Returns:
+        None for one rank. Else `ranks` and `nodes` that took part, `bandwidth` (bytes per second
+        that each rank sends), `latency` (seconds of a message), and of the large all-reduce its
+        `bytes` and `seconds`.
     """
-
-    ranks: int
-    nodes: int
-    bandwidth: float
-    latency: float
-    bytes: int
-    seconds: float
-
-
-def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
-    """Times a large and a tiny all-reduce over all ranks; None for one rank."""
     ranks = cluster.world_size()
     if ranks == 1:
         return None
@@ -122,7 +108,8 @@ def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
     messages = 2 * (ranks - 1)
     latency = small / messages
     bandwidth = messages * size / ranks / max(large - small, 1e-9)
-    return asdict(Link(ranks, nodes, bandwidth, latency, size, large))
+    found = {"ranks": ranks, "nodes": nodes, "bandwidth": bandwidth, "latency": latency}
+    return {**found, "bytes": size, "seconds": large}
 
 
 def _all_reduce(tensor: torch.Tensor, times: int) -> float:

@@ -11,31 +11,18 @@ from distdl.errors import Problem, UserError
 from distdl.resources import loader_workers
 from distdl.suggest import closest
 
-
-@dataclass(frozen=True)
-class Known:
-    """A published training rate of ResNet-50.
-
-    Args:
-        rate: Images per second on one GPU.
-        source: Who measured it, and how.
-    """
-
-    rate: float
-    source: str
-
-
 AZURE = "fp32, Horovod on Azure, github.com/msalvaris/BatchAIHorovodBenchmark"
 NVIDIA = "mixed precision, NVIDIA/DeepLearningExamples, ConvNets, PyTorch"
 LAMBDA = "fp16, github.com/lambdal/deeplearning-benchmark"
+# Images per second of ResNet-50 that one GPU trains, as published, and who measured it, and how.
 GPUS = {
-    "k80": Known(53, AZURE),
-    "p40": Known(173, AZURE),
-    "p100": Known(234, AZURE),
-    "v100": Known(1_200, NVIDIA),
-    "a100": Known(2_470, NVIDIA),
-    "h100": Known(2_791, LAMBDA),
-    "h200": Known(3_079, LAMBDA),
+    "k80": (53, AZURE),
+    "p40": (173, AZURE),
+    "p100": (234, AZURE),
+    "v100": (1_200, NVIDIA),
+    "a100": (2_470, NVIDIA),
+    "h100": (2_791, LAMBDA),
+    "h200": (3_079, LAMBDA),
 }
 # GFLOP of one image of 224 pixels, as torchvision states them for its weights
 # (https://pytorch.org/vision/stable/models.html). Rates of others than resnet50 are scaled by them.
@@ -87,12 +74,12 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
             close = closest(value, known)
             what = f"no rate of {value} is known; known are {', '.join(known)}"
             raise UserError(Problem(option, what, f"{option} {close}" if close else remedy))
-    found = GPUS[gpu]
+    published, source = GPUS[gpu]
     if model == "resnet50":
-        return Need(found.rate, f"resnet50 on one {gpu.upper()} ({found.source})")
+        return Need(published, f"resnet50 on one {gpu.upper()} ({source})")
     factor = MODELS["resnet50"] / MODELS[model]
     said = f"{model} on one {gpu.upper()}, estimated from resnet50's by GFLOP"
-    return Need(found.rate * factor, said)
+    return Need(published * factor, said)
 
 
 def workers_for(rate: float, per_core: float) -> int:
