@@ -52,10 +52,15 @@ class S3Store(RemoteStore):
         return str(self.client.meta.endpoint_url)
 
     def _size(self, key: str) -> int | None:
+        found = self._head(key)
+        return None if found is None else int(found["ContentLength"])
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        """What S3 says of an object; None: there is none."""
         from botocore.exceptions import ClientError
 
         try:
-            return int(self.client.head_object(Bucket=self._bucket, Key=key)["ContentLength"])
+            return self.client.head_object(Bucket=self._bucket, Key=key)
         except ClientError as error:
             if _status(error) == 404:
                 return None
@@ -131,21 +136,10 @@ class S3Store(RemoteStore):
             if _status(error) not in (404, 412):
                 raise
             # Else it was an earlier try of ours, whose answer was lost.
-            if self._metadata(name) != mine:
+            if (self._head(self._key(name)) or {}).get("Metadata") != mine:
                 if _status(error) == 404:
                     raise
                 raise StoreError(f"{self.uri}/{name} exists already") from None
-
-    def _metadata(self, name: str) -> dict[str, str]:
-        from botocore.exceptions import ClientError
-
-        try:
-            found = self.client.head_object(Bucket=self._bucket, Key=self._key(name))
-        except ClientError as error:
-            if _status(error) == 404:
-                return {}
-            raise
-        return dict(found.get("Metadata", {}))
 
     def _list(self, start: str) -> Iterator[str]:
         pages = self.client.get_paginator("list_objects_v2")
