@@ -13,7 +13,6 @@ import os
 import selectors
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
@@ -45,12 +44,7 @@ class RankOutput:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.write(self._woken, b".")
         self._thread.join()
         for end in (*self._ends, self._wake, self._woken):

@@ -13,11 +13,9 @@ from distdl.data.decoding import Damaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
+from distdl.prepare.source import EXTENSIONS
 from distdl.shards.format import WORK
 from distdl.stores.walking import ClassFolders
-
-# torchvision's list; compared in lower case, so `.JPEG` counts.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
