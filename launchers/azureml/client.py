@@ -39,16 +39,11 @@ CLOUDS = {
         "https://studio.ml.azure.cn",
     ),
 }
-VARIABLES = {
-    "subscription": "AZURE_SUBSCRIPTION_ID",
-    "resource_group": "AZURE_RESOURCE_GROUP",
-    "workspace": "AZUREML_WORKSPACE_NAME",
-}
-# The names of config.json, which Azure's portal offers for download.
-CONFIG_KEYS = {
-    "subscription": "subscription_id",
-    "resource_group": "resource_group",
-    "workspace": "workspace_name",
+# What names a workspace: a variable, and a key of config.json, which Azure's portal offers.
+NAMED_BY = {
+    "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
+    "resource_group": ("AZURE_RESOURCE_GROUP", "resource_group"),
+    "workspace": ("AZUREML_WORKSPACE_NAME", "workspace_name"),
 }
 # Of names that become part of an address: what Azure allows in any of them, and no way out.
 PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.()-]+"
@@ -76,7 +71,7 @@ class Workspace:
             Problem(
                 f"launcher.{key}", f"{value!r} is no name in Azure", "letters, digits, _ . ( ) -"
             )
-            for key, value in zip(VARIABLES, given, strict=True)
+            for key, value in zip(NAMED_BY, given, strict=True)
             if not re.fullmatch(PART, value)
         ]
         if problems:
@@ -91,30 +86,24 @@ class Workspace:
         Raises:
             UserError: Nothing says which one.
         """
-        given = {
-            "subscription": subscription,
-            "resource_group": resource_group,
-            "workspace": workspace,
-        }
-        file = config_file()
+        file, given = config_file(), (subscription, resource_group, workspace)
         found = {
-            key: value or os.environ.get(VARIABLES[key]) or file.get(CONFIG_KEYS[key])
-            for key, value in given.items()
+            key: value or os.environ.get(variable) or file.get(name)
+            for (key, (variable, name)), value in zip(NAMED_BY.items(), given, strict=True)
         }
-        missing = [key for key, value in found.items() if not value]
-        if missing:
-            raise UserError(
-                *(
-                    Problem(
-                        f"launcher.{key}",
-                        "nothing says it, and the job cannot be sent (dry_run=true shows it)",
-                        f"write launcher.{key}=..., export {VARIABLES[key]}=..., or put the "
-                        "workspace's config.json here (Azure's portal offers it for download)",
-                    )
-                    for key in missing
-                )
+        problems = [
+            Problem(
+                f"launcher.{key}",
+                "nothing says it, and the job cannot be sent (dry_run=true shows it)",
+                f"write launcher.{key}=..., export {NAMED_BY[key][0]}=..., or put the "
+                "workspace's config.json here (Azure's portal offers it for download)",
             )
-        return cls(*(str(found[key]) for key in given))
+            for key, value in found.items()
+            if not value
+        ]
+        if problems:
+            raise UserError(*problems)
+        return cls(*map(str, found.values()))
 
     @property
     def arm_id(self) -> str:
