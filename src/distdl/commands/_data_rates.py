@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.commands._data_open import Reader
+from distdl.prepare.images import Treatment
 
 SECONDS = 1.0  # of CPU time that each format is decoded for, at least
-SHORT_SIDE, QUALITY = 256, 90  # what `prepare --short-side 256 --quality 90` makes
+SHORT_SIDE = 256
+SMALLER = Treatment(short_side=SHORT_SIDE, quality=90)
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,9 @@ def _decode(sets: Sequence[Sequence[bytes]], view: Callable[[bytes], Any]) -> li
 
 
 def shrunk(data: bytes) -> bytes | None:
-    """An image as `prepare --short-side 256 --quality 90` would make it; None: it is no larger."""
+    """An image as `prepare --short-side 256 --quality 90` makes it; None: it is no larger."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as file:
-        if min(file.size) <= SHORT_SIDE:
-            return None
-        scale = SHORT_SIDE / min(file.size)
-        size = round(file.width * scale), round(file.height * scale)
-        small = file.convert("RGB").resize(size, Image.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=QUALITY)
-    return buffer.getvalue()
+        larger = min(file.size) > SHORT_SIDE
+    return SMALLER.apply(data, "")[0] if larger else None
