@@ -75,10 +75,16 @@ def lines(node: Mapping[str, Any], resources: Resources, *, jobs: int = 1) -> li
     size = vm_sizes.find(node.get("vm_size") or "")
     if size is None:
         return []
-    found: list[Advice] = []
-    for rule in (_retired, _unused, _sweep, _scale_up, _infiniband, _blob, _registry, _idle):
-        found += rule(node, size, resources, jobs)
-    return found
+    return [
+        *_retired(size, resources),
+        *_unused(size, resources),
+        *_sweep(node, resources, jobs),
+        *_scale_up(size, resources),
+        *_infiniband(size, resources),
+        *_blob(node, resources),
+        *_registry(node, resources, jobs),
+        *_idle(node, size),
+    ]
 
 
 def _facts(size: VmSize, resources: Resources) -> Iterator[tuple[str, str]]:
@@ -174,9 +180,7 @@ def _cost(size: VmSize, world_size: int) -> float:
     return math.ceil(world_size / size.gpus) * (size.price_per_hour or math.inf)
 
 
-def _retired(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _retired(size: VmSize, resources: Resources) -> Iterator[Advice]:
     if not size.retired:
         return
     ranks, devices = resources.world_size, min(resources.devices, size.gpus)
@@ -189,9 +193,7 @@ def _retired(
     )
 
 
-def _unused(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _unused(size: VmSize, resources: Resources) -> Iterator[Advice]:
     if resources.accelerator == "cpu" and size.gpus:
         yield Advice(
             "unused",
@@ -206,9 +208,7 @@ def _unused(
         )
 
 
-def _sweep(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _sweep(node: Mapping[str, Any], resources: Resources, jobs: int) -> Iterator[Advice]:
     if resources.num_nodes > 1 and (jobs > 1 or node.get("sweep") == "azureml"):
         yield Advice(
             "sweep",
@@ -218,9 +218,7 @@ def _sweep(
         )
 
 
-def _scale_up(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _scale_up(size: VmSize, resources: Resources) -> Iterator[Advice]:
     ranks, nodes, now = resources.world_size, resources.num_nodes, size.price_per_hour
     if nodes == 1 or not size.gpus or resources.accelerator == "cpu" or now is None:
         return
@@ -245,9 +243,7 @@ def _scale_up(
     )
 
 
-def _infiniband(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _infiniband(size: VmSize, resources: Resources) -> Iterator[Advice]:
     if resources.num_nodes == 1 or not size.gpus or size.infiniband:
         return
     fast = [s for s in _today() if s.infiniband and _as_good(s, size)]
@@ -265,9 +261,7 @@ def _infiniband(
     )
 
 
-def _blob(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _blob(node: Mapping[str, Any], resources: Resources) -> Iterator[Advice]:
     tier = str(node.get("storage_sku") or "").lower()
     if resources.num_nodes == 1 or tier.startswith("premium"):
         return
@@ -288,9 +282,7 @@ def _blob(
     )
 
 
-def _registry(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _registry(node: Mapping[str, Any], resources: Resources, jobs: int) -> Iterator[Advice]:
     nodes = resources.num_nodes * jobs
     if nodes >= MANY_NODES and str(node.get("registry_sku") or "").lower() == "basic":
         # learn.microsoft.com/azure/container-registry/container-registry-skus
@@ -302,9 +294,7 @@ def _registry(
         )
 
 
-def _idle(
-    node: Mapping[str, Any], size: VmSize, resources: Resources, jobs: int
-) -> Iterator[Advice]:
+def _idle(node: Mapping[str, Any], size: VmSize) -> Iterator[Advice]:
     least = int(node.get("min_nodes") or 0)
     if least < 1 or not node.get("compute"):  # serverless keeps no nodes
         return
