@@ -35,13 +35,13 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
         with torch.device("meta"):
             instantiate(bare)
     except InstantiationException as error:
-        return _explain(error.__cause__ or error, node)
+        return _explain(error.__cause__ or error)
     except Exception as error:
-        return _explain(error, node)
+        return _explain(error)
     return None
 
 
-def _explain(error: BaseException, node: dict[str, Any]) -> tuple[str, str, str] | None:
+def _explain(error: BaseException) -> tuple[str, str, str] | None:
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if found := _UNEXPECTED.search(text):
         names = _parameters(error, found[1])

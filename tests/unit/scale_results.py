@@ -54,7 +54,6 @@ def member(found: dict[str, Any], name: str = "ddp", *modes: str) -> Any:
         setting["nodes"],
         setting["devices_per_node"],
         list(modes or ("weak",)),
-        [],
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         found,

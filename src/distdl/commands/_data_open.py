@@ -41,7 +41,6 @@ class Images:
     """One split.
 
     Args:
-        name: "train" or "val".
         labels: [N].
         sizes: [N], bytes of each encoded image.
         files: How many files hold them.
@@ -49,7 +48,6 @@ class Images:
         names: Of the shards; none: a folder.
     """
 
-    name: str
     labels: Array
     sizes: Array
     files: int
@@ -105,7 +103,7 @@ class Reader:
         where = [images.where[int(index)] for index in indices]
         if images.names:
             where = images.where[indices]
-        kept = Images(images.name, images.labels[:0], images.sizes[:0], 0, where, images.names)
+        kept = Images(images.labels[:0], images.sizes[:0], 0, where, images.names)
         return Reader(kept, self.folder)
 
     def forget(self, indices: Sequence[int]) -> None:
@@ -196,7 +194,7 @@ def _shards(data: DataSet, remote: bool) -> Found:
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise UserError(Problem(store.uri, f"{shard.name} {state}", "copy it again"))
-        splits[name] = Images(name, rows["label"], rows["bytes"], len(names), rows, names)
+        splits[name] = Images(rows["label"], rows["bytes"], len(names), rows, names)
     kind = "shards in a store" if remote else "shards"
     folder = Path() if remote else Path(store.uri)
     classes = data.manifest.classes
@@ -231,5 +229,5 @@ def _folder(folder: Path) -> Found:
     for name in ("train", "val"):
         own = [sample for sample in samples if sample.split == name]
         labels, sizes = (np.array([getattr(s, key) for s in own]) for key in ("label", "bytes"))
-        splits[name] = Images(name, labels, sizes, len(own), own)
+        splits[name] = Images(labels, sizes, len(own), own)
     return Found(str(folder), "folders of images", source.classes, splits, folder=folder)

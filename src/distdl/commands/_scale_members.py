@@ -36,7 +36,6 @@ class Member:
         strategy: As given: an option of the group and what else it is to have.
         nodes, devices: Devices are per node.
         modes: Which of weak and strong it belongs to.
-        overrides: For Hydra.
         config: As composed.
         run: Where it lies, or will lie.
         found: What it measured, once that was read.
@@ -48,7 +47,6 @@ class Member:
     nodes: int
     devices: int
     modes: list[str]
-    overrides: list[str]
     config: DictConfig
     run: RunDirectory
     found: dict[str, Any] = field(default_factory=dict)
@@ -200,7 +198,7 @@ def _composed(
             found[name].modes.append(mode)
         else:
             run = RunDirectory(above / name)
-            found[name] = Member(strategy, nodes, devices, [mode], given, config, run)
+            found[name] = Member(strategy, nodes, devices, [mode], config, run)
     return list(found.values()), problems
 
 

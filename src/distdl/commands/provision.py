@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     place, *words = options.words or [""]
     if options.help or not place:
-        return help_of(place, words)
+        return print_help(words)
     if place != "azureml":
         remedy = "python -m distdl provision azureml --help"
         raise UserError(Problem(place, "is no place that can be provisioned", remedy))
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     return provision.run(values(words))
 
 
-def help_of(place: str, words: Sequence[str]) -> int:
+def print_help(words: Sequence[str]) -> int:
     """Prints it; needs nothing of Azure's."""
     from distdl.launchers.azureml import provision_sas, provision_settings
 
