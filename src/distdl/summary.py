@@ -140,7 +140,8 @@ def print_end(
     for line in opens:
         print(f"watch   {line}")
     print(f"next    python -m distdl report {path}", flush=True)
-    if built.config.task.get("_target_") == TRAIN:  # a benchmark keeps nothing to go on from
+    # A benchmark keeps nothing to go on from, and neither does `trainer.fast_dev_run`.
+    if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)
 
 
