@@ -88,7 +88,8 @@ def prepare(context: Built, path: str) -> None:
         longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
         restore_as_ever()
         loop.max_epochs = longest
-        begun, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+        begun: Any = loop.epoch_progress.current
+        batches = loop.epoch_loop.batch_progress
         whole = begun.processed == begun.ready or batches.is_last_batch
         context.checkpointer.position.epoch = epochs = begun.ready - (not whole)
         if longest not in (None, -1) and epochs >= longest:

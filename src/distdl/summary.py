@@ -95,7 +95,7 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
 def print_batch(built: Built, size: Resources, attempt: Attempt) -> None:
     """Samples per step and learning rate, by the loaders that there are now; and puts the first on
     record for the attempts that follow."""
-    config, position = built.config, built.position
+    config, position = built.config, built.checkpointer.position
     declared, shares, _ = batches.factors(config, size)
     global_batch = built.checkpointer.global_batch_size
     if position.samples:

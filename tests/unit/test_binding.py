@@ -329,14 +329,15 @@ def test_what_no_job_takes_along_is_noted(
             sys.modules.pop(name, None)
         changes = {f"launcher.{key}": value for key, value in launcher.items()}
         config = sample({"callbacks.x": {"_target_": "uses.Thing"}, **changes})
-        return check_bindings(config, None, str(project), local=False)[:2]
+        problems, notes, _ = check_bindings(config, None, str(project), local=False)
+        return [p for p in problems if p.path == "project.root"], notes
 
     noted = ([], [f"{what}: install it there, or choose project.root above both"])
     assert found() == noted
     # What only this shell's $PYTHONPATH leads to: a job has the bundle's.
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path_factory.mktemp('x')}{os.pathsep}{elsewhere}")
     (problem,), notes = found()
-    assert problem.path == "project.root" and problem.what.startswith(what) and notes == []
+    assert problem.what.startswith(what) and notes == []
     assert found(before_srun=["export PYTHONPATH=/shared"]) == noted
     assert found(modules=["helpers"]) == noted
     package = elsewhere / "helpers-1.dist-info"
