@@ -213,13 +213,18 @@ class Binding:
             return
         positional = len(table.get("supplied", ())) + len(node.get("_args_") or ())
         partial = node.get("_partial_") is True
-        for name, what, remedy in bind(
-            signature,
-            given,
-            positional=positional,
-            partial=partial,
-            offered=table.get("offered", ()),
-        ):
+        offered = table.get("offered", ())
+        found = list(
+            bind(signature, given, positional=positional, partial=partial, offered=offered)
+        )
+        unknown = [name for name, what, _ in found if what == "unknown argument"]
+        if path in (("model",), ("data",)) and len(unknown) > 3:
+            found = [each for each in found if each[0] not in unknown]
+            remedy = (
+                f"those of the default? under defaults in your file: - override /{path[0]}: null"
+            )
+            self.add(path, f"{target} {UNKNOWN} {', '.join(unknown)}", remedy)
+        for name, what, remedy in found:
             place = (*path, name) if name else path
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"

@@ -151,6 +151,14 @@ def only(changes: dict[str, Any], root: Path | None = None, **options: Any) -> s
     return message
 
 
+def test_the_arguments_of_a_default_that_a_target_stands_on_are_one_problem() -> None:
+    model = {"_target_": "lightning.pytorch.demos.BoringModel", **dict.fromkeys("abcd", 1)}
+    assert only({"model": model}) == (
+        "model: lightning.pytorch.demos.BoringModel takes no argument a, b, c, d\n"
+        "    those of the default? under defaults in your file: - override /model: null"
+    )
+
+
 def test_a_valid_config_binds() -> None:
     assert messages({}) == []
 
