@@ -20,7 +20,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from distdl import kinds, lightning_1, lightning_names
-from distdl.own_code import is_installed, make_importable
+from distdl.own_code import editable, is_installed, make_importable
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import closest
 from distdl.targets import BUILT, Trust, lies_in, nodes
@@ -71,7 +71,13 @@ class Binding:
                     self.called[path] = found
 
     def left_behind(self) -> None:
-        """Notes what was imported from neither the project nor where packages are installed."""
+        """What was imported from neither the project nor where packages are installed is noted:
+        the nodes may have it. What only $PYTHONPATH leads to is refused: theirs is the bundle's."""
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        launcher = self.config.get("launcher") or {}
+        if launcher.get("modules") or "PYTHONPATH" in str(launcher):
+            given = []  # the user says what the nodes have
+        installed = [folder for _, folder in editable()]
         for name in sorted(n for n in {*sys.modules} - self.before if n.isidentifier()):
             module = sys.modules[name]
             places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
@@ -79,7 +85,12 @@ class Binding:
             known = name.startswith("__") or str(home) in self.trust.folders
             if home.is_absolute() and not known and not is_installed(home):
                 what = f"{name} is imported from {home}, which no job takes along"
-                self.notes.append(f"{what}: install it there, or choose project.root above both")
+                remedy = "or choose project.root above both"
+                if str(home) in given and not any(home.is_relative_to(f) for f in installed):
+                    what += ", and no node looks for it: PYTHONPATH is another one there"
+                    self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
+                else:
+                    self.notes.append(f"{what}: install it there, {remedy}")
 
     def visit(self, value: Any, path: Path, *, built: bool = True) -> None:
         """Checks a node and those inside it.
@@ -134,7 +145,8 @@ class Binding:
             package = str(getattr(error, "name", None)).partition(".")[0]
             if isinstance(error, ModuleNotFoundError) and is_absent(package):
                 return self.absent(package, place)
-            self.add(place, f"{target} cannot be imported: {said(error)}", origin(error))
+            remedy = lightning_1.replaced(error) + origin(error)
+            self.add(place, f"{target} cannot be imported: {said(error)}", remedy)
             return None
 
     def absent(self, package: str, place: Path) -> None:
@@ -185,11 +197,8 @@ class Binding:
         own = partial(lies_in, folders=self.trust.folders)
         for base in (pl.LightningModule, pl.LightningDataModule, pl.Callback):
             if issubclass(called, base):
-                for what, remedy, fatal in lightning_1.problems(called, base, own):
-                    if fatal:
-                        self.add((*path, "_target_"), what, remedy)
-                    else:
-                        self.notes.append(f"{what}: {remedy}")
+                for what, remedy in lightning_1.problems(called, base, own):
+                    self.add((*path, "_target_"), what, remedy)
 
     def bind(self, called: Any, node: dict[str, Any], path: Path) -> None:
         from distdl.signatures import bind, takes
@@ -204,13 +213,18 @@ class Binding:
             return
         positional = len(table.get("supplied", ())) + len(node.get("_args_") or ())
         partial = node.get("_partial_") is True
-        for name, what, remedy in bind(
-            signature,
-            given,
-            positional=positional,
-            partial=partial,
-            offered=table.get("offered", ()),
-        ):
+        offered = table.get("offered", ())
+        found = list(
+            bind(signature, given, positional=positional, partial=partial, offered=offered)
+        )
+        unknown = [name for name, what, _ in found if what == "unknown argument"]
+        if path in (("model",), ("data",)) and len(unknown) > 3:
+            found = [each for each in found if each[0] not in unknown]
+            remedy = (
+                f"those of the default? under defaults in your file: - override /{path[0]}: null"
+            )
+            self.add(path, f"{target} {UNKNOWN} {', '.join(unknown)}", remedy)
+        for name, what, remedy in found:
             place = (*path, name) if name else path
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"

@@ -50,9 +50,7 @@ class Built:
     module: LightningModule
     datamodule: LightningDataModule | None
     metrics: StepMetrics
-    store: CheckpointStore
     checkpointer: Checkpointer
-    position: TrainPosition
     checkpoint: str | None = None
     own_optimizer: bool = False
 
@@ -61,11 +59,6 @@ class Built:
         """Whether an attempt of this run, an earlier one too, is a training."""
         tasks = (attempt.launch()["where"]["task"]["_target_"] for attempt in self.run.attempts())
         return TRAIN in tasks
-
-    @property
-    def trusts_checkpoints(self) -> bool:
-        """Whether a checkpoint may run code while it is read."""
-        return bool(self.config.checkpoint.get("trust_pickle"))
 
 
 def build(
@@ -89,7 +82,6 @@ def build(
         loggers: Lightning loggers.
         checkpoint: What to go on from; the same on all ranks.
     """
-    store = CheckpointStore(run.checkpoints)
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
     position = TrainPosition()
@@ -124,7 +116,7 @@ def build(
     )
     metrics = StepMetrics(None, attempt, position)
     kept = Checkpointer(
-        store,
+        CheckpointStore(run.checkpoints),
         stop,
         position,
         global_batch_size=global_batch,
@@ -139,19 +131,7 @@ def build(
     trainer = build_trainer(
         config, strategy, environment, resources, [metrics, *chosen.values(), kept], loggers, run
     )
-    return Built(
-        config,
-        run,
-        trainer,
-        module,
-        datamodule,
-        metrics,
-        store,
-        kept,
-        position,
-        checkpoint,
-        own_optimizer,
-    )
+    return Built(config, run, trainer, module, datamodule, metrics, kept, checkpoint, own_optimizer)
 
 
 def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:

@@ -69,8 +69,8 @@ def removed(resolved: Resolved) -> Found:
     given = resolved.section("trainer")
     what = "Lightning 2's Trainer has it no more"
     gone = {key: (what, instead) for key, instead in lightning_1.TRAINER.items() if key in given}
-    if (name := given.get("accelerator")) in lightning_1.ACCELERATORS:
-        gone["accelerator"] = f"{name} is a strategy", "strategy=ddp, and trainer.accelerator=auto"
+    if words := strategy_for(name := str(given.get("accelerator"))):
+        gone["accelerator"] = f"{name} is a strategy", f"{words}, and trainer.accelerator=auto"
     return [(("trainer", key), Problem(f"trainer.{key}", *said)) for key, said in gone.items()]
 
 

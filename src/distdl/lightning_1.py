@@ -7,6 +7,7 @@ follow https://lightning.ai/docs/pytorch/stable/upgrade/migration_guide.html.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 
 
@@ -17,26 +18,17 @@ def _table(text: str) -> dict[str, str]:
 
 TRAINER = _table("""
     gpus num_processes auto_select_gpus tpu_cores ipus: trainer.devices=N
-    amp_backend amp_level: trainer.precision=16-mixed or bf16-mixed
-    auto_lr_find: choose optimizer.lr (lightning.pytorch.tuner.Tuner finds one, in a script)
-    auto_scale_batch_size: choose data.batch_size
+    auto_lr_find auto_scale_batch_size: choose optimizer.lr, data.batch_size
     checkpoint_callback: choose what is saved by checkpoint.*
-    distributed_backend: choose the strategy by its group: strategy=ddp
-    log_gpu_memory: +callbacks.devices._target_=lightning.pytorch.callbacks.DeviceStatsMonitor
-    flush_logs_every_n_steps move_metrics_to_cpu prepare_data_per_node: your own code can do it
     multiple_trainloader_mode: let train_dataloader return a CombinedLoader of that mode
-    progress_bar_refresh_rate process_position: callbacks.progress=null takes the bar away
+    progress_bar_refresh_rate: callbacks.progress=null takes the bar away
     reload_dataloaders_every_epoch: trainer.reload_dataloaders_every_n_epochs=1
     replace_sampler_ddp: trainer.use_distributed_sampler
     resume_from_checkpoint: checkpoint.resume_from=FILE
-    stochastic_weight_avg: lightning.pytorch.callbacks.StochasticWeightAveraging, under callbacks
     terminate_on_nan: trainer.detect_anomaly=true
     track_grad_norm: log lightning.pytorch.utilities.grad_norm in on_before_optimizer_step
-    weights_save_path: output_dir=FOLDER
     weights_summary: trainer.enable_model_summary=true or false
 """)
-# Values of trainer.accelerator that named a strategy.
-ACCELERATORS = ("ddp", "ddp2", "ddp_cpu", "ddp_sharded", "ddp_spawn", "dp", "horovod")
 HOOKS = _table("""
     training_epoch_end: on_train_epoch_end, for which the step keeps its outputs in self
     validation_epoch_end: on_validation_epoch_end, for which the step keeps its outputs in self
@@ -48,10 +40,22 @@ HOOKS = _table("""
     on_batch_end: on_train_batch_end
     on_pretrain_routine_start on_pretrain_routine_end: on_fit_start
     on_init_start on_init_end on_configure_sharded_model on_before_accelerator_backend_setup: setup
-    on_keyboard_interrupt: on_exception
-    on_hpc_save on_hpc_load: on_save_checkpoint, on_load_checkpoint
     on_train_dataloader on_val_dataloader on_test_dataloader on_predict_dataloader: setup
     tbptt_split_batch: training_step, with automatic_optimization = False
+""")
+# Modules and names below pytorch_lightning.
+IMPORTS = _table("""
+    metrics: torchmetrics
+    lite: lightning.fabric.Fabric
+    profiler: lightning.pytorch.profilers
+    core.lightning: lightning.pytorch.LightningModule
+    callbacks.base: lightning.pytorch.Callback
+    loggers.base loggers.LightningLoggerBase: lightning.pytorch.loggers.Logger
+    plugins.DDPPlugin plugins.DeepSpeedPlugin plugins.training_type: lightning.pytorch.strategies
+    utilities.cli: lightning.pytorch.cli
+    utilities.distributed: lightning.pytorch.utilities.rank_zero
+    utilities.seed.seed_everything: lightning.pytorch.seed_everything
+    utilities.types.EPOCH_OUTPUT: list
 """)
 ARGUMENTS = _table("""
     optimizer_idx opt_idx: self.automatic_optimization = False, and step each of self.optimizers()
@@ -63,11 +67,18 @@ ARGUMENTS = _table("""
 _REFUSED = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
 
 
-def problems(
-    called: type, base: type, own: Callable[[str], bool]
-) -> Iterator[tuple[str, str, bool]]:
-    """Yields what of Lightning 1 is in a class, the remedy, and whether it must not start so: what
-    nobody calls may stand in a library for older versions.
+def replaced(error: Exception) -> str:
+    """What an import asked Lightning for that only Lightning 1 had is now; "" for all else."""
+    # No module named 'a.b', cannot import name 'b' from 'a', module 'a' has no attribute 'b'
+    parts = sorted(re.findall(r"'([\w.]+)'", str(error)), key=lambda part: "." not in part)
+    name = re.sub(r"^(pytorch_lightning|lightning\.pytorch)\.", "", ".".join(parts))
+    return f"it is now {IMPORTS[name]}; " if name in IMPORTS else ""
+
+
+def problems(called: type, base: type, own: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    """Yields what of Lightning 1 is in a class, and the remedy.
+
+    What nobody calls may stand in a library for older versions, and is nothing that harms there.
 
     Args:
         called: The class.
@@ -80,9 +91,10 @@ def problems(
             continue
         shown = f"{called.__name__}.{name}"
         refused = base.__name__ == "LightningModule" and name in _REFUSED
-        if refused or (name in HOOKS and not _is_used(called, name)):
+        mine = name in HOOKS and own(f"{function.__module__}.x")
+        if refused or (mine and not _is_used(called, name)):
             what = f"{shown} is a hook of Lightning 1, and nobody calls it"
-            yield what, f"it is now {HOOKS[name]}", refused or own(f"{function.__module__}.x")
+            yield what, f"it is now {HOOKS[name]}"
         elif inspect.isfunction(getattr(base, name, None)):
             given = inspect.signature(getattr(base, name)).parameters
             for key, argument in inspect.signature(function).parameters.items():
@@ -90,7 +102,7 @@ def problems(
                 needed = argument.default is argument.empty and not str(argument).startswith("*")
                 if key in ARGUMENTS and needed and not known:
                     what = f"{shown} takes {key}, which Lightning 2 does not pass"
-                    yield what, ARGUMENTS[key], True
+                    yield what, ARGUMENTS[key]
 
 
 def _is_used(called: type, name: str) -> bool:

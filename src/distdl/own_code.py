@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 
 def own_folders(root: str | Path) -> tuple[str, ...]:
@@ -37,6 +40,14 @@ def python_path(root: Path) -> list[str]:
 def make_importable(folders: Sequence[str]) -> None:
     """Puts the user's modules before everything that is installed, in this process."""
     sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
+
+
+def editable() -> Iterator[tuple[metadata.Distribution, Path]]:
+    """Packages that are installed from a folder, and that folder (PEP 610)."""
+    for package in metadata.distributions():
+        url = json.loads(package.read_text("direct_url.json") or "{}").get("url", "")
+        if url.startswith("file://"):
+            yield package, Path(unquote(url.removeprefix("file://")))
 
 
 def is_installed(path: Path) -> bool:

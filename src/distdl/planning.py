@@ -202,14 +202,12 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
             )
         )
     if problems:  # where the first stage speaks of the same key, it says it better
-        told = {p.path for p in validate.problems_of(config, local=local)}
+        told = {p.path for p in validate.problems_of(config)}
         problems = [p for p in problems if p.path not in told]
     here = local and size is not None and not apart and written.get("dry_run") is False
     needed = "distdl.build" if size and size.world_size == 1 else AGENT
     with imported_meanwhile(needed) if here else nullcontext():
-        notes, facts = validate.validate(
-            config, size, local=local, project_root=str(root), further=problems
-        )
+        notes, facts = validate.validate(config, size, project_root=str(root), further=problems)
     if uncounted:
         raise uncounted
     if facts.get("model_configures_optimizers") and config.get("optimizer"):

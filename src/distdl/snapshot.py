@@ -9,17 +9,15 @@ left out, and it is said. A module in which one is found is refused: the job cou
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote
 
 import distdl
+from distdl import own_code
 from distdl.errors import Problem, UserError
 from distdl.redact import looks_secret, secret_values
 from distdl.secret_shapes import find
@@ -99,7 +97,7 @@ def take(
         (path, f"project/{path.relative_to(root).as_posix()}")
         for path in project_files(root, exclude, limit_mb)
     ]
-    found += editable(root)
+    found += metadata_of(root)
     outside = {path for path, _ in found if leads_out(path, root)}
     size = size_of([pair for pair in found if pair[0] not in outside])
     if size > limit_mb * 1e6:
@@ -225,12 +223,11 @@ def own_files() -> Iterator[tuple[Path, str]]:
                 yield path, prefix + path.relative_to(place).as_posix()
 
 
-def editable(root: Path) -> Iterator[tuple[Path, str]]:
+def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
     """What Python knows of packages that are installed from here in editable mode: many ask for
     their own version while they are imported (importlib.metadata)."""
-    for package in metadata.distributions():
-        url = json.loads(package.read_text("direct_url.json") or "{}").get("url", "")
-        if Path(unquote(url.removeprefix("file://"))).is_relative_to(root.resolve()):
+    for package, folder in own_code.editable():
+        if folder.is_relative_to(root.resolve()):
             for file in package.files or ():
                 if file.name in ("METADATA", "entry_points.txt"):
                     yield Path(str(file.locate())), f"project/{file.parent.name}/{file.name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,28 @@ MISFIT = re.compile(r"Error\(s\) in loading state_dict|the checkpoint's weights 
 OF_VERSIONS = ("verbose", "default_min_lr")
 
 
-def start_from(context: Built, path: str) -> None:
+def start(context: Built, path: str | None, loop: Callable[..., Any], **more: Any) -> Any:
+    """Calls `fit`, `validate` or `test` of the Trainer, from a checkpoint if there is one."""
+    if path:
+        prepare(context, path)
+    return loop(
+        context.module,
+        datamodule=context.datamodule,
+        ckpt_path=path,
+        weights_only=not context.config.checkpoint.get("trust_pickle") if path else None,
+        **more,
+    )
+
+
+def prepare(context: Built, path: str) -> None:
     """Puts `load` where the Trainer restores weights, and `restore` where it restores the rest.
 
-    They raise a UserError where the weights do not fit, and where all of it fits and the file's
-    training was as long as this one shall be.
+    What is evaluated logs at the file's step and epoch. They raise a UserError where the weights do
+    not fit, and where all of it fits and the file's training was as long as this one shall be.
     """
     trainer, module, file = context.trainer, context.module, shown(Path(path))
-    connector, strategy = trainer._checkpoint_connector, trainer.strategy
+    connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
     load_as_ever, restore_as_ever = strategy.load_model_state_dict, connector.restore_training_state
-
-    def is_foreign(found: Mapping[str, Any]) -> bool:
-        trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
-        return trains and KEY not in found
 
     def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         own = module.state_dict().keys()
@@ -56,13 +65,16 @@ def start_from(context: Built, path: str) -> None:
             what = f"its weights are not those of {type(module).__name__} as configured: {error}"
             remedy = "the class and arguments that wrote it; strict_loading = False of the module"
             raise UserError(Problem(file, what, remedy)) from None
-        if is_foreign(checkpoint):
-            context.position.epoch = progress(checkpoint)[0]  # the loaders begin with its order
+        if trainer.state.fn != TrainerFn.FITTING:  # of which Lightning takes the weights alone
+            loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
+            loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
 
     def restore() -> None:
         found = connector._loaded_checkpoint
-        if not found or not is_foreign(found):
+        trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
+        if not trains or not found or KEY in found:
             return restore_as_ever()
+        loop._combined_loader = None  # the loaders may have begun with the order of another epoch
         if (why := misfit(found, trainer)) is None:
             try:
                 connector.restore_optimizers()
@@ -71,36 +83,27 @@ def start_from(context: Built, path: str) -> None:
         if why is not None:
             if len(trainer.optimizers) > 1:  # the first of them may have fitted
                 strategy.setup_optimizers(trainer)
-            # The loaders may have begun with another epoch.
-            context.position.epoch, trainer.fit_loop._combined_loader = 0, None
             said = "%s: its weights are taken alone, and the training begins anew: %s"
             return log.warning(said, file, why)
-        epochs, batches = progress(found)
-        longest = trainer.fit_loop.max_epochs
+        longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
+        restore_as_ever()
+        loop.max_epochs = longest
+        begun: Any = loop.epoch_progress.current
+        batches = loop.epoch_loop.batch_progress
+        whole = begun.processed == begun.ready or batches.is_last_batch
+        context.checkpointer.position.epoch = epochs = begun.ready - (not whole)
         if longest not in (None, -1) and epochs >= longest:
             what = f"is {longest}, and {file} was trained for {epochs} epochs"
             more = f"trainer.max_epochs={epochs + longest}, or with checkpoint.resume_from its "
             more += f"weights alone: python -m distdl convert {file} --to weights"
             raise UserError(Problem("trainer.max_epochs", what, more))
-        if batches:
+        if not whole:
             said = "%s was saved after %d batches of an epoch and does not say which samples they "
             said += "held: of that epoch some samples come again, and others not at all"
-            log.warning(said, file, batches)
-        return restore_as_ever()
+            log.warning(said, file, batches.current.ready)
 
     strategy.load_model_state_dict = load  # type: ignore[method-assign]
     connector.restore_training_state = restore  # type: ignore[method-assign]
-
-
-def progress(found: Mapping[str, Any]) -> tuple[int, int]:
-    """Epochs that a checkpoint of Lightning's has behind it, and batches of the next one."""
-    loop = (found.get("loops") or {}).get("fit_loop") or {}
-    if "optimizer_states" not in found or "epoch_loop.batch_progress" not in loop:
-        return 0, 0
-    epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
-    if epochs["processed"] == epochs["ready"] or batches["is_last_batch"]:
-        return epochs["ready"], 0
-    return epochs["ready"] - 1, batches["current"]["ready"]
 
 
 def misfit(found: Mapping[str, Any], trainer: Trainer) -> str | None:

@@ -49,31 +49,25 @@ def did_you_mean(path: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(names)}?"
 
 
-# Lightning's names of strategies, as its messages and documents advise them, in our words.
+# Lightning's names of strategies, as its messages and documents advise them, in our words. However
+# ddp is started: each rank is a process of its own here.
 _STRATEGIES = {
-    "dp": "ddp",
+    r"dp|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_false)?": "ddp",
+    r"ddp_((spawn|fork|notebook)_)?find_\w+_true": "ddp strategy.find_unused_parameters=true",
     "fsdp": "fsdp",
     "fsdp_cpu_offload": "fsdp strategy.offload=true",
     "single_device": "single",
-    "deepspeed": "deepspeed_zero2",
-    **{f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},
-    "deepspeed_stage_1_offload": "deepspeed_offload strategy.stage=1",
+    r"deepspeed(_stage_2)?": "deepspeed_zero2",
+    r"deepspeed_stage_([13])": r"deepspeed_zero\1",
     "deepspeed_stage_2_offload": "deepspeed_offload",
     "deepspeed_stage_3_offload": "deepspeed_offload strategy.stage=3 "
     "strategy.offload_parameters=true",
-    "deepspeed_stage_3_offload_nvme": "deepspeed_zero3 strategy.config=FILE, a JSON file of "
-    "DeepSpeed's that says where the NVMe is",
 }
 
 
 def strategy_for(name: str) -> str:
     """What to write instead of `ddp_find_unused_parameters_true`; "" for a name of nobody's."""
-    name = name.lower()
-    # However they are started: each rank is a process of its own here.
-    ddp = re.fullmatch(r"ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?", name)
-    if ddp:
-        unused = " strategy.find_unused_parameters=true" if ddp[3] == "true" else ""
-        return f"strategy=ddp{unused}"
-    if re.search("xla|tpu", name):
-        return "no strategy of distdl trains on TPUs"
-    return f"strategy={_STRATEGIES[name]}" if name in _STRATEGIES else ""
+    for pattern, ours in _STRATEGIES.items():
+        if found := re.fullmatch(pattern, name.lower()):
+            return f"strategy={found.expand(ours)}"
+    return ""

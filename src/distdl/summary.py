@@ -95,7 +95,7 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
 def print_batch(built: Built, size: Resources, attempt: Attempt) -> None:
     """Samples per step and learning rate, by the loaders that there are now; and puts the first on
     record for the attempts that follow."""
-    config, position = built.config, built.position
+    config, position = built.config, built.checkpointer.position
     declared, shares, _ = batches.factors(config, size)
     global_batch = built.checkpointer.global_batch_size
     if position.samples:
@@ -140,7 +140,8 @@ def print_end(
     for line in opens:
         print(f"watch   {line}")
     print(f"next    python -m distdl report {path}", flush=True)
-    if built.config.task.get("_target_") == TRAIN:  # a benchmark keeps nothing to go on from
+    # A benchmark keeps nothing to go on from, and neither does `trainer.fast_dev_run`.
+    if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)
 
 

@@ -164,12 +164,11 @@ def perform(
                 built = build(
                     config, run, attempt, here, resources, stop, tracker.loggers, checkpoint
                 )
-            tracker.settle()
-            stop.check()
-            if here.rank == 0:
-                summary.print_start(built, resources, launch)
-                built.metrics.tell = lambda: summary.print_batch(built, resources, attempt)
-            with lightnings_refusals():
+                tracker.settle()
+                stop.check()
+                if here.rank == 0:
+                    summary.print_start(built, resources, launch)
+                    built.metrics.tell = lambda: summary.print_batch(built, resources, attempt)
                 metrics = perform_task(config, built)
             state = JobState.SUCCEEDED
             if here.rank == 0:
@@ -200,8 +199,6 @@ def perform(
 def lightnings_refusals() -> Iterator[None]:
     """What Lightning's own code raises is for the user to change: a UserError in its place, without
     the traceback, which the log file has."""
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
     plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
     try:
         yield
@@ -209,7 +206,7 @@ def lightnings_refusals() -> Iterator[None]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raised = (frame.line or "").startswith("raise ") and type(error) in plain
         of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
-        if isinstance(error, MisconfigurationException) or (raised and of_lightning):
+        if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
             raise UserError(f"Lightning refuses it: {error}") from error
         raise
 

@@ -138,6 +138,20 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
+def as_lightnings(file: Path, made: Path) -> Path:
+    """The checkpoint as Lightning's Trainer would have written it: optimizer state by position, and
+    nothing of distdl's."""
+    found = torch.load(file, weights_only=True)
+    del found["distdl"]
+    for state in found["optimizer_states"]:
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        state["state"] = {names.index(name): held for name, held in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [names.index(name) for name in group["params"]]
+    torch.save(found, made)
+    return made
+
+
 def read_by_lightning(file: Path, single: Path) -> None:
     """Reads a checkpoint as a script does that knows nothing of distdl.
 

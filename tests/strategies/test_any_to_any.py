@@ -10,10 +10,12 @@ import pytest
 
 from tests.strategies import table
 from tests.strategies.matrix import (
+    HALF,
     SAME_TO,
     STEPS,
     TOPOLOGIES,
     Runs,
+    as_lightnings,
     difference,
     read_by_lightning,
     step,
@@ -51,6 +53,20 @@ def test_goes_on_as_if_nothing_had_changed(
     whole, resumed = runs.whole(before), runs.resumed(before, after)
     found[before, after] = difference(step(whole, STEPS), step(resumed, STEPS))
     assert found[before, after] < SAME_TO
+
+
+# Those that make as many batches of an epoch as DDP does: Lightning counts nothing else.
+ON_TWO = [name for name in TOPOLOGIES if name not in ("single", "ddp x2")]
+
+
+@pytest.mark.parametrize("name", ON_TWO if "DISTDL_MATRIX" in os.environ else ["pipeline x2"])
+def test_a_file_of_lightnings_goes_on_alike(name: str, runs: Runs) -> None:
+    file = as_lightnings(step(runs.whole("ddp x2"), HALF), runs.folder / "lightnings.ckpt")
+    one, other = (
+        step(runs.train(f"lightning to {n}", TOPOLOGIES[n], resume=file), STEPS)
+        for n in ("ddp x2", name)
+    )
+    assert difference(one, other) < SAME_TO
 
 
 def test_the_table_takes_its_place(tmp_path: Path) -> None:

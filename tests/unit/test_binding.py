@@ -7,6 +7,7 @@ real child.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from sample_config import sample
 
 from distdl import validate as validation
 from distdl.binding import Binding
-from distdl.errors import UserError
+from distdl.errors import Problem, UserError
 from distdl.job import Resources
 from distdl.meta import misfit
 from distdl.validate import check_bindings, problems_of, validate
@@ -148,6 +149,14 @@ def messages(
 def only(changes: dict[str, Any], root: Path | None = None, **options: Any) -> str:
     (message,) = messages(changes, root, **options)
     return message
+
+
+def test_the_arguments_of_a_default_that_a_target_stands_on_are_one_problem() -> None:
+    model = {"_target_": "lightning.pytorch.demos.BoringModel", **dict.fromkeys("abcd", 1)}
+    assert only({"model": model}) == (
+        "model: lightning.pytorch.demos.BoringModel takes no argument a, b, c, d\n"
+        "    those of the default? under defaults in your file: - override /model: null"
+    )
 
 
 def test_a_valid_config_binds() -> None:
@@ -321,13 +330,29 @@ def test_what_no_job_takes_along_is_noted(
     (elsewhere / "helpers/deep.py").write_text("")
     (project / "uses.py").write_text("import helpers.deep, wave\nclass Thing: ...\n")
     monkeypatch.syspath_prepend(str(elsewhere))  # as a package in editable mode is found
-    config = sample({"callbacks.x": {"_target_": "uses.Thing"}})
-    assert check_bindings(config, None, str(project), local=False)[1] == [
-        f"helpers is imported from {elsewhere}, which no job takes along: install it there, or "
-        "choose project.root above both"
-    ]
-    for name in ("uses", "helpers", "helpers.deep"):
-        sys.modules.pop(name)
+    what = f"helpers is imported from {elsewhere}, which no job takes along"
+
+    def found(**launcher: Any) -> tuple[list[Problem], list[str]]:
+        for name in ("uses", "helpers", "helpers.deep"):
+            sys.modules.pop(name, None)
+        changes = {f"launcher.{key}": value for key, value in launcher.items()}
+        config = sample({"callbacks.x": {"_target_": "uses.Thing"}, **changes})
+        problems, notes, _ = check_bindings(config, None, str(project), local=False)
+        return [p for p in problems if p.path == "project.root"], notes
+
+    noted = ([], [f"{what}: install it there, or choose project.root above both"])
+    assert found() == noted
+    # What only this shell's $PYTHONPATH leads to: a job has the bundle's.
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path_factory.mktemp('x')}{os.pathsep}{elsewhere}")
+    (problem,), notes = found()
+    assert problem.what.startswith(what) and notes == []
+    assert found(before_srun=["export PYTHONPATH=/shared"]) == noted
+    assert found(modules=["helpers"]) == noted
+    package = elsewhere / "helpers-1.dist-info"
+    package.mkdir()
+    (package / "direct_url.json").write_text(json.dumps({"url": elsewhere.as_uri()}))
+    assert found() == noted
+    sys.modules.pop("uses")
 
 
 def test_refused_targets_are_never_imported(project: Path) -> None:

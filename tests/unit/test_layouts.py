@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, launch, own_code, planning, snapshot, validate
+from distdl import compose, external, launch, own_code, planning, snapshot, validate
+from distdl.errors import UserError
 from distdl.run_directory import RunDirectory
 from tests.conftest import TINY, environment
 
@@ -187,3 +188,15 @@ def test_distdl_itself_is_nobodys_own_code() -> None:
     repository = Path(__file__).resolve().parents[2]
     assert not lies_in("distdl.bundle.Bundle", [str(repository / "src")])
     assert lies_in("tests.conftest.distdl", [str(repository)])
+
+
+def test_ranks_that_somebody_else_has_started_have_what_is_here(
+    without_stage_2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose.compose([*TINY, "trainer.devices=1", "project.root=${oc.env:MINE}"])
+    config.launcher = {"_target_": external.TARGET}
+    monkeypatch.setenv("MINE", ".")
+    planning.check(config)
+    config.launcher._target_ = "distdl.launchers.slurm.SlurmLauncher"
+    with pytest.raises(UserError, match="MINE, which the job will not have"):
+        planning.check(config)

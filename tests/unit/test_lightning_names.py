@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sample_config import sample
 
-from distdl import lightning_names, validate
+from distdl import lightning_1, lightning_names, validate
 from distdl.binding import Binding
 
 # A library of somebody's, which derives from the other name in several ways.
@@ -283,18 +283,14 @@ def test_what_lightning_2_calls_no_more_is_refused_with_what_replaced_it(
     allowed = {**changes, "project.allow": ["of_lightning_1"]}
     problems, notes = asked(allowed, monkeypatch, tmp_path / "nothing")
     assert len(problems) == 4 and not any("nobody calls" in p for p in problems if "epoch" not in p)
-    assert [note.partition(" is a")[0] for note in notes] == [
-        "Net.validation_step_end",
-        "Data.on_train_dataloader",
-        "Watch.on_batch_end",
-    ]
+    assert notes == []
 
 
 def test_lightnings_own_classes_and_ours_have_nothing_of_lightning_1() -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.demos import boring_classes, mnist_datamodule
 
-    from distdl import callbacks, lightning_1, models
+    from distdl import callbacks, models
 
     modules = (pl.callbacks, boring_classes, mnist_datamodule, callbacks, models)
     bases = (pl.LightningModule, pl.LightningDataModule, pl.Callback)
@@ -306,15 +302,33 @@ def test_lightnings_own_classes_and_ours_have_nothing_of_lightning_1() -> None:
     assert looked > 30
 
 
-def test_an_import_that_only_lightning_1_has_is_no_absent_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("line", "now"),
+    [
+        ("from pytorch_lightning.metrics import Accuracy", "torchmetrics"),
+        ("import lightning.pytorch.metrics", "torchmetrics"),
+        ("import pytorch_lightning as pl; pl.metrics", "torchmetrics"),
+        ("from pytorch_lightning.plugins import DDPPlugin", "lightning.pytorch.strategies"),
+        ("from pytorch_lightning.core.nothing import x", ""),
+    ],
+)
+def test_an_import_that_only_lightning_1_has_is_told_with_what_it_is_now(
+    line: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "imports_old.py").write_text("from pytorch_lightning.metrics import Accuracy\n")
+    (tmp_path / "imports_old.py").write_text(f"{line}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     changes = {"model": {"_target_": "imports_old.Net"}}
     (problem,) = asked(changes, monkeypatch, tmp_path)[0]
-    assert "cannot be imported: ModuleNotFoundError: No module named 'pytorch_lightning" in problem
-    assert "imports_old.py, line 1" in problem
+    assert "imports_old.Net cannot be imported: " in problem
+    told = f"it is now {now}; " if now else ""
+    assert problem.endswith(f"\n    {told}see {tmp_path / 'imports_old.py'}, line 1")
+
+
+def test_what_is_said_to_be_there_now_is() -> None:
+    from distdl.kinds import locate
+
+    for now in lightning_1.IMPORTS.values():
+        assert now in ("list", "torchmetrics") or locate(now)
 
 
 def test_arguments_of_lightning_1s_trainer_are_told_with_what_replaced_them(

@@ -199,6 +199,13 @@ def test_what_shards_itself_is_left_alone(make):
     assert position.samples == position.per_batch == 4
 
 
+def test_a_stage_that_a_data_module_has_set_to_none_is_absent():
+    data = Loaders(lambda: DataLoader(range(4)))
+    data.val_dataloader = None  # as PyTorch Geometric's does without a validation set
+    assert share(data).val_dataloader is None
+    assert len(data.train_dataloader()) == 4
+
+
 def test_a_foreign_loader_is_left_alone_with_one_warning():
     given = iter(())
     source = share(Loaders(lambda: given), 0, 2)

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 
-from distdl import compose, environment, resources, tasks
+from distdl import compose, environment, resources, summary, tasks
 from distdl import config as configs
 from distdl.build import Built, build
 from distdl.data.sampling import TrainBatches
@@ -183,8 +183,10 @@ def test_refusals_name_what_is_wrong(ours: Make, theirs_file: Path) -> None:
     for run in (tasks.train, functools.partial(tasks.test, checkpoint=str(theirs_file))):
         with pytest.raises(UserError, match=r"a.ckpt: its weights are not .*\n.*layers.0.weight"):
             run(ours("run", theirs_file, width=5))
-    with pytest.raises(UserError, match=r"trainer.max_epochs: is 2, and a.ckpt .* for 2 epochs"):
-        tasks.train(ours("run", theirs_file, "trainer.max_epochs=2"))
+    for longest in (1, 2):
+        told = f"trainer.max_epochs: is {longest}, and a.ckpt .* for 2 epochs"
+        with pytest.raises(UserError, match=told):
+            tasks.train(ours("run", theirs_file, f"trainer.max_epochs={longest}"))
 
 
 def test_objects_in_hyperparameters_need_trust(ours: Make, tmp_path: Path) -> None:
@@ -211,6 +213,16 @@ def test_test_counts_each_loader(ours: Make, theirs_file: Path) -> None:
     module = theirs.Net.load_from_checkpoint(theirs_file)
     control = trainer(1).test(module, datamodule=theirs.Data(), verbose=False)
     assert found == {k: v for each in control for k, v in each.items()} and len(found) == 2
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_the_end_advises_to_go_on_where_there_is_something(
+    ours: Make, dry: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = ours("run", None, f"trainer.fast_dev_run={dry}")
+    tasks.train(built)
+    summary.print_end(built, {}, [], 0)
+    assert ("distdl resume" in capsys.readouterr().out) is not dry
 
 
 # ---------------------------------------------------------------------------------- to Lightning

@@ -40,6 +40,8 @@ class Net(LightningModule):
         self.log("loss", self._loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
+        # For a OneCycleLR, say. Lightning makes the training loader now.
+        assert self.trainer.estimated_stepping_batches
         first, last = list(self.parameters())[:2], list(self.parameters())[2:]
         groups: list[Any] = [{"params": first}, {"params": last}]
         adam, sgd = torch.optim.Adam, torch.optim.SGD

@@ -147,6 +147,8 @@ def distribute(
     """
     for stage in ("train", "val", "test", "predict"):
         hook = getattr(source, f"{stage}_dataloader")
+        if hook is None:  # so a data module says that it has no such data
+            continue
         part = _Share(stage, source, rank, world_size, seed, position, shuffle, share)
         setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
 

@@ -97,7 +97,16 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     stop = next(c.stop for c in callbacks if isinstance(c, Checkpointer))
     timeline, source = Timeline(Clock(trainer.strategy.root_device)), Input()
     profiler = PhaseProfiler(timeline)
-    timing = Timing(plan, timeline, profiler, source, stop, tell=_Teller(context, plan))
+    windows = sum(segment.kind == WINDOW for segment in plan) // 2
+
+    def tell(window: Window) -> None:
+        if trainer.is_global_zero:
+            number = sum(one.input == window.input for one in timing.windows)
+            each = 1000 * window.seconds / len(window.steps)
+            said = "%s input, window %d of %d: %.4g ms a step"
+            log.info(said, window.input, number, windows, each)
+
+    timing = Timing(plan, timeline, profiler, source, stop, tell)
     kept = [c for c in callbacks if not isinstance(c, NOT_TIMED)]
     trainer.callbacks = [*kept, timing]  # type: ignore[attr-defined]
     loggers = trainer.loggers
@@ -117,27 +126,6 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
         trainer.fit(context.module, datamodule=context.datamodule)
     trainer.loggers = loggers
     return timing
-
-
-class _Teller:
-    """Says how each window went, on rank 0."""
-
-    def __init__(self, context: Built, plan: list[Segment]) -> None:
-        self.context, self.total = context, sum(s.kind == WINDOW for s in plan) // 2
-        self.count = {REAL: 0, HELD: 0}
-
-    def __call__(self, window: Window) -> None:
-        self.count[window.input] += 1
-        if not self.context.trainer.is_global_zero:
-            return
-        seconds = window.seconds / len(window.steps)
-        log.info(
-            "%s input, window %d of %d: %.4g ms a step",
-            window.input,
-            self.count[window.input],
-            self.total,
-            1000 * seconds,
-        )
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:

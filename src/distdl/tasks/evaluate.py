@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from distdl import checkpoint as checkpoints
 from distdl.build import Built
-from distdl.starting import start_from
+from distdl.starting import start
 from distdl.tasks.needs import needs
 
 
@@ -43,38 +44,16 @@ def _evaluate(
 ) -> dict[str, float]:
     path = None
     if checkpoint != "none":
-        path = str(checkpoints.find(checkpoint, "task.checkpoint", context.store.folder))
-        start_from(context, path)
-    _log_at_the_checkpoint(context, loop.__name__)
-    results = loop(
-        context.module,
-        datamodule=context.datamodule,
-        ckpt_path=path,
-        weights_only=not context.trusts_checkpoints if path else None,
-        verbose=False,
-    )
+        path = str(checkpoints.find(checkpoint, "task.checkpoint", context.run.checkpoints))
+    for logger in context.trainer.loggers if context.has_trained else ():
+        renamed = functools.partial(_log_as, loop.__name__, logger.log_metrics)
+        logger.log_metrics = renamed  # type: ignore[method-assign]
+    results = start(context, path, loop, verbose=False)
     return {k: float(v) for result in results for k, v in result.items()}
 
 
-def _log_at_the_checkpoint(context: Built, task: str) -> None:
-    """Lightning would log at step 0 of epoch 0: of a checkpoint it loads the weights alone."""
-    loop = context.trainer.fit_loop
-    of_module = context.module.on_load_checkpoint
-
-    def on_load_checkpoint(loaded: dict[str, Any]) -> None:
-        of_module(loaded)
-        loop.epoch_loop._batches_that_stepped = int(loaded.get("global_step") or 0)
-        loop.epoch_progress.current.completed = int(loaded.get("epoch") or 0)
-
-    context.module.on_load_checkpoint = on_load_checkpoint  # type: ignore[method-assign, assignment]
-    if context.has_trained:
-        for logger in context.trainer.loggers:
-            logger.log_metrics = _renaming(logger.log_metrics, task)  # type: ignore[method-assign]
-
-
-def _renaming(log: Callable[..., None], task: str) -> Callable[..., None]:
-    def log_metrics(metrics: Mapping[str, Any], step: int | None = None) -> None:
-        # The epoch is the checkpoint's, as the training logged it there.
-        log({k if k == "epoch" else f"{task}/{k}": v for k, v in metrics.items()}, step)
-
-    return log_metrics
+def _log_as(
+    task: str, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
+) -> None:
+    # The epoch is the checkpoint's, as the training logged it there.
+    log({k if k == "epoch" else f"{task}/{k}": v for k, v in metrics.items()}, step)

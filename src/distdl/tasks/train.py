@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from distdl.build import Built
-from distdl.starting import start_from
+from distdl.starting import start
 from distdl.tasks.needs import needs
 
 
 def train(context: Built) -> dict[str, float]:
     """Fits the module and returns the last value of every metric."""
-    if context.checkpoint:
-        start_from(context, context.checkpoint)
-    context.trainer.fit(
-        context.module,
-        datamodule=context.datamodule,
-        ckpt_path=context.checkpoint,
-        weights_only=not context.trusts_checkpoints if context.checkpoint else None,
-    )
+    start(context, context.checkpoint, context.trainer.fit)
     metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
     speeds = sorted(context.metrics.images_per_second)
     if speeds:
