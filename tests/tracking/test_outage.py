@@ -9,13 +9,15 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
+from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from distdl.tracking import start_tracking
-from tests.tracking.tracked import client, database, info_of, logger, runs_of
+from tests.tracking.tracked import client, database, info_of, logger, runs_of, wait_until
 
 
 def test_what_was_logged_arrives_as_it_was_then_in_order_and_once(outputs: Path) -> None:
@@ -45,9 +47,30 @@ def test_what_was_logged_arrives_as_it_was_then_in_order_and_once(outputs: Path)
     assert (stored / "twice.txt").read_text() == "new"
     assert (run.data.tags["twice"], run.data.params["twice"]) == ("new", "old")
     assert all((stored / f"many/{i}.txt").read_text() == str(i) for i in range(300))
-    arrived = [(stored / f"many/{i}.txt").stat().st_mtime_ns for i in range(0, 300, 20)]
+    arrived = [(stored / f"many/{i}.txt").stat().st_ctime_ns for i in range(0, 300, 20)]
     assert arrived == sorted(arrived)
     assert not list((info.run_dir / "tracking/artifacts").rglob("*.*"))
+
+
+def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, texts = MlflowClient.log_artifact, ["newer", "newest"]
+
+    def slow(self: MlflowClient, run_id: str, path: str, *args: Any) -> None:
+        real(self, run_id, path, *args)
+        if path.endswith("latest.txt") and texts:
+            mlflow.log_text(None, texts.pop(0), "latest.txt")
+
+    tracking = start_tracking(info_of(outputs, "slow/r"), {"mlflow": logger()})
+    mlflow = tracking.loggers[0].experiment
+    monkeypatch.setattr(MlflowClient, "log_artifact", slow)
+    mlflow.log_text(None, "old", "latest.txt")
+    wait_until(lambda: not texts, 60)
+    tracking.finish("SUCCEEDED")
+    (run,) = runs_of(database(outputs), "slow")
+    stored = outputs / "mlflow-artifacts" / run.info.run_id / "artifacts"
+    assert (stored / "latest.txt").read_text() == "newest"
 
 
 @contextlib.contextmanager
@@ -56,9 +79,11 @@ def full_disk() -> Iterator[None]:
     before, answer = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, answer)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, answer)
 
 
 def test_a_full_disk_costs_the_file_and_not_the_training(
