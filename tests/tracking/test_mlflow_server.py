@@ -153,6 +153,7 @@ def run_without_its_server(
     for step in range(700):
         tracking.journal.log_metrics({"a": float(step), "b": 1.0}, step)
     tracking.loggers[0].experiment.log_text(None, "lost?", "note.txt")
+    wait_until((info.run_dir / "tracking/artifacts/packages.txt").is_file)
     tracking.finish("FAILED")
     assert f"distdl track sync {info.run_dir}" in caplog.text
     assert "1400 points, 3 files left" in caplog.text
@@ -180,7 +181,9 @@ def test_another_node_finds_the_run_and_sends_its_system_metrics(
         server.wait()
     node1 = info_of(tmp_path / "b", "nodes/r", rank=1, node_rank=1, world_size=2)
     options = {"tracking_uri": server.uri, "system_metrics_interval": 0.2}
-    second = start_tracking(node1, {"mlflow": logger(**options)})  # before the run exists
+    client(server.uri).create_experiment("nodes")
+    second = start_tracking(node1, {"mlflow": logger(**options)})
+    wait_until(lambda: len(second.components["mlflow"].delivery.names) > 2)  # it has looked for it
     first = start_tracking(info_of(tmp_path / "a", "nodes/r"), {"mlflow": logger(**options)})
     for tracking in (first, second):
         component = tracking.components["mlflow"]

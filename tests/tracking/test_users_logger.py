@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from distdl.tracking import start_tracking
+from distdl.tracking.delivery import Delivery
 from distdl.tracking.journal import Journal
 from distdl.tracking.outbox import Outbox
 from distdl.tracking.records import journal_path, read
@@ -146,6 +148,8 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs: Path) -> None
         )
         mlflow.log_table(ours.run_id, {"epoch": [attempt]}, "table.json")
         mlflow.log_table(ours.run_id, {"epoch": [attempt + 10]}, "table.json")
+        mlflow.log_metric(None, "read", attempt, step=attempt)
+        assert mlflow.get_metric_history(ours.run_id, "read")[-1].value == attempt
         assert mlflow.get_run(None).data.tags["seen"] == str(epochs - 1)
         tracking.finish("SUCCEEDED")
     (run,) = runs_of(database(outputs), "paint")
@@ -170,7 +174,7 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs: Path) -> None
     assert [p[2] for p in points if p[0] == "loss"] == list(range(12))  # each once
     assert [p[2] for p in points if p[0] == "mine"] == [0, 1, 2]
     assert [p[1] for p in points if p[0] == "mine_2"] == [1700000000123] * 3
-    assert Outbox(info.run_dir).is_empty()
+    assert not Delivery(Outbox(info.run_dir), "").owes()
 
 
 def test_what_is_told_by_turns_is_recorded_once_and_before_a_logger_raises(tmp_path: Path) -> None:
@@ -178,8 +182,8 @@ def test_what_is_told_by_turns_is_recorded_once_and_before_a_logger_raises(tmp_p
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             raise OSError(28, "No space left on device")
 
-    tracking = start_tracking(info_of(tmp_path, "e/r"), {"a": DummyLogger(), "full": Full()})
-    other, _, journal = tracking.loggers
+    tracking = start_tracking(info_of(tmp_path, "e/r"), {"full": Full(), "a": DummyLogger()})
+    _, other, journal = tracking.loggers
     journal.log_metrics({"x": float("nan"), "y": torch.tensor(0.5)}, 1)
     other.log_metrics({"x": float("nan"), "y": torch.tensor(0.5)}, 1)  # in whatever order
     other.log_metrics({"x": float("nan"), "y": torch.tensor(0.5)}, 1)  # said again
@@ -196,16 +200,16 @@ def test_what_is_told_by_turns_is_recorded_once_and_before_a_logger_raises(tmp_p
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_logger_on_every_rank_can_be_written_to(tmp_path: Path, rank: int) -> None:
-    info = info_of(tmp_path, "e/r", rank=rank, local_rank=rank, world_size=2)
+    info = info_of(tmp_path, "e/r", rank=rank, node_rank=rank, world_size=2)
     for components in ({}, {"mlflow": logger(tracking_uri="http://127.0.0.1:9", flush_timeout=0)}):
         tracking = start_tracking(info, components)
         journal = tracking.loggers[-1]
         for each in tracking.loggers if rank else [journal]:
             each.experiment.add_image("x", 1)
-            each.experiment.log_text(each.version, "x", "x.txt")
+            each.experiment.log_text(each.run_id, "x", os.path.join(each.experiment_id or "", "x"))
         journal.log_image(key="x", images=[])
         journal.watch(None)
-        assert not hasattr(journal, "run_id") and journal.log_dir == str(info.run_dir)
+        assert journal.log_dir == journal.root_dir == str(info.run_dir)
         for each in tracking.loggers:
             each.log_hyperparams({"x": 1})
             each.log_metrics({"x": 1.0}, 1)
@@ -219,12 +223,15 @@ def test_every_logger_on_every_rank_can_be_written_to(tmp_path: Path, rank: int)
 def test_no_name_and_no_value_leads_out_or_holds_up_the_others(
     outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow import get_tracking_uri as mlflow_uri
     from mlflow.exceptions import MlflowException
 
     monkeypatch.setenv("MY_SECRET", "hunter2-canary")
     info = info_of(outputs, "odd/r")
     tracking = start_tracking(info, {"mlflow": logger()})
+    assert tracking.loggers[0].run_id and mlflow_uri() == database(outputs)  # for start_run(run_id)
     mlflow = tracking.loggers[0].experiment
+    assert not hasattr(mlflow, "add_image")
     for path in ("../x.txt", "/x.txt", "a/../../x.txt"):
         with pytest.raises(MlflowException, match="Invalid artifact path"):
             mlflow.log_text(None, "x", path)
@@ -256,5 +263,5 @@ def test_no_name_and_no_value_leads_out_or_holds_up_the_others(
     assert (stored / "inner/own.txt").read_text() == "own"
     assert (stored / "größe 1%.txt").read_text() == "odd"
     assert {"a\nb.txt", "a#b", "both", ".hidden"} <= {path.name for path in stored.iterdir()}
-    assert Outbox(info.run_dir).is_empty()
+    assert not Delivery(Outbox(info.run_dir), "").owes()
     assert not list(outputs.parent.rglob("x.txt"))

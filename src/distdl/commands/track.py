@@ -49,9 +49,11 @@ def main(argv: list[str]) -> int:
 def _sync(outbox: Outbox) -> int:
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
-    from distdl.tracking.mlflow import how_to_open, server_of
+    from distdl.tracking.mlflow import how_to_open
 
-    uri = server_of(outbox.state, outbox.database())
+    uri = outbox.state.server or outbox.database()
+    if "***" in uri:  # a password is never stored
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         raise UserError(
             Problem(
@@ -61,7 +63,7 @@ def _sync(outbox: Outbox) -> int:
             )
         )
     prepare_environment()
-    sender = Delivery(outbox, uri)
+    sender = Delivery(outbox, uri, alone=True)
     with contextlib.ExitStack() as locks:
         for node in {0, *journals(outbox.run_dir)}:
             lock = outbox.run_dir / "tracking" / f"mlflow-node{node}.lock"
@@ -86,7 +88,7 @@ def _sync(outbox: Outbox) -> int:
         print(f"{sender.delivered} points delivered.")
     else:
         print("Nothing was left: the run is complete there.")
-    print(f"To see it: {how_to_open(uri, sender.run_id)}")
+    print(f"To see it: {how_to_open(uri)}")
     return 0
 
 

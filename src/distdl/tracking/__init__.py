@@ -55,31 +55,26 @@ class RunInfo:
     tags: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass
 class Tracking:
     """What `start_tracking` began.
 
     Args:
         loggers: For Lightning's Trainer, the same number on every rank; the journal comes last.
         journal: The run's own record.
-        components: Ours (with `start` and `finish`), by their key.
+        components: `MLflowLogger`s, by their key.
         sampler: The system metrics of this node, if this process samples them.
     """
 
-    def __init__(
-        self,
-        loggers: list[Logger],
-        journal: Journal,
-        components: dict[str, Any],
-        sampler: SystemMetrics | None,
-    ) -> None:
-        self.loggers, self.journal = loggers, journal
-        self.components, self.sampler = components, sampler
+    loggers: list[Logger]
+    journal: Journal
+    components: dict[str, Any]
+    sampler: SystemMetrics | None
 
     def settle(self) -> None:
         """Wait for what would hold up a step: components that still import something."""
         for component in self.components.values():
-            if hasattr(component, "settle"):
-                component.settle()
+            component.settle()
 
     def finish(self, status: str) -> None:
         """Write and send what is left. Never raises; may be called again.
@@ -98,7 +93,7 @@ class Tracking:
 
     def how_to_open(self) -> list[str]:
         """One command or address per tracker, for the end of the run."""
-        lines = [c.how_to_open() for c in self.components.values() if hasattr(c, "how_to_open")]
+        lines = [component.how_to_open() for component in self.components.values()]
         for logger in self.loggers:
             if type(logger).__name__ == "TensorBoardLogger" and logger.save_dir:
                 lines.append(f"tensorboard --logdir {os.path.relpath(logger.save_dir)}")
@@ -111,8 +106,8 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
     Args:
         info: The run.
         components: What the `tracking` part of the config was built into. A Lightning logger is
-            passed on, a `_partial_` of one with its `save_dir`, `RUN/logs/<key>`; ours have
-            `start(info)` and `finish(status)`, and may make a `lightning_logger(journal)`.
+            passed on, a `_partial_` of one with its `save_dir`, `RUN/logs/<key>`; ours is an
+            `MLflowLogger`.
     """
     from lightning.pytorch.loggers.logger import Logger
 
@@ -128,13 +123,12 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
     for key, component in components.items():
         if isinstance(component, functools.partial):
             component = component(save_dir=str(info.run_dir / "logs" / key))
-        if hasattr(component, "start") and not isinstance(component, Logger):
+        if not isinstance(component, Logger):
             component.start(info)
             ours[key] = component
-            interval = getattr(component, "system_metrics_interval", interval)
-            component = getattr(component, "lightning_logger", lambda journal: None)(journal)
-        if component is not None:
-            loggers.append(journal.listen_to(component))
+            interval = component.system_metrics_interval
+            component = component.lightning_logger(journal)
+        loggers.append(journal.listen_to(component))
     sampler = None
     if path is not None and interval > 0:
         with contextlib.suppress(OSError):

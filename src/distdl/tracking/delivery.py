@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import posixpath
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +26,15 @@ class Delivery:
         outbox: The run's state; its file is written after each thing that arrived.
         uri: The tracking URI with its password, if it has one.
         node_rank: Node 0 makes the MLflow run and sends the outbox; the others only find it.
+        alone: Nobody else sends a journal of this run.
     """
 
-    def __init__(self, outbox: Outbox, uri: str, node_rank: int = 0) -> None:
+    def __init__(self, outbox: Outbox, uri: str, node_rank: int = 0, alone: bool = False) -> None:
         self.outbox, self.uri, self.node_rank = outbox, uri, node_rank
+        self.alone = alone or is_local(uri)
         self.client: Any = None
         self.run_id: str | None = None
+        self.names = [None, outbox.state.run_id]  # what a module may call our run by
         self.experiment_id: str | None = None
         self.delivered = 0  # points
         self.refused: set[str] = set()  # names
@@ -37,34 +43,28 @@ class Delivery:
         """Find the MLflow run, or make it (node 0). False where it is not there yet."""
         if self.run_id is not None:
             return True
-        if not is_local(self.uri):
-            return self._connect()
-        # Two runs that start together must not both create the tables: mlflow's migrations race.
-        from filelock import FileLock
+        lock: Any = contextlib.nullcontext()
+        if is_local(self.uri):
+            # Two runs that start together must not both create the tables: their migrations race.
+            from filelock import FileLock
 
-        database = database_path(self.uri)
-        if self.node_rank and not database.is_file():
-            return False
-        database.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(database.with_name(database.name + ".lock"), timeout=120):
-            return self._connect()
-
-    def _connect(self) -> bool:
-        self.client = import_client()(tracking_uri=self.uri)
-        if self.node_rank:
-            self.outbox.load()
-        state = self.outbox.state
-        run_id = state.run_id if state.run_id and self._is_active(state.run_id) else None
-        run_id = run_id or self._search() or (None if self.node_rank else self._create())
-        if run_id is None:
-            return False
-        self.run_id = run_id
-        if self.node_rank == 0:
+            database = database_path(self.uri)
+            database.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(database.with_name(database.name + ".lock"), timeout=120)
+        with lock:
+            self.client = import_client()(tracking_uri=self.uri)
+            if self.node_rank:
+                self.outbox.load()
+            state = self.outbox.state
+            run_id = state.run_id if state.run_id and self._is_active(state.run_id) else None
+            run_id = run_id or self._search() or (None if self.node_rank else self._create())
+        if run_id and self.node_rank == 0 and state.run_id != run_id:
             with self.outbox.lock:
-                if state.run_id != run_id:
-                    state.run_id, state.job_run = run_id, False
-                    self.outbox.save()
-        return True
+                state.run_id, state.job_run = run_id, False
+                self.outbox.save()
+        self.run_id = run_id
+        self.names.append(run_id)
+        return run_id is not None
 
     def _is_active(self, run_id: str) -> bool:
         from mlflow.exceptions import MlflowException
@@ -82,16 +82,14 @@ class Delivery:
     def _experiment(self) -> str | None:
         state = self.outbox.state
         found = self.client.get_experiment_by_name(state.experiment)
-        if found is not None or self.node_rank:
-            return found and str(found.experiment_id)
-        try:
-            location = state.artifact_location
-            return str(self.client.create_experiment(state.experiment, artifact_location=location))
-        except Exception:  # another run may have made it in this moment
-            found = self.client.get_experiment_by_name(state.experiment)
-            if found is None:
-                raise
-            return str(found.experiment_id)
+        if found is None and not self.node_rank:
+            try:
+                return str(self.client.create_experiment(state.experiment, state.artifact_location))
+            except Exception:  # another run may have made it in this moment
+                found = self.client.get_experiment_by_name(state.experiment)
+                if found is None:
+                    raise
+        return found and str(found.experiment_id)
 
     def _search(self) -> str | None:
         """The run by our tags: its id may have been lost with the server's answer or our file."""
@@ -109,16 +107,11 @@ class Delivery:
     def _create(self) -> str:
         state = self.outbox.state
         tags = {"distdl.run_id": state.distdl_run, "distdl.run_key": state.key}
-        made = self.client.create_run(
-            self._experiment(),
-            start_time=int(state.start_time * 1000),
-            tags=tags,
-            run_name=state.distdl_run.rsplit("/", 1)[-1],
-        )
-        return str(made.info.run_id)
+        name, start = state.distdl_run.rsplit("/", 1)[-1], int(state.start_time * 1000)
+        return str(self.client.create_run(self.experiment_id, start, tags, name).info.run_id)
 
     def send_outbox(self) -> None:
-        """Parameters and tags, and the status where the run goes on."""
+        """Parameters and tags."""
         from mlflow.entities import Param, RunTag
 
         outbox = self.outbox
@@ -133,39 +126,29 @@ class Delivery:
         if tags:
             self._send("tags", [RunTag(metric_name(k), v) for k, v in tags.items()])
             outbox.sent("tags", tags)
-        if outbox.state.status == "RUNNING":
-            self._send_status("RUNNING")
 
     def send_artifacts(self) -> None:
         """What is owed now. One that fails is the last of the next pass: it holds up no other."""
-        from mlflow.utils.validation import path_not_unique
-
         outbox = self.outbox
-        for item in list(outbox.state.artifacts):
-            name, folder = item
-            path, run = outbox.run_dir / name, outbox.run_dir.resolve()
-            out = (folder and path_not_unique(folder)) or not path.resolve().is_relative_to(run)
-            if out:  # `track sync` of somebody else's run
-                log.warning("the artifact %r is not in the run, and is not sent", name)
-            elif path.is_file():
-                try:
-                    self.client.log_artifact(self.run_id, str(path), folder or None)
-                except Exception as error:
-                    if not refusal(error):
-                        outbox.put_last(item)
-                        raise
-                    log.warning("MLflow refuses the artifact %s: %s", name, error)
-            outbox.strike(item)
+        for copy in sorted(outbox.kept(), key=os.path.getmtime):
+            name = copy.relative_to(outbox.copies).as_posix()
+            outbox.renewed.discard(copy)
+            try:
+                self.client.log_artifact(self.run_id, str(copy), posixpath.dirname(name) or None)
+            except Exception as error:
+                if not refusal(error):
+                    os.utime(copy)
+                    raise
+                log.warning("MLflow refuses the artifact %s: %s", name, error)
+            outbox.strike(copy)
 
-    def send_end(self) -> None:
-        """The status that a finished run ends with."""
-        if self.outbox.state.status not in (None, "RUNNING"):
-            self._send_status(self.outbox.state.status)
-
-    def _send_status(self, status: str | None) -> None:
-        state = self.outbox.state
-        if status == "RUNNING":
-            self.client.update_run(self.run_id, status="RUNNING")
+    def send_status(self, ended: bool) -> None:
+        """That it runs, or what it ended with."""
+        state, status = self.outbox.state, self.outbox.state.status
+        if status is None or ended == (status == "RUNNING"):
+            return
+        if not ended:
+            self.client.update_run(self.run_id, status=status)
         elif not state.job_run:  # the platform ends its own
             end = int(state.end_time * 1000) if state.end_time else None
             self.client.set_terminated(self.run_id, status=status, end_time=end)
@@ -174,9 +157,7 @@ class Delivery:
                 state.status = None
             self.outbox.save()
 
-    def send_journal(
-        self, node_rank: int, path: Path, progress: Callable[[int], None] = lambda n: None
-    ) -> None:
+    def send_journal(self, node_rank: int, path: Path, progress: Callable[[int], None]) -> None:
         """Send what lies past the cursor, in batches; `progress` gets the points of each.
 
         The cursor moves after each batch. Where that was lost the batch is sent again, and MLflow
@@ -184,15 +165,14 @@ class Delivery:
         """
         from mlflow.entities import Metric
 
-        if self.run_id is None or not path.is_file():
-            return
+        assert self.run_id is not None
         cursor = Cursor(self.outbox.run_dir, node_rank)
         batch: list[Metric] = []
         end = 0
 
         def send() -> None:
             self._send("metrics", batch)
-            cursor.move(self.run_id or "", end)
+            cursor.move(str(self.run_id), end)
             self.delivered += len(batch)
             progress(len(batch))
             batch.clear()
@@ -208,43 +188,64 @@ class Delivery:
             send()
 
     def _send(self, kind: str, points: list[Any]) -> None:
-        for i in range(0, len(points), BATCH[kind]):
-            part = points[i : i + BATCH[kind]]
+        """By halves, where they are too many for a request, or one of them is refused."""
+        if len(points) <= BATCH[kind]:
             try:
-                self.client.log_batch(self.run_id, **{kind: part})
+                self.client.log_batch(self.run_id, **{kind: points})
+                return
             except Exception as error:
                 if not self.run_id or not self._is_active(self.run_id):
                     self.run_id = None  # deleted on the server: the next pass makes it anew
                     raise
                 if not refusal(error):
                     raise
-                if len(part) > 1:
-                    middle = len(part) // 2
-                    self._send(kind, part[:middle])
-                    self._send(kind, part[middle:])
-                elif part[0].key not in self.refused:
-                    self.refused.add(part[0].key)
-                    log.warning("MLflow refuses the %s %s: %s", kind[:-1], part[0].key, error)
+                if len(points) == 1:
+                    if points[0].key not in self.refused:
+                        self.refused.add(points[0].key)
+                        log.warning("MLflow refuses the %s %s: %s", kind[:-1], points[0].key, error)
+                    return
+        middle = len(points) // 2
+        self._send(kind, points[:middle])
+        self._send(kind, points[middle:])
 
-    def send_all(self, progress: Callable[[int], None] = lambda n: None) -> None:
+    def send(self, ended: bool, progress: Callable[[int], None] = lambda n: None) -> bool:
+        """One pass. True if all that this process sends has arrived."""
+        if not self.connect():
+            return False
+        if self.node_rank == 0:
+            self.send_outbox()
+            self.send_status(ended=False)
+        for node, path in self.journals().items():
+            self.send_journal(node, path, progress)
+        if self.node_rank == 0 and ended:  # first: a store that refuses files must not hide the end
+            self.send_status(ended=True)
+        if self.node_rank == 0:
+            self.send_artifacts()
+        return True
+
+    def send_all(self, progress: Callable[[int], None]) -> None:
         """Everything that the directory of a run that is not running any more holds."""
-        self.connect()
-        found = journals(self.outbox.run_dir)
         with self.outbox.lock:
             if self.outbox.state.end_time is None:  # it was killed before it could say so
                 self.outbox.state.status = "KILLED"
-                times = [path.stat().st_mtime for path in found.values()]
+                times = [path.stat().st_mtime for path in self.journals().values()]
                 self.outbox.state.end_time = max(times, default=None)
-        self.send_outbox()
-        for node, path in found.items():
-            self.send_journal(node, path, progress)
-        self.send_end()
-        self.send_artifacts()
+        self.send(True, progress)
+
+    def journals(self) -> dict[int, Path]:
+        """Node rank to journal, of those that this process sends."""
+        found = journals(self.outbox.run_dir)
+        return {n: path for n, path in found.items() if self.alone or n == self.node_rank}
+
+    def owes(self) -> bool:
+        """Whether something that was logged is not in the MLflow run yet."""
+        state = self.outbox.state
+        return bool(state.params or state.tags or any(self.outbox.kept()) or self.pending())
 
     def pending(self) -> int:
         """How many points the journals hold that this run does not have."""
         total = 0
-        for node, path in journals(self.outbox.run_dir).items():
+        for node, path in self.journals().items():
             offset = Cursor(self.outbox.run_dir, node).offset(self.outbox.state.run_id or "")
             total += sum(len(record.metrics) for record in read(path, offset))
         return total

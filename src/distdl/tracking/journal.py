@@ -38,6 +38,10 @@ class Journal(Logger):
         training: False where only `put` writes (the system metrics of nodes other than 0).
     """
 
+    name = version = run_id = experiment_id = ""
+    save_dir = log_dir = root_dir = property(lambda self: str(self.run_dir))
+    experiment = property(lambda self: DummyExperiment())  # swallows what a module writes to each
+
     def __init__(
         self, path: Path | None, run_dir: Path, attempt: int = 1, training: bool = True
     ) -> None:
@@ -58,33 +62,12 @@ class Journal(Logger):
             self._thread.start()
             atexit.register(self.close)
 
-    @property
-    def experiment(self) -> DummyExperiment:
-        """Swallows every call: a module may write images to each of `self.loggers`."""
-        return DummyExperiment()
-
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith(("log_", "watch", "unwatch")):  # what only some loggers have
                 return self.experiment.nop
             raise AttributeError(name)
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.run_dir)
-
-    @property
-    def log_dir(self) -> str:
-        return str(self.run_dir)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Queue what Lightning logged on this rank at this optimizer step."""
@@ -136,10 +119,10 @@ class Journal(Logger):
             try:
                 self._write()
             except OSError as error:
-                self._complain("disk", f"{self.path} cannot be written ({error}): trying again")
+                self.complain("disk", f"{self.path} cannot be written ({error}): trying again")
                 if len(self._unwritten) > UNWRITTEN_LIMIT:
                     self._unwritten = b"\n"
-                    self._complain("lost", f"{self.path}: metrics are lost, the disk is still full")
+                    self.complain("lost", f"{self.path}: metrics are lost, the disk is still full")
 
     def close(self) -> None:
         """Write what is queued and end the thread. May be called again."""
@@ -189,10 +172,11 @@ class Journal(Logger):
         try:
             return float(value)
         except Exception:  # whatever a user's object does
-            self._complain(name, f"metric {name!r} is no number and is left out: {type(value)}")
+            self.complain(name, f"metric {name!r} is no number and is left out: {type(value)}")
             return None
 
-    def _complain(self, topic: str, text: str) -> None:
+    def complain(self, topic: str, text: str) -> None:
+        """Warn once of each topic."""
         if topic not in self._complained:
             self._complained.add(topic)
             log.warning("%s", text)

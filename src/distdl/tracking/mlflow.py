@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import threading
 import time
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
-from distdl.tracking.outbox import Outbox, State, database_path, is_local, redact
-from distdl.tracking.records import journal_path, journals
+from distdl.tracking.outbox import Outbox, database_path, is_local, redact
 
 if TYPE_CHECKING:
     from distdl.tracking import RunInfo
@@ -91,7 +91,6 @@ class MLflowLogger:
         self.info = info
         outbox = Outbox(info.run_dir)
         self._describe(outbox)
-        self.uri = self.tracking_uri or outbox.database()
         helper = info.local_rank == 0 and not is_local(self.uri)
         if info.rank != 0 and not helper:
             return
@@ -99,6 +98,8 @@ class MLflowLogger:
         if info.rank == 0:
             outbox.save()
         self.delivery = Delivery(outbox, self.uri, info.node_rank)
+        for path in info.artifacts if info.rank == 0 else []:
+            self._keep(path)
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -134,11 +135,8 @@ class MLflowLogger:
             return
         if self.info.rank == 0:
             outbox = self.delivery.outbox
-            with outbox.lock:
-                outbox.state.status = STATUS.get(status, "FAILED")
-                outbox.state.end_time = time.time()
-                outbox.state.tags[f"distdl.attempt.{self.info.attempt}.state"] = status
-                outbox.save()
+            outbox.state.status, outbox.state.end_time = STATUS.get(status, "FAILED"), time.time()
+            outbox.owe("tags", {f"distdl.attempt.{self.info.attempt}.state": status})
         timeout = min(self.flush_timeout, TIMEOUT.get(status, self.flush_timeout))
         self._finishing = True
         self._wake.set()
@@ -151,13 +149,13 @@ class MLflowLogger:
                 "run: python -m distdl track sync %s",
                 redact(self.uri),
                 self.delivery.pending(),
-                len(self.delivery.outbox.state.artifacts),
+                sum(1 for _ in self.delivery.outbox.kept()),
                 shlex.quote(str(self.info.run_dir)),
             )
 
     def how_to_open(self) -> str:
         """What to type, or to open in a browser, to see the run."""
-        return how_to_open(self.uri, self.delivery.run_id if self.delivery else None)
+        return how_to_open(self.uri)
 
     def _describe(self, outbox: Outbox) -> None:
         """Fill the outbox with what this attempt has to tell."""
@@ -167,12 +165,11 @@ class MLflowLogger:
         state.server = redact(self.tracking_uri) if self.tracking_uri else None
         state.output_dir = os.path.relpath(info.output_dir, info.run_dir)
         state.experiment = self.experiment_name or info.experiment_name
-        uri = self.tracking_uri or outbox.database()
+        uri = self.uri = self.tracking_uri or outbox.database()
         state.artifact_location = self.artifact_location
-        if self.artifact_location is None and "://" in uri and not uri.startswith("http"):
+        if not self.artifact_location and re.match(r"(sqlite|mysql|postgresql|mssql)[+:]", uri):
             folder = database_path(uri).parent if is_local(uri) else info.output_dir.absolute()
-            if uri.split(":")[0].split("+")[0] in ("sqlite", "mysql", "postgresql", "mssql"):
-                state.artifact_location = (folder / "mlflow-artifacts").as_uri()
+            state.artifact_location = (folder / "mlflow-artifacts").as_uri()
         state.tags |= {k: str(v)[:5000] for k, v in info.tags.items()} | self._tags()
         if self.job_run and self.job_run != state.run_id:
             if state.run_id:
@@ -181,11 +178,6 @@ class MLflowLogger:
         state.job_run = bool(self.job_run)
         state.params |= {k: str(v)[:500] for k, v in info.params.items()}
         state.status, state.end_time = "RUNNING", None
-        folder_there = "" if info.attempt == 1 else f"attempts/{info.attempt:03d}"
-        for path in [*info.artifacts, info.run_dir / "tracking" / "packages.txt"]:
-            item = [os.path.relpath(path, info.run_dir), folder_there]
-            if item not in state.artifacts:
-                state.artifacts.append(item)
 
     def _tags(self) -> dict[str, str]:
         info = self.info
@@ -202,22 +194,30 @@ class MLflowLogger:
                 status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
                 state = status.get("state", "UNKNOWN")
                 tags[f"distdl.attempt.{n}.state"] = "UNKNOWN" if state == "RUNNING" else state
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-            commit = json.loads((info.run_dir / "provenance.json").read_text())["git"]["commit"]
-            if commit:
-                tags["mlflow.source.git.commit"] = commit
+        if info.tags.get("git.commit"):
+            tags["mlflow.source.git.commit"] = info.tags["git.commit"]
         return tags
 
-    def _run(self) -> None:
-        try:
-            import_client()
-        except Exception as error:  # `_follow` meets it again, and says so
-            log.debug("%s", error)
-        finally:
-            self._imported.set()
+    def _keep(self, path: Path) -> None:
+        assert self.delivery is not None
+        folder = "" if self.info.attempt == 1 else f"attempts/{self.info.attempt:03d}"
+        self.delivery.outbox.keep(path, os.path.join(folder, path.name))
+
+    def _keep_packages(self) -> None:
+        from importlib.metadata import distributions
+
+        lines = {f"{d.metadata['Name']}=={d.version}" for d in distributions()}
+        path = self.info.run_dir / "tracking" / "packages.txt"
         with contextlib.suppress(OSError):
-            if self.info.rank == 0:
-                _write_packages(self.info.run_dir / "tracking" / "packages.txt")
+            path.write_text("\n".join(sorted(lines, key=str.lower)) + "\n")
+            self._keep(path)
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # `_follow` meets it again, and says so
+            import_client()
+        self._imported.set()
+        if self.info.rank == 0:
+            self._keep_packages()
         lock = self.info.run_dir / "tracking" / f"mlflow-node{self.info.node_rank}.lock"
         while self._thread is not None:
             with exclusive(lock) as held:
@@ -227,10 +227,11 @@ class MLflowLogger:
             self._wait(self.interval)  # `track sync` is at work: its cursor is ours
 
     def _follow(self) -> None:
+        assert self.delivery is not None
         while self._thread is not None:
             finishing = self._finishing  # read first: what was logged before is in this pass
             try:
-                complete = self._send(finishing)
+                complete = self.delivery.send(finishing)
                 if self._failures:
                     log.warning("MLflow at %s is back: sending on", redact(self.uri))
                     self._failures = 0
@@ -250,30 +251,12 @@ class MLflowLogger:
                     )
                 self._wait(1.0 if finishing else min(2.0**self._failures, LONGEST_WAIT))
 
-    def _send(self, finishing: bool) -> bool:
-        """One pass. True if everything that this node owes has arrived."""
-        assert self.delivery is not None
-        if not self.delivery.connect():
-            return False
-        own = self.info.node_rank
-        if own:
-            self.delivery.send_journal(own, journal_path(self.info.run_dir, own))
-            return True
-        self.delivery.send_outbox()
-        mine = {0: journal_path(self.info.run_dir)}
-        for node, path in (journals(self.info.run_dir) if is_local(self.uri) else mine).items():
-            self.delivery.send_journal(node, path)
-        if finishing:  # before the artifacts: a store that refuses them must not hide the end
-            self.delivery.send_end()
-        self.delivery.send_artifacts()
-        return True
-
     def _wait(self, seconds: float) -> None:
         if self._wake.wait(seconds):
             self._wake.clear()
 
 
-def how_to_open(uri: str, run_id: str | None = None) -> str:
+def how_to_open(uri: str) -> str:
     """The command that opens a database file, or the address of a server."""
     if uri.startswith("http"):
         return redact(uri)
@@ -283,20 +266,3 @@ def how_to_open(uri: str, run_id: str | None = None) -> str:
             path = path.relative_to(Path.cwd())
         uri = f"sqlite:///{path}"
     return f"mlflow ui --backend-store-uri {shlex.quote(redact(uri))}"
-
-
-def server_of(state: State, database: str) -> str:
-    """Where a stored run goes; a password, which is never stored, comes from the environment."""
-    if state.server is None:
-        return database
-    if "***" in state.server:
-        return os.environ.get("MLFLOW_TRACKING_URI", "")
-    return state.server
-
-
-def _write_packages(path: Path) -> None:
-    from importlib.metadata import distributions
-
-    lines = {f"{d.metadata['Name']}=={d.version}" for d in distributions()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(sorted(lines, key=str.lower)) + "\n")

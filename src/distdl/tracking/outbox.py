@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from distdl.redact import hide_shapes, looks_secret
 from distdl.redact import redact as without_secrets
 
-KEPT = "artifacts"  # in RUN/tracking: copies of files that are owed
+log = logging.getLogger(__name__)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -57,8 +58,8 @@ class State:
         run_id: MLflow's name of the run, once it is known.
         job_run: The run belongs to the platform's job (Azure ML), which ends it.
         key: Tagged onto the run when it is made: finds it when the answer of the server was lost.
-        params, tags, artifacts, status, end_time: Owed. `artifacts` are (path relative to the run
-            directory, folder in the run) pairs; `end_time` is in seconds since 1970.
+        params, tags, status, end_time: Owed; `end_time` is in seconds since 1970. So are the files
+            in `RUN/tracking/artifacts`, by their place there.
     """
 
     distdl_run: str = ""
@@ -72,7 +73,6 @@ class State:
     start_time: float = field(default_factory=time.time)
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    artifacts: list[list[str]] = field(default_factory=list)
     status: str | None = None
     end_time: float | None = None
 
@@ -83,7 +83,9 @@ class Outbox:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "tracking" / "mlflow.json"
+        self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files that are owed
         self.lock = threading.RLock()
+        self.renewed: set[Path] = set()  # copies that were replaced while they were being sent
         self.state = State()
         self.found = self.load()
         self.lost = False  # an earlier attempt had a file that is gone: search by the run's name
@@ -108,55 +110,56 @@ class Outbox:
         folder = os.path.normpath(self.run_dir.absolute() / self.state.output_dir)
         return f"sqlite:///{folder}/mlflow.db"
 
-    def is_empty(self) -> bool:
-        return not (self.state.params or self.state.tags or self.state.artifacts)
-
     def owe(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
         """Add params or tags, without secrets. Of a parameter that is owed, the value stays."""
         told = {
             str(k): "***" if looks_secret(str(k).replace("/", ".")) else without_secrets(str(v))
             for k, v in values.items()
         }
-        owed = getattr(self.state, kind)
         with self.lock, contextlib.suppress(OSError):  # a full disk: the sender says so
+            owed = getattr(self.state, kind)
             owed |= {k: v[:longest] for k, v in told.items() if kind == "tags" or k not in owed}
             self.save()
 
-    def keep(self, file: str, folder: str) -> None:
-        """Owe a copy of a file to a folder, in place of one of its name that is owed there."""
-        copy = self.path.parent / KEPT / folder / os.path.basename(file)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.path.parent) as there:
-            whole = shutil.copyfile(file, Path(there) / "whole")
-            with self.lock:
-                os.replace(whole, copy)
-                item = [os.path.relpath(copy, self.run_dir), folder]
-                owed = self.state.artifacts
-                self.state.artifacts = [*(other for other in owed if other != item), item]
-                self.save()
+    def keep(self, path: str | Path, to: str) -> None:
+        """Owe a copy of a file, or of all in a folder, in place of one that is owed by that name.
 
-    def put_last(self, item: list[str]) -> None:
-        with self.lock:
-            self.state.artifacts = sorted(self.state.artifacts, key=lambda other: other is item)
+        Raises:
+            OSError: It is not there. A disk that is full is only warned of.
+        """
+        if os.path.isdir(path):
+            for name in os.listdir(path):
+                self.keep(os.path.join(path, name), os.path.join(to, name))
+            return
+        os.stat(path)
+        copy = self.copies / to
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as there:
+                whole = shutil.copyfile(path, Path(there) / "whole")
+                with self.lock:
+                    os.replace(whole, copy)
+                    self.renewed.add(copy)
+        except OSError as error:
+            log.warning("%s is not kept for MLflow: %s", path, error)
 
-    def strike(self, item: list[str]) -> None:
-        """Take off this artifact, and its copy; not a newer one that has taken its place."""
+    def kept(self) -> Iterator[Path]:
+        """The copies that are owed. No link: a foreign run may hold some, that lead elsewhere."""
+        for folder, _, names in os.walk(self.copies):
+            paths = (Path(folder, name) for name in names)
+            yield from (path for path in paths if path.resolve() == path)
+
+    def strike(self, copy: Path) -> None:
+        """Delete a copy that was sent, unless another has taken its place."""
         with self.lock:
-            rest = [other for other in self.state.artifacts if other is not item]
-            if len(rest) < len(self.state.artifacts):
-                self.state.artifacts = rest
-                self.save()
-                copy = (self.run_dir / item[0]).resolve()
-                if copy.is_relative_to(self.run_dir.resolve() / "tracking" / KEPT):
-                    copy.unlink(missing_ok=True)
+            if copy not in self.renewed:
+                copy.unlink()
 
     def sent(self, kind: str, values: dict[str, str]) -> None:
         """Strike params or tags off, unless they changed while they were being sent."""
         with self.lock:
-            owed = getattr(self.state, kind)
-            for key, value in values.items():
-                if owed.get(key) == value:
-                    del owed[key]
+            owed = getattr(self.state, kind).items()
+            setattr(self.state, kind, {k: v for k, v in owed if values.get(k) != v})
             self.save()
 
 

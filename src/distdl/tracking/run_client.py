@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import posixpath
 import time
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import mlflow
-from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.artifact.artifact_repo import verify_artifact_path
 from mlflow.tracking import MlflowClient
 from mlflow.utils.async_logging.run_operations import RunOperations
@@ -19,21 +16,18 @@ from mlflow.utils.async_logging.run_operations import RunOperations
 if TYPE_CHECKING:
     from distdl.tracking.run_logger import RunLogger
 
-log = logging.getLogger(__name__)
-
 SERVER = "MLFLOW_TRACKING_URI"
-RunId = Any  # a str, or None for our run
 
 
 class RunClient(MlflowClient):
     """mlflow's, but what is logged to our run (its id, or None) goes into the journal and outbox.
 
-    `log_text`, `log_dict`, `log_figure`, `log_image` and `log_stream` all end in `log_artifact`,
-    which copies the file into the run. What asks the server is mlflow's own, as are other runs.
+    All that asks the server, or is about other runs, is mlflow's own.
     """
 
     def __init__(self, owner: RunLogger) -> None:
-        self._owner, self._outbox = owner, owner.sender.delivery.outbox  # type: ignore[union-attr]
+        self._owner = owner
+        self._tracking_client: Any = _Runs(owner, self._real)
         # Lightning's logger does so, for `mlflow.start_run(run_id=...)`. But a process may have
         # another run, with a server of its own: the environment stays.
         before = os.environ.get(SERVER)
@@ -42,99 +36,75 @@ class RunClient(MlflowClient):
         os.environ.update({} if before is None else {SERVER: before})
 
     def __getattr__(self, name: str) -> Any:
-        # mlflow's own parts, late: the sender makes a database's tables, under a lock.
-        if name.startswith("__") or "_tracking_client" in self.__dict__:
-            raise AttributeError(name)
-        _ = self._owner.run_id
-        super().__init__(tracking_uri=self._owner.sender.uri)
-        return getattr(self, name)
+        if name.startswith("__") or not name.startswith("_"):
+            return object.__getattribute__(self, name)  # raises
+        return getattr(self._real(), name)  # its parts that are not about runs
 
-    def _is_ours(self, run_id: RunId) -> bool:
-        return run_id in self._owner.given or run_id == self._owner.run_id
+    def _real(self) -> Any:
+        _ = self._owner.run_id  # first, as the sender makes a database's tables, under a lock
+        return MlflowClient(self._owner.sender.uri)
 
-    def log_batch(
-        self,
-        run_id: RunId,
-        metrics: Any = (),
-        params: Any = (),
-        tags: Any = (),
-        synchronous: Any = None,
-    ) -> Any:
-        if not self._is_ours(run_id):
-            return super().log_batch(run_id, metrics, params, tags, synchronous)
+    def log_artifact(self, run_id: Any, local_path: Any, artifact_path: Any = None) -> None:
+        # mlflow's own looks how the id begins, and None has no beginning.
+        self._tracking_client.log_artifact(run_id, local_path, artifact_path)
+
+    def _log_artifact_async_helper(self, run_id: Any, artifact_file: str, artifact: Any) -> None:
+        with self._log_artifact_helper(run_id, artifact_file) as path:  # waits for no server
+            artifact.save(path)
+
+
+class _Runs:
+    """In place of the part of an `MlflowClient` that is about runs, which all its calls go to."""
+
+    def __init__(self, owner: RunLogger, real: Callable[[], Any]) -> None:
+        self._owner, self._real, self._ours = owner, real, _OurRun(owner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("store", "tracking_uri"):
+            return getattr(self._real()._tracking_client, name)
+
+        def call(*args: Any, **kw: Any) -> Any:
+            delivery = self._owner.delivery
+            if args and args[0] in delivery.names:
+                if hasattr(self._ours, name):
+                    getattr(self._ours, name)(*args[1:], **kw)
+                    return RunOperations([])
+                self._owner.journal.flush()
+                self._owner.sender.wait_until(lambda: not delivery.owes())
+                args = (self._owner.run_id, *args[1:])
+            return getattr(self._real()._tracking_client, name)(*args, **kw)
+
+        return call
+
+
+class _OurRun:
+    """What can be logged to a run, by mlflow's names for it."""
+
+    def __init__(self, owner: RunLogger) -> None:
+        self._put, self._outbox = owner.journal.put, owner.delivery.outbox
+
+    def log_batch(self, metrics: Any = (), params: Any = (), tags: Any = (), **kw: Any) -> None:
         for point in metrics:
-            self._owner.journal.put({point.key: point.value}, point.step, point.timestamp / 1000)
+            self._put({point.key: point.value}, point.step, point.timestamp / 1000)
         for kind, pairs in (("params", params), ("tags", tags)):
             if pairs:
                 self._outbox.owe(kind, {pair.key: pair.value for pair in pairs})
-        return RunOperations([]) if synchronous is False else None
 
-    def log_metric(  # type: ignore[override]
-        self,
-        run_id: RunId,
-        key: str,
-        value: Any,
-        timestamp: Any = None,
-        step: Any = None,
-        synchronous: Any = None,
-        **of_model: Any,
-    ) -> Any:
-        at = round(time.time() * 1000) if timestamp is None else timestamp
-        point = Metric(key, value, at, step or 0, **of_model)
-        return self.log_batch(run_id, [point], synchronous=synchronous)
+    def log_metric(
+        self, key: str, value: Any, timestamp: Any, step: Any, *args: Any, **kw: Any
+    ) -> None:
+        self._put({key: value}, step or 0, time.time() if timestamp is None else timestamp / 1000)
 
-    def log_param(self, run_id: RunId, key: str, value: Any, synchronous: Any = None) -> Any:
-        return self.log_batch(run_id, params=[Param(key, value)], synchronous=synchronous) or value
+    def log_param(self, key: str, value: Any, **kw: Any) -> None:
+        self._outbox.owe("params", {key: value})
 
-    def set_tag(self, run_id: RunId, key: str, value: Any, synchronous: Any = None) -> Any:
-        return self.log_batch(run_id, tags=[RunTag(key, str(value))], synchronous=synchronous)
+    def set_tag(self, key: str, value: Any, **kw: Any) -> None:
+        self._outbox.owe("tags", {key: value})
 
-    def log_image(self, run_id: RunId, *args: Any, **kw: Any) -> None:
-        # Ours waits for no server, so that "asynchronous" has no use.
-        super().log_image(
-            run_id, *args, **kw | ({"synchronous": True} if self._is_ours(run_id) else {})
-        )
+    def log_artifact(self, local_path: Any, artifact_path: Any = None) -> None:
+        name = os.path.basename(os.path.normpath(local_path))
+        self.log_artifacts(local_path, posixpath.join(artifact_path or "", name))
 
-    def log_artifact(self, run_id: RunId, local_path: Any, artifact_path: Any = None) -> None:
-        if not self._is_ours(run_id):
-            super().log_artifact(run_id, local_path, artifact_path)
-        elif os.path.isdir(local_path):
-            name = os.path.basename(os.path.normpath(local_path))
-            self.log_artifacts(run_id, local_path, posixpath.join(artifact_path or "", name))
-        else:
-            self._keep(local_path, artifact_path or "")
-
-    def log_artifacts(self, run_id: RunId, local_dir: Any, artifact_path: Any = None) -> None:
-        if not self._is_ours(run_id):
-            return super().log_artifacts(run_id, local_dir, artifact_path)
-        for folder, _, names in os.walk(local_dir):
-            inner = os.path.relpath(folder, local_dir)
-            there = [part for part in (artifact_path, inner) if part and part != "."]
-            for name in names:
-                self._keep(os.path.join(folder, name), "/".join(there))
-
-    def _keep(self, file: Any, folder: str) -> None:
-        verify_artifact_path(folder)
-        os.stat(file)  # what is not there is the module's error, a full disk is not
-        try:
-            self._outbox.keep(file, folder)
-        except OSError as error:
-            log.warning("%s is not kept for MLflow: %s", file, error)
-
-
-def _of_the_server(name: str) -> Callable[..., Any]:
-    """A method of mlflow's that reads our run, or adds to what it reads: after what is owed."""
-    real = getattr(MlflowClient, name)
-
-    @functools.wraps(real)
-    def method(self: RunClient, run_id: RunId = None, *args: Any, **kw: Any) -> Any:
-        if self._is_ours(run_id):
-            self._owner.sender.wait_until(self._outbox.is_empty)
-            run_id = self._owner.run_id
-        return real(self, run_id, *args, **kw)
-
-    return method
-
-
-for _name in ("get_run", "list_artifacts", "download_artifacts", "get_metric_history", "log_table"):
-    setattr(RunClient, _name, _of_the_server(_name))
+    def log_artifacts(self, local_dir: Any, artifact_path: Any = None) -> None:
+        verify_artifact_path(artifact_path)
+        self._outbox.keep(local_dir, artifact_path or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from distdl.tracking.journal import Journal
     from distdl.tracking.mlflow import MLflowLogger
 
-log = logging.getLogger(__name__)
-
 
 class RunLogger(MLFlowLogger):
     """Lightning's by its type and its properties; it never waits for a server to log something.
@@ -27,58 +25,39 @@ class RunLogger(MLFlowLogger):
     def __init__(self, sender: MLflowLogger, journal: Journal) -> None:
         Logger.__init__(self)  # Lightning's own would open the store
         self.sender, self.journal, self._tracking_uri = sender, journal, sender.uri
-        self.given: set[str | None] = {None}  # what a module may call our run by
-        self._client: Any = None
-        self._warned = False
+        self.delivery: Any = None if sender.info.rank else sender.delivery
 
-    @property
+    @functools.cached_property
     def experiment(self) -> Any:
         """An `MlflowClient` on rank 0; elsewhere it swallows every call, as Lightning's does."""
-        if self.sender.info.rank:
+        if self.delivery is None:
             return DummyExperiment()
-        if self._client is None:
-            from distdl.tracking.run_client import RunClient
+        from distdl.tracking.run_client import RunClient
 
-            self._client = RunClient(self)
-        return self._client
+        return RunClient(self)
 
     @property
-    def run_id(self) -> str | None:
+    def _run_id(self) -> str | None:  # type: ignore[override]
         """MLflow's id of the run; None on other ranks and where the server has never answered.
 
         `experiment` takes None for this run.
         """
-        delivery = self.sender.delivery
-        if self.sender.info.rank or delivery is None:
+        if self.delivery is None:
             return None
-        self.sender.wait_until(lambda: delivery.run_id)
-        found = delivery.run_id or delivery.outbox.state.run_id
-        if not found and not self._warned:
-            self._warned = True
+        self.sender.wait_until(lambda: self.delivery.run_id)
+        if self.delivery.names[-1] is None:
             text = "MLflow at %s has not answered yet, and self.logger.run_id is None for now"
-            log.warning(text, redact(self.sender.uri))
-        self.given.add(found)
-        return found
+            self.journal.complain("run_id", text % redact(self.sender.uri))
+        return self.delivery.names[-1]
 
-    _run_id = run_id
-
-    @property
-    def experiment_id(self) -> str | None:
-        """MLflow's id of the experiment; None where `run_id` is."""
-        return self.sender.delivery.experiment_id if self.run_id and self.sender.delivery else None
-
-    @property
-    def save_dir(self) -> str:
-        """The run directory."""
-        return str(self.sender.info.run_dir)
-
-    log_dir = save_dir
+    _experiment_id = property(lambda self: self._run_id and self.delivery.experiment_id)
+    save_dir = log_dir = property(lambda self: str(self.sender.info.run_dir))
 
     def log_hyperparams(self, params: Any, *_: Any, **kw: Any) -> None:
         """Parameters of the run, nested ones as `a/b`, cut at 500 characters."""
-        if self.sender.delivery is not None and not self.sender.info.rank:
+        if self.delivery is not None:
             flat = _flatten_dict(_convert_params(params))
-            self.sender.delivery.outbox.owe("params", flat, longest=500)
+            self.delivery.outbox.owe("params", flat, longest=500)
 
     def _nothing(self, *args: Any, **kw: Any) -> None:
         """The journal has heard it; checkpoints stay in the run; `MLflowLogger` tells the end."""

@@ -39,8 +39,9 @@ class SystemMetrics:
     def __init__(self, journal: Journal, interval: float, node_rank: int, disk: Path) -> None:
         self.journal, self.interval, self.disk = journal, interval, disk
         self.prefix = "system/" if node_rank == 0 else f"system/node{node_rank}/"
-        self.sources: list[Callable[[], dict[str, float]]] = [_Host(disk), _Network(), _Gpus()]
+        self.sources: list[Callable[[], dict[str, float]]] = [self._host, self._network, _Gpus()]
         self._failed: set[str] = set()
+        self._last: tuple[float, int, int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
 
@@ -60,7 +61,7 @@ class SystemMetrics:
             try:
                 values.update(source())
             except Exception as error:
-                name = type(source).__name__.strip("_").lower()
+                name = getattr(source, "__name__", "gpus").strip("_")
                 if name not in self._failed:
                     self._failed.add(name)
                     log.warning("system metrics: %s is left out for now (%s)", name, error)
@@ -72,28 +73,18 @@ class SystemMetrics:
             self.journal.put(self.sample(), self.journal.last_step)
         self.journal.put(self.sample(), self.journal.last_step)  # a short run has one, too
 
-
-class _Host:
-    def __init__(self, disk: Path) -> None:
-        self.disk = disk
-
-    def __call__(self) -> dict[str, float]:
+    def _host(self) -> dict[str, float]:
         import psutil
 
         memory = psutil.virtual_memory()
         return {
-            "cpu_percent": float(psutil.cpu_percent(None)),
-            "memory_percent": float(memory.percent),
+            "cpu_percent": psutil.cpu_percent(None),
+            "memory_percent": memory.percent,
             "memory_gib": (memory.total - memory.available) / GIB,
-            "disk_percent": float(psutil.disk_usage(str(self.disk)).percent),
+            "disk_percent": psutil.disk_usage(str(self.disk)).percent,
         }
 
-
-class _Network:
-    def __init__(self) -> None:
-        self._last: tuple[float, int, int] | None = None
-
-    def __call__(self) -> dict[str, float]:
+    def _network(self) -> dict[str, float]:
         import psutil
 
         count = psutil.net_io_counters()
@@ -139,19 +130,16 @@ class _Gpus:
     def __call__(self) -> dict[str, float]:
         import pynvml
 
+        reads: dict[str, Callable[[Any], float]] = {
+            "percent": lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_gib": lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
+            "power_watts": lambda handle: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        }
         if self._handles is None:
             self._handles = self._open()
         values: dict[str, float] = {}
         for i, handle in enumerate(self._handles):
-            for key, read in self._reads(pynvml).items():
+            for key, read in reads.items():
                 with contextlib.suppress(pynvml.NVMLError):  # a virtual GPU may not tell its power
                     values[f"gpu{i}_{key}"] = float(read(handle))
         return values
-
-    @staticmethod
-    def _reads(nvml: Any) -> dict[str, Callable[[Any], float]]:
-        return {
-            "percent": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "memory_gib": lambda handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
-            "power_watts": lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        }
