@@ -202,10 +202,14 @@ def lightnings_refusals() -> Iterator[None]:
     the traceback, which the log file has."""
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+    from distdl import misfits
+
     plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
     try:
         yield
     except Exception as error:
+        if problem := misfits.explained(error):
+            raise UserError(problem) from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raised = (frame.line or "").startswith("raise ") and type(error) in plain
         of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()

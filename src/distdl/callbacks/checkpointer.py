@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from distdl import cluster, optim
+from distdl import cluster, misfits, optim
 from distdl.callbacks import apart
 from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.callbacks.best import Best
@@ -116,6 +116,8 @@ class Checkpointer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Before those of Lightning, which come last.
+        if stage == "fit":
+            misfits.refuse(trainer)
         apart.give_own_folders(trainer, self.saver.store.folder)
         if not self._guards:
             self._guards = True

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from distdl import formats, portable, sharded_folder
 from distdl.errors import Problem, UserError
+from distdl.strategies.fsdp_limits import refuse_second_order, watch_weights
 from distdl.strategies.sharing import (
     agree_on_buffers,
     check_keys,
@@ -39,6 +40,10 @@ from distdl.strategies.sharing import (
 )
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# Their forward takes weights out of modules inside, whose own forward is not called.
+USE_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# They have no forward to gather weights for.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 
 
@@ -120,10 +125,13 @@ class FSDPStrategy(ModelParallelStrategy):
 
     def _shard(self, module: nn.Module) -> None:
         # Every rank has built the same whole module and keeps its slices: nothing is sent.
-        policy = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+        pins = torch.cuda.is_available()
+        policy = CPUOffloadPolicy(pin_memory=pins) if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
         lay_out_plainly(module)
-        for unit in [*units(module, self.min_parameters), module]:
+        assert self.lightning_module is not None
+        by_hand = not self.lightning_module.automatic_optimization
+        for unit in [*units(module, self.min_parameters, each=by_hand), module]:
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -131,6 +139,9 @@ class FSDPStrategy(ModelParallelStrategy):
                 reshard_after_forward=self.reshard_after_forward and unit is not module,
                 offload_policy=policy,
             )
+            refuse_second_order(unit)
+        if not by_hand:
+            watch_weights(module)
         for step in STEPS:  # Lightning calls these and not `forward`
             register_fsdp_forward_method(module, step)
 
@@ -140,6 +151,13 @@ class FSDPStrategy(ModelParallelStrategy):
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        module: Any = self.lightning_module
+        if not module.automatic_optimization and closure_loss.requires_grad:
+            # FSDP2 reduces gradients by what a unit returned: this loss is inside of the outermost.
+            closure_loss.register_hook(module._get_fsdp_state()._pre_backward)
 
     def on_validation_start(self) -> None:
         assert self.lightning_module is not None
@@ -233,12 +251,14 @@ def sliced_like(full: Any, parameter: torch.Tensor) -> Any:
     ).clone()
 
 
-def units(module: nn.Module, minimum: int) -> list[nn.Module]:
+def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module]:
     """The submodules to shard on their own, inner ones first.
 
     Args:
         module: The whole; it is none of them.
         minimum: Parameters that a unit has, those of units inside it not counted.
+        each: Whatever else has weights of its own is a unit as well, since parts of the module are
+            called by themselves, with backward passes in between.
 
     Returns:
         Its stated blocks (`pipeline_blocks()`: names and modules), or submodules found from the
@@ -249,27 +269,28 @@ def units(module: nn.Module, minimum: int) -> list[nn.Module]:
     taken: set[int] = set()
     found: list[nn.Module] = []
 
-    def consider(candidate: nn.Module) -> None:
+    def consider(candidate: nn.Module, least: int) -> None:
         inside = Counter(id(p) for m in candidate.modules() for p in m.parameters(recurse=False))
         shared = any(times[key] != count for key, count in inside.items())
         free = {id(p): p.numel() for p in candidate.parameters() if id(p) not in taken}
-        if sum(free.values()) >= minimum and not shared:
+        if sum(free.values()) >= least and not shared:
             found.append(candidate)
             taken.update(free)
 
-    stated = getattr(module, "pipeline_blocks", None)
-    if stated is not None:
-        with suppress(UserError):  # it is no chain of blocks
-            for _, block in stated():
-                consider(block)
-            return found
-    containers = (nn.ModuleList, nn.ModuleDict)  # they have no forward to gather weights for
-
-    def walk(parent: nn.Module) -> None:
+    def walk(parent: nn.Module, least: int) -> None:
         for child in parent.children():
-            walk(child)
-            if not isinstance(child, containers):
-                consider(child)
+            if not isinstance(child, USE_WHAT_IS_INSIDE):
+                walk(child, least)
+            if not isinstance(child, CONTAINERS):
+                consider(child, least)
 
-    walk(module)
+    blocks: list[tuple[str, nn.Module]] = []
+    with suppress(UserError, AttributeError):  # it states none, or no chain of them
+        blocks = list(module.pipeline_blocks())  # type: ignore[operator]
+    for _, block in blocks:
+        consider(block, minimum)
+    if not blocks:
+        walk(module, minimum)
+    if each:
+        walk(module, 1)
     return found
