@@ -13,12 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-)
-from torch.optim import Optimizer
 
 from distdl.errors import Problem, UserError
 
@@ -82,16 +76,16 @@ def misfits(
         yield Problem("strategy", what, _WHOLE)
     theirs = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
     for place, cls in callbacks.items():
-        if issubclass(cls, BatchSizeFinder):
+        if issubclass(cls, theirs.BatchSizeFinder):
             what = "would change the batch size at each start, and with it the run's global batch"
             yield Problem(place, what, "take it away, and write data.batch_size=...")
-        if issubclass(cls, GradientAccumulationScheduler) and (manual or accumulate != 1):
+        if issubclass(cls, theirs.GradientAccumulationScheduler) and (manual or accumulate != 1):
             what = f"and trainer.accumulate_grad_batches={accumulate} exclude each other"
             remedy = f"trainer.accumulate_grad_batches=1, and scheduling={{0: {accumulate}}} in it"
             if manual:
                 what, remedy = f"{_MANUAL} the Trainer does not accumulate for it", "take it away"
             yield Problem(place, what, remedy)
-        if issubclass(cls, BaseFinetuning) and ranks > 1 and theirs:
+        if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and theirs:
             what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
             yield Problem(place, what, "strategy=ddp")
 
@@ -156,39 +150,20 @@ def by_hand(model: Any) -> bool | None:
 
 
 def makes_several(model: Any) -> bool:
-    """Whether each `return` of a module's `configure_optimizers` shows more than one optimizer."""
-    method = getattr(model, "configure_optimizers", None)
-    nodes = [*ast.walk(_parsed(method) or ast.Pass())]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-
-    def is_optimizer(item: ast.expr) -> bool:
-        """Surely: a dict, a call of a class of torch's kind, or a name that is given to these."""
-        if isinstance(item, ast.Name):
-            given = [
-                n
-                for n in nodes
-                if isinstance(n, ast.Assign) and item.id in map(ast.unparse, n.targets)
-            ]
-            return bool(given) and all(is_optimizer(node.value) for node in given)
-        if not isinstance(item, ast.Call):
-            return isinstance(item, ast.Dict)
-        first, *rest = ast.unparse(item.func).split(".")
-        found = inspect.unwrap(method).__globals__.get(first)
-        for name in rest:
-            found = getattr(found, name, None)
-        return inspect.isclass(found) and issubclass(found, Optimizer)
-
-    def is_several(value: ast.expr | None) -> bool:
-        items = value.elts if isinstance(value, ast.List | ast.Tuple) else []
-        pair = len(items) == 2
-        if pair and isinstance(items[0], ast.List):  # optimizers, and their schedules
-            items, pair = items[0].elts, False
-        if any(isinstance(item, ast.Starred) for item in items):
+    """Whether each `return` of a module's `configure_optimizers` shows more than one optimizer. Of
+    two names nobody knows: they may be optimizers and their schedules."""
+    tree = _parsed(getattr(model, "configure_optimizers", None)) or ast.Pass()
+    returned = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            items = getattr(node.value, "elts", [])
+            if len(items) == 2 and isinstance(items[0], ast.List):
+                items = [*items[0].elts, None] if len(items[0].elts) > 1 else []
+            sure = len(items) > 2 or (len(items) == 2 and isinstance(items[0], ast.Dict))
+            returned.append(sure and not any(isinstance(item, ast.Starred) for item in items))
+        elif isinstance(node, ast.FunctionDef) and node is not tree:
             return False
-        return len(items) > 1 and (not pair or is_optimizer(items[0]))
-
-    return len(functions) == 1 and bool(returned) and all(map(is_several, returned))
+    return bool(returned) and all(returned)
 
 
 def _parsed(found: Any) -> Any:

@@ -142,10 +142,7 @@ def returns(text: str) -> type:
         ("return [self.g, self.d], []", True),
         ("return [self.one()], [self.schedule()]", False),
         ("return [*self.all()], []", False),
-        ("return torch.optim.SGD(self.parameters(), 0.1), Adam(self.parameters())", True),
-        ("g = Adam(self.parameters()); d = Adam(self.parameters()); return g, d", True),
-        ("g, d = self.lists(); return g, d", False),  # may be optimizers, schedules
-        ("g = self.make(); return [g, g]", False),
+        ("return self.g, self.d", False),  # may be optimizers, schedules
         ("return [self.a, self.b, self.c]", True),
         ("return {'optimizer': self.g}, {'optimizer': self.d}", True),
         ("return {'optimizer': self.g, 'lr_scheduler': self.s}", False),
