@@ -41,7 +41,8 @@ def component(binding: Binding, called: Any, path: Path) -> None:
             remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
         binding.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
     elif base is LightningModule:
-        own = called.configure_optimizers is not LightningModule.configure_optimizers
+        default = LightningModule.configure_optimizers
+        own = getattr(called, "configure_optimizers", None) is not default
         binding.facts["model_configures_optimizers"] = own
     mine = partial(lies_in, folders=binding.trust.folders)
     for kind in (*BASES.values(), Callback):

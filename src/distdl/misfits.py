@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import callbacks as theirs
 
 from distdl.errors import Problem, UserError
 
@@ -74,7 +75,7 @@ def misfits(
     elif several and strategy.endswith("DeepSpeedStrategy"):
         what = "configure_optimizers returns several optimizers, and DeepSpeed takes one"
         yield Problem("strategy", what, _WHOLE)
-    theirs = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
+    plain_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
     for place, cls in callbacks.items():
         if issubclass(cls, theirs.BatchSizeFinder):
             what = "would change the batch size at each start, and with it the run's global batch"
@@ -85,7 +86,7 @@ def misfits(
             if manual:
                 what, remedy = f"{_MANUAL} the Trainer does not accumulate for it", "take it away"
             yield Problem(place, what, remedy)
-        if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and theirs:
+        if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and plain_ddp:
             what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
             yield Problem(place, what, "strategy=ddp")
 

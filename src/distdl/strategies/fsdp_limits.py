@@ -6,8 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distdl import cluster
@@ -16,10 +14,10 @@ from distdl.errors import Problem, UserError
 CALLS = 4  # a moving average of the weights may begin with a copy, which changes nothing
 
 
-def refuse_second_order(unit: FSDPModule) -> None:
+def refuse_second_order(unit: Any) -> None:
     """A gradient penalty: at the end of the first backward pass FSDP2 frees the weights that the
     second one reads. Grad mode is on in a backward pass with `create_graph=True` alone."""
-    state = unit._get_fsdp_state()
+    state = unit._get_fsdp_state()  # of a module that is sharded
     pre_backward = state._pre_backward
 
     def refusing(gradient: torch.Tensor) -> torch.Tensor:
@@ -28,14 +26,14 @@ def refuse_second_order(unit: FSDPModule) -> None:
             raise UserError(Problem("strategy", what, "strategy=ddp"))
         return pre_backward(gradient)
 
-    state._pre_backward = refusing  # type: ignore[method-assign]
+    state._pre_backward = refusing
 
 
-def watch_weights(module: nn.Module) -> None:
+def watch_weights(module: Any) -> None:
     """The first calls of `training_step` must leave the weights alone: those of no inner unit are
     whole there, in a copy that is thrown away. Collective."""
     slices: dict[str, Any] = dict(module.named_parameters())
-    step: Any = module.training_step
+    step = module.training_step
     calls = iter(range(CALLS))
 
     def is_changed(name: str, whole: torch.Tensor) -> bool:
