@@ -22,6 +22,7 @@ _SWITCH = "automatic_optimization"
 _ONE = "one optimizer with several parameter groups"
 _BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
 _WHOLE = "strategy=ddp or strategy=fsdp, which take several"
+_SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
 # What Lightning and torch say in the middle -> what is wrong (None: their words), the remedy.
 _SAID: dict[str, tuple[str, str | None, str]] = {
     "multiple optimizers is only supported": ("model", None, _BY_HAND),
@@ -89,6 +90,8 @@ def misfits(
         if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and plain_ddp:
             what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
             yield Problem(place, what, "strategy=ddp")
+        if issubclass(cls, theirs.ModelPruning) and strategy.endswith(_SPLIT):
+            yield Problem(place, "prunes whole weights, and a rank has a slice", "strategy=ddp")
 
 
 def refuse(trainer: Trainer) -> None:

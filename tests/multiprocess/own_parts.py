@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as theirs
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 THEIRS = "lightning.pytorch.callbacks"
 
@@ -39,6 +39,13 @@ class Data(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(table(8), 4)
+
+
+class Dealt(Data):
+    """In turns, as distdl deals what is not shuffled: Lightning itself would shuffle it."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(table(48), 4, sampler=DistributedSampler(table(48), shuffle=False))
 
 
 class Small(pl.LightningModule):
@@ -235,9 +242,9 @@ def plainly(
     module = globals()[cls](**arguments)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     several = {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"}
-    off |= several if ranks > 1 else {}
+    off |= {**several, "use_distributed_sampler": False} if ranks > 1 else {}
     trainer = pl.Trainer(max_epochs=3, callbacks=callbacks(), accelerator="cpu", **off)
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, datamodule=Dealt() if ranks > 1 else Data())
 
 
 def by_distdl(*arguments: str) -> int:

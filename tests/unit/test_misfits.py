@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
+    ModelPruning,
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -196,6 +197,13 @@ def test_optimizers_and_strategies(model: Any, strategy: str, said: str) -> None
     assert list(misfits({}, {}, several, "distdl.strategies.DDPStrategy")) == []
     (problem,) = misfits({}, {}, several, "distdl.strategies.DeepSpeedStrategy")
     assert problem.path == "strategy" and "strategy=fsdp" in problem.remedy
+
+
+def test_pruning_wants_whole_weights() -> None:
+    callbacks = {"callbacks.x": ModelPruning}
+    for strategy, refused in {"FSDPStrategy": 1, "DeepSpeedStrategy": 1, "DDPStrategy": 0}.items():
+        found = [*misfits({}, callbacks, BoringModel, f"distdl.strategies.{strategy}", 2)]
+        assert len(found) == refused
 
 
 @pytest.mark.parametrize(
