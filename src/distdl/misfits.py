@@ -137,7 +137,10 @@ def by_hand(model: Any) -> bool | None:
         return not model.automatic_optimization
     if not inspect.isclass(model) or not issubclass(model, LightningModule):
         return None
-    for base in model.__mro__[: model.__mro__.index(LightningModule)]:
+    order = [base for base in model.__mro__ if base not in LightningModule.__mro__[1:]]
+    for place, base in enumerate(order):
+        if base is LightningModule:
+            continue
         tree = _parsed(base)
         if tree is None:
             return None
@@ -146,7 +149,8 @@ def by_hand(model: Any) -> bool | None:
         inits = [s for s in tree.body if getattr(s, "name", "") == "__init__"]
         lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
         said = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
-        if len(said) == names.count(_SWITCH) == 1:
+        # What comes after Lightning's class may not be called.
+        if len(said) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
             return said[0].endswith("False")
         if _SWITCH in names:
             return None

@@ -56,6 +56,14 @@ class Mixed(Mixin, BoringModel):
     pass
 
 
+class After(BoringModel, Mixin):
+    """Nobody calls the `__init__` of the second, and so it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._automatic_optimization = False
+
+
 class OfClass(BoringModel):
     automatic_optimization = False
 
@@ -112,7 +120,7 @@ class Several(BoringModel):
 CLASSES = {
     False: (BoringModel, Reads, Again, Several),
     True: (ByHand, Inherits, Mixed, OfClass),
-    None: (Depends, Later, Both, Property, ByName, dict),
+    None: (After, Depends, Later, Both, Property, ByName, dict),
 }
 
 
