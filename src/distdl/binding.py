@@ -12,18 +12,16 @@ import importlib.util
 import inspect
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
 from distdl import kinds, lightning_1, lightning_names
 from distdl.own_code import editable, is_installed, make_importable
-from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
+from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
 from distdl.suggest import closest
-from distdl.targets import BUILT, Trust, lies_in, nodes
+from distdl.targets import BUILT, Trust, nodes
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 UNKNOWN = "takes no argument"
@@ -56,7 +54,9 @@ class Binding:
         for key in COLLECTIONS:
             self.visit(self.config.get(key), (key,))
         if isinstance(self.config.get("trainer"), dict):
-            self.trainer(self.config["trainer"])
+            from distdl import lightnings
+
+            lightnings.trainer(self, self.config["trainer"])
         if not self.local:
             self.left_behind()
 
@@ -112,10 +112,9 @@ class Binding:
 
     def node(self, node: dict[str, Any], path: Path, built: bool) -> None:
         called = self.called[path]
-        if len(path) == 1:
-            self.kind(called, str(path[0]))
-        if inspect.isclass(called):
-            self.hooks(called, path)
+        from distdl import lightnings
+
+        lightnings.component(self, called, path)
         if built:
             before = len(self.problems)
             self.bind(called, node, path)
@@ -169,41 +168,10 @@ class Binding:
             self.add((*path, "_target_"), *refused)
         return refused is None
 
-    def kind(self, called: Any, section: str) -> None:
-        """The model must be Lightning's, and so must the data; a strategy can what is asked."""
-        asked = (self.config.get("checkpoint") or {}).get("sharded")
-        if section == "strategy" and asked and not hasattr(called, "sharded_checkpoints"):
-            what = f"{called.__name__} writes whole checkpoints only"
-            self.add(("checkpoint", "sharded"), what, "checkpoint.sharded=false, or strategy=fsdp")
-        if section not in ("model", "data") or not inspect.isclass(called):
-            return
-        import lightning.pytorch as lightning
-
-        base = lightning.LightningModule if section == "model" else lightning.LightningDataModule
-        if not issubclass(called, base):
-            remedy = f"derive it from lightning.pytorch.{base.__name__}"
-            if section == "model":
-                remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
-            self.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
-        elif section == "model":
-            default = lightning.LightningModule.configure_optimizers
-            own = getattr(called, "configure_optimizers", None) is not default
-            self.facts["model_configures_optimizers"] = own
-
-    def hooks(self, called: type, path: Path) -> None:
-        """Those that only Lightning 1 called, or called with more arguments."""
-        import lightning.pytorch as pl
-
-        own = partial(lies_in, folders=self.trust.folders)
-        for base in (pl.LightningModule, pl.LightningDataModule, pl.Callback):
-            if issubclass(called, base):
-                for what, remedy in lightning_1.problems(called, base, own):
-                    self.add((*path, "_target_"), what, remedy)
-
-    def bind(self, called: Any, node: dict[str, Any], path: Path) -> None:
+    def bind(self, called: Any, node: dict[str, Any], path: Path, target: str = "") -> None:
         from distdl.signatures import bind, takes
 
-        target = node["_target_"]
+        target = target or node["_target_"]
         table = self.supplied.get(str(path[0]), {}) if len(path) == 1 else {}
         hidden = (*_SPECIAL, *table.get("consumed", ()))
         unset = [key for key in table.get("null_is_absent", ()) if node.get(key) is None]
@@ -252,62 +220,6 @@ class Binding:
             name, what, remedy = found
             place = (*path, name) if name else path
             self.add(place, f"{target}: {what}", remedy.replace("{}", path_text(path)))
-
-    def trainer(self, node: dict[str, Any]) -> None:
-        from lightning.pytorch import Trainer
-
-        from distdl import misfits
-        from distdl.signatures import bind, takes
-
-        self.visit(node, ("trainer",))
-        signature = takes(Trainer)
-        assert signature is not None
-        for owned in TRAINER_OWNED:  # stage 1 speaks of these
-            signature.parameters.pop(owned, None)
-        given = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
-        for name, what, remedy in bind(signature, given):
-            place: Path = ("trainer", name)
-            if what == "unknown argument":
-                what = "lightning's Trainer takes no such argument"
-                remedy = remedy.replace("{}", "trainer.")
-            elif "{}" in what:
-                what = what.replace("{}", self.show(place))
-            self.add(place, what, remedy)
-        self.tried(given)
-        classes = {str(path[1]): c for path, c in self.called.items() if path[0] == "callbacks"}
-        model = self.called.get(("model",))
-        manual = inspect.isclass(model) and misfits.is_manual(model)
-        chosen = {name: found for name, found in classes.items() if inspect.isclass(found)}
-        for problem in misfits.misfits(node, chosen, manual):
-            self.problems.append((problem.path, problem.what, problem.remedy))
-
-    def tried(self, arguments: dict[str, Any]) -> None:
-        """Lightning's own reading of the Trainer's arguments: it refuses what no type shows."""
-        from lightning.pytorch import Trainer
-
-        told = {".".join(map(str, path)) for path in self.broken} | {p for p, *_ in self.problems}
-        given = {
-            key: value
-            for key, value in arguments.items()
-            if f"trainer.{key}" not in told and "_target_" not in str(value)
-        }
-        # The devices need not be here, and what distdl owns is left out.
-        given |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
-        given |= {"deterministic": None, "benchmark": None}  # switches of this very process
-        owned: dict[str, Any] = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar"), False
-        )
-        try:
-            Trainer(**given, **owned)
-        except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
-            package = re.search(r"'([\w-]+)", str(error))
-            self.absent(package[1] if package else str(error), ("trainer",))
-        except Exception as error:
-            text = str(error)
-            names = [
-                k for k, v in given.items() if re.search(rf"\b{k}\b", text) or f"={v!r}" in text
-            ]
-            self.add(("trainer", *names[:1]), f"Lightning refuses it: {said(error)}")
 
     def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
         """Lets a target check its own node: a static or class method `check(node[, context])`.

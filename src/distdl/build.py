@@ -13,18 +13,17 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig
 
-from distdl import batches, cluster, misfits, optim, portable
+from distdl import batches, cluster, optim, portable
 from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
 from distdl.checkpoint import CheckpointStore
-from distdl.config import BENCHMARK, TRAIN, plain
+from distdl.config import TRAIN, plain
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.environment import Environment
-from distdl.errors import Problem, UserError
 from distdl.formats import AnyCheckpoint
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory
@@ -90,17 +89,7 @@ def build(
     own_optimizer = configures_optimizers(module)
     nodes = (config.get("callbacks") or {}).items()
     chosen = {str(name): make(node) for name, node in nodes if node}  # null takes one away
-    trains = config.task.get("_target_") in (TRAIN, BENCHMARK)
-    kinds = {name: type(callback) for name, callback in chosen.items()}
-    manual = not module.automatic_optimization
-    if trains and (found := list(misfits.misfits(plain(config.trainer), kinds, manual))):
-        raise UserError(*found)
     strategy = make(config.strategy)
-    if environment.world_size > 1 and isinstance(strategy, str):  # Lightning's DDP
-        unfreezes = [name for name, kind in kinds.items() if issubclass(kind, BaseFinetuning)]
-        if unfreezes:
-            what = f"does not average what callbacks.{unfreezes[0]} unfreezes: ranks would diverge"
-            raise UserError(Problem("strategy=auto", what, "strategy=ddp"))
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
     rank, world_size = data_share(strategy, environment)

@@ -1,64 +1,182 @@
-"""What a module that steps its optimizers itself, or a callback, makes impossible: refused before
-the start. Validation asks with classes, the worker again with the real thing."""
+"""What does not go together: the Trainer's arguments, a module that steps its optimizers itself,
+callbacks, strategies. Refused before the start: validation asks with classes, the worker again,
+before any step, with the real things."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import callbacks as theirs
 
-from distdl.errors import Problem
+from distdl.errors import Problem, UserError
 
-_MANUAL = "the model steps its optimizers itself (automatic_optimization = False), and the Trainer"
+_MANUAL = "the model steps its optimizers itself (automatic_optimization = False), and"
+_SWITCH = "automatic_optimization"
+_ONE = "one optimizer with several parameter groups"
+_BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
+_WHOLE = "strategy=ddp or strategy=fsdp, which take several"
+_SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
+# What Lightning and torch say in the middle -> what is wrong (None: their words), the remedy.
+_SAID: dict[str, tuple[str, str | None, str]] = {
+    "multiple optimizers is only supported": ("model", None, _BY_HAND),
+    "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_WHOLE}"),
+    "parameters that were not used in producing the loss": (
+        "strategy",
+        "a backward pass used a part of the model's parameters, and DDP waits for all of them",
+        "strategy=ddp strategy.find_unused_parameters=true",
+    ),
+    "got mixed torch.Tensor and DTensor": (
+        "strategy",
+        "weights are used outside of their module's forward, where a rank has a slice of them",
+        "call that module itself, or strategy=ddp",
+    ),
+}
 
 
 def misfits(
-    trainer: Mapping[str, Any], callbacks: Mapping[str, type], manual: bool
+    trainer: Mapping[str, Any],
+    callbacks: Mapping[str, type],
+    model: Any = None,
+    strategy: str = "",
+    ranks: int = 1,
 ) -> Iterator[Problem]:
-    """Problems, by the Trainer's arguments and the class of each callback in the config."""
+    """Problems.
+
+    Args:
+        trainer: The Trainer's arguments.
+        callbacks: Their classes, by where they stand (`callbacks.stop`).
+        model: The LightningModule or its class.
+        strategy: Where its class is, `distdl.strategies.DDPStrategy`.
+        ranks: How many train.
+    """
+    manual, several = by_hand(model), makes_several(model)
     clip, accumulate = trainer.get("gradient_clip_val"), trainer.get("accumulate_grad_batches", 1)
     if manual and clip:
         kind = trainer.get("gradient_clip_algorithm") or "norm"
         call = f"self.clip_gradients(optimizer, {clip}, {kind!r})"
         remedy = f"trainer.gradient_clip_val=null, and before each step: {call}"
-        yield Problem("trainer.gradient_clip_val", f"{_MANUAL} does not clip for it", remedy)
+        what = f"{_MANUAL} the Trainer does not clip for it"
+        yield Problem("trainer.gradient_clip_val", what, remedy)
     if manual and accumulate != 1:
         remedy = f"trainer.accumulate_grad_batches=1, and step at each {accumulate}th batch_idx"
-        what = f"{_MANUAL} does not accumulate for it"
+        what = f"{_MANUAL} the Trainer does not accumulate for it"
         yield Problem("trainer.accumulate_grad_batches", what, remedy)
-    for place, cls in ((f"callbacks.{name}", cls) for name, cls in callbacks.items()):
-        if issubclass(cls, BatchSizeFinder):
+    if manual and strategy.endswith("PipelineStrategy"):
+        yield Problem("strategy", f"{_MANUAL} a pipeline has steps of its own", "strategy=ddp")
+    if several and manual is False:
+        what = "configure_optimizers returns several optimizers, and Lightning steps one by itself"
+        yield Problem("model", what, _BY_HAND)
+    elif several and strategy.endswith("DeepSpeedStrategy"):
+        what = "configure_optimizers returns several optimizers, and DeepSpeed takes one"
+        yield Problem("strategy", what, _WHOLE)
+    plain_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
+    for place, cls in callbacks.items():
+        if issubclass(cls, theirs.BatchSizeFinder):
             what = "would change the batch size at each start, and with it the run's global batch"
-            yield Problem(place, what, f"~{place}, and data.batch_size=...")
-        if issubclass(cls, GradientAccumulationScheduler) and (manual or accumulate != 1):
+            yield Problem(place, what, "take it away, and write data.batch_size=...")
+        if issubclass(cls, theirs.GradientAccumulationScheduler) and (manual or accumulate != 1):
             what = f"and trainer.accumulate_grad_batches={accumulate} exclude each other"
-            remedy = (
-                f"trainer.accumulate_grad_batches=1, and {place}.scheduling={{0: {accumulate}}}"
-            )
+            remedy = f"trainer.accumulate_grad_batches=1, and scheduling={{0: {accumulate}}} in it"
             if manual:
-                what, remedy = f"{_MANUAL} does not accumulate for it", f"~{place}"
+                what, remedy = f"{_MANUAL} the Trainer does not accumulate for it", "take it away"
             yield Problem(place, what, remedy)
+        if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and plain_ddp:
+            what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
+            yield Problem(place, what, "strategy=ddp")
+        if issubclass(cls, theirs.ModelPruning) and strategy.endswith(_SPLIT):
+            yield Problem(place, "prunes whole weights, and a rank has a slice", "strategy=ddp")
 
 
-def is_manual(cls: type) -> bool:
-    """Whether a module's class, or its `__init__` at its top level, says `automatic_optimization =
-    False`. What depends on arguments only an instance shows."""
-    for base in cls.__mro__:
+def refuse(trainer: Trainer) -> None:
+    """Asks about the real things, those that the module's `configure_callbacks` returns included.
+
+    Raises:
+        UserError: With everything that does not go together.
+    """
+    algorithm = trainer.gradient_clip_algorithm
+    arguments = {
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": getattr(algorithm, "value", algorithm),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    kinds = {type(callback).__name__: type(callback) for callback in callbacks}
+    strategy = type(trainer.strategy)
+    where = f"{strategy.__module__}.{strategy.__name__}"
+    if found := [*misfits(arguments, kinds, trainer.lightning_module, where, trainer.world_size)]:
+        raise UserError(*found)
+
+
+def explained(error: BaseException) -> Problem | None:
+    """What Lightning or torch refuses in the middle, with a remedy of ours; None: not known."""
+    for words, (place, what, remedy) in _SAID.items():
+        if words in str(error):
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [
+                f for f in frames if "site-packages" not in f.filename and f.name[-5:] == "_step"
+            ]
+            line = f" ({own[-1].filename}, line {own[-1].lineno})" if own and what else ""
+            return Problem(place, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
+    return None
+
+
+# ------------------------------------------------------------- what a class says of its optimizers
+
+
+def by_hand(model: Any) -> bool | None:
+    """Whether a module steps its optimizers itself. None: its class does not tell, since that
+    depends on arguments, is a property, or is set anywhere but at the top level of `__init__`."""
+    if isinstance(model, LightningModule):
+        return not model.automatic_optimization
+    if not inspect.isclass(model) or not issubclass(model, LightningModule):
+        return None
+    order = [base for base in model.__mro__ if base not in LightningModule.__mro__[1:]]
+    for place, base in enumerate(order):
         if base is LightningModule:
-            break
-        if isinstance(said := vars(base).get("automatic_optimization"), bool):
-            return not said
-        try:
-            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(vars(base)["__init__"])))
-        except (KeyError, OSError, TypeError, SyntaxError):
             continue
-        lines = [ast.unparse(statement) for statement in tree.body[0].body]
-        for value in (True, False):
-            if f"self.automatic_optimization = {value}" in lines:
-                return not value
+        tree = _parsed(base)
+        if tree is None:
+            return None
+        nodes = [n for n in ast.walk(tree) if not isinstance(getattr(n, "ctx", None), ast.Load)]
+        names = [getattr(n, key, None) for n in nodes for key in ("attr", "id", "name", "value")]
+        inits = [s for s in tree.body if getattr(s, "name", "") == "__init__"]
+        lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
+        said = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
+        # What comes after Lightning's class may not be called.
+        if len(said) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
+            return said[0].endswith("False")
+        if _SWITCH in names:
+            return None
     return False
+
+
+def makes_several(model: Any) -> bool:
+    """Whether each `return` of a module's `configure_optimizers` shows more than one optimizer. Of
+    two names nobody knows: they may be optimizers and their schedules."""
+    tree = _parsed(getattr(model, "configure_optimizers", None)) or ast.Pass()
+    returned = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            items = getattr(node.value, "elts", [])
+            if len(items) == 2 and isinstance(items[0], ast.List):
+                items = [*items[0].elts, None] if len(items[0].elts) > 1 else []
+            sure = len(items) > 2 or (len(items) == 2 and isinstance(items[0], ast.Dict))
+            returned.append(sure and not any(isinstance(item, ast.Starred) for item in items))
+        elif isinstance(node, ast.FunctionDef) and node is not tree:
+            return False
+    return bool(returned) and all(returned)
+
+
+def _parsed(found: Any) -> Any:
+    """The node of a class or function; None where nobody has its source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None

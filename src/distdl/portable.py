@@ -55,9 +55,14 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     """The names of an optimizer's parameters, group by group.
 
-    A parameter that is not the module's has its position for a name: "group0.parameter3".
+    A parameter that is not the module's has its position for a name: "group0.parameter3". One that
+    is pruned (torch.nn.utils.prune) has the name that it had, under which its weights are saved.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    masks = {name for name, _ in module.named_buffers()}
+    names = {}
+    for name, parameter in module.named_parameters():
+        before = name.removesuffix("_orig")
+        names[id(parameter)] = before if f"{before}_mask" in masks else name
     return [
         [names.get(id(p), f"group{g}.parameter{i}") for i, p in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)

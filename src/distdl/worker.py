@@ -199,10 +199,14 @@ def perform(
 def lightnings_refusals() -> Iterator[None]:
     """What Lightning's own code raises is for the user to change: a UserError in its place, without
     the traceback, which the log file has."""
+    from distdl import misfits
+
     plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
     try:
         yield
     except Exception as error:
+        if problem := misfits.explained(error):
+            raise UserError(problem) from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raised = (frame.line or "").startswith("raise ") and type(error) in plain
         of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()

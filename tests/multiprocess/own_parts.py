@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -21,7 +22,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as theirs
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 THEIRS = "lightning.pytorch.callbacks"
 
@@ -40,6 +41,13 @@ class Data(pl.LightningDataModule):
         return DataLoader(table(8), 4)
 
 
+class Dealt(Data):
+    """In turns, as distdl deals what is not shuffled: Lightning itself would shuffle it."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(table(48), 4, sampler=DistributedSampler(table(48), shuffle=False))
+
+
 class Small(pl.LightningModule):
     """Writes each batch's losses into $LOSSES, and kills itself in batch $KILL."""
 
@@ -56,7 +64,12 @@ class Small(pl.LightningModule):
         return ((self(batch[0]) - batch[1]) ** 2).mean()
 
     def record(self, *losses: torch.Tensor) -> None:
+        """The losses of a batch, the mean over the ranks."""
         number = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self.trainer.world_size > 1:
+            losses = tuple(self.trainer.strategy.reduce(loss.clone()) for loss in losses)
+        if not self.trainer.is_global_zero:
+            return
         with open(os.environ["LOSSES"], "a") as file:
             file.write(json.dumps([number, *map(float, losses)]) + "\n")
 
@@ -73,7 +86,7 @@ class Small(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -128,6 +141,16 @@ def together() -> list[Any]:
     ]
 
 
+class Throughput(theirs.ThroughputMonitor):
+    def __init__(self) -> None:
+        super().__init__(batch_size_fn=len)
+
+
+def beside() -> list[Any]:
+    stop = theirs.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    return [theirs.GradientAccumulationScheduler({0: 2, 1: 3}), stop]
+
+
 def swa() -> list[Any]:
     return [theirs.StochasticWeightAveraging(0.01, swa_epoch_start=2)]
 
@@ -155,6 +178,24 @@ CASES: dict[str, tuple[str, list[str], Callable[[], list[Any]], int]] = {
     "by hand": ("ByHand", ["checkpoint.every_n_steps=5"], list, 17),
 }
 MORE = {
+    "beside, two ranks": (
+        "Small",
+        [
+            node("GradientAccumulationScheduler", scheduling="{0: 2, 1: 3}"),
+            node("EarlyStopping", monitor="val_loss", patience=1, min_delta=10),
+            node("LearningRateMonitor"),
+            node("DeviceStatsMonitor"),
+            node("TQDMProgressBar"),
+            node("ModelSummary"),
+            node("Timer", duration="{hours: 1}"),
+            "+callbacks.speed={_target_: mine.Throughput}",
+            "tracking=csv",
+        ],
+        beside,
+        11,
+    ),
+    "swa, two ranks": ("Small", [SWA], swa, 16),
+    "by hand, two ranks": ("ByHand", ["checkpoint.every_n_steps=5"], list, 12),
     "swa, plain": ("Small", [SWA], swa, 30),
     "ema": (
         "Small",
@@ -165,10 +206,20 @@ MORE = {
 }
 
 
-def in_a_fork(work: Callable[[], int | None], output: str, **variables: str) -> int:
-    """The exit code of `work`, or minus the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
+def in_forks(work: Callable[[], int | None], output: str, ranks: int, **variables: str) -> int:
+    """The exit code of `work`, or minus the signal that ended it; the first of several ranks'."""
+    pids = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for rank in range(ranks):
+        if ranks > 1:  # as torchrun has it
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+            variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "own"}
+        pids.append(os.fork())
+        if pids[-1]:
+            continue
         code = 99
         try:
             with open(output, "a") as file:
@@ -180,15 +231,20 @@ def in_a_fork(work: Callable[[], int | None], output: str, **variables: str) -> 
         finally:
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return codes[0]
 
 
-def plainly(cls: str, callbacks: Callable[[], list[Any]], arguments: dict[str, Any]) -> None:
+def plainly(
+    cls: str, callbacks: Callable[[], list[Any]], arguments: dict[str, Any], ranks: int
+) -> None:
     pl.seed_everything(0, verbose=False)
     module = globals()[cls](**arguments)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    several = {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"}
+    off |= {**several, "use_distributed_sampler": False} if ranks > 1 else {}
     trainer = pl.Trainer(max_epochs=3, callbacks=callbacks(), accelerator="cpu", **off)
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, datamodule=Dealt() if ranks > 1 else Data())
 
 
 def by_distdl(*arguments: str) -> int:
@@ -206,6 +262,9 @@ def tried(name: str) -> dict[str, Any]:
     command += ["trainer.accelerator=cpu", "trainer.max_epochs=3", "trainer.log_every_n_steps=1"]
     command += ["tracking=none", "checkpoint.monitor=null", "checkpoint.every_n_steps=1"]
     command += ["experiment_name=e", *overrides]
+    ranks = 2 if name.endswith("two ranks") else 1
+    if ranks > 1:
+        command += ["strategy=ddp", "strategy.find_unused_parameters=true"]
     given = {"norm": True} if "+model.norm=true" in overrides else {}
     run = f"outputs/e/{words}-killed"
     files = {part: f"{words}-{part}" for part in ("plain", "whole", "killed")}
@@ -214,9 +273,9 @@ def tried(name: str) -> dict[str, Any]:
         variables = {"LOSSES": f"{files[part]}.jsonl", "KILL": str(kill)}
 
         def work() -> int | None:
-            return by_distdl(*arguments) if arguments else plainly(cls, callbacks, given)
+            return by_distdl(*arguments) if arguments else plainly(cls, callbacks, given, ranks)
 
-        return in_a_fork(work, f"{files[part]}.log", **variables)
+        return in_forks(work, f"{files[part]}.log", ranks, **variables)
 
     codes = [going("plain"), going("whole", *command, f"name={words}")]
     codes += [going("killed", *command, f"name={words}-killed", kill=kill)]

@@ -1,4 +1,4 @@
-"""What two ranks do under ddp and local_sgd; the three tests of this folder look at it."""
+"""What two ranks do under ddp and local_sgd; four tests of this folder look at it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from distdl.callbacks.trace import Trace
 from distdl.strategies.ddp import DDPStrategy
 from distdl.strategies.drifting import average_
 from distdl.strategies.local_sgd import LocalSGDStrategy
+from tests.strategies import own_steps
 from tests.strategies.small import (
     Small,
     bytes_of,
@@ -82,6 +83,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     logging.disable(logging.WARNING)
     yield from ddp(folder)
     yield from local(folder)
+    yield from own_steps.cases(folder)
 
 
 def ddp(folder: Path) -> Iterator[tuple[str, Any]]:

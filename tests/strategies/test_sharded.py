@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distdl import autotune
 from distdl.errors import UserError
 from distdl.strategies import DeepSpeedStrategy, FSDPStrategy
+from distdl.strategies.deepspeed import Precision
 from distdl.strategies.deepspeed_settings import settings_of
 from distdl.strategies.fsdp import units
 from distdl.strategies.sharing import on_host
@@ -112,6 +113,14 @@ def test_refused_before_the_start(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(UserError, match="is no JSON"):
         settings_of(file)
+
+
+def test_clipping_by_hand_is_not_dropped() -> None:
+    precision = Precision("32-true")
+    precision.clip_gradients(None, 1.0)  # the Trainer's is in DeepSpeed's settings
+    precision.by_hand = True
+    with pytest.raises(UserError, match="gradient_clipping"):
+        precision.clip_gradients(None, 1.0)
 
 
 def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_a_valid_config_binds() -> None:
         ({"optimizer.params": []}, "optimizer.params: is passed by distdl or by position already"),
         ({"optimizer.nesterov": "yes"}, "optimizer.nesterov: must be true or false, not 'yes'"),
         ({"optimizer._args_": [0.1]}, "optimizer.lr: is passed by distdl or by position already"),
-        ({"trainer.max_epoch": 3}, "trainer.max_epoch: lightning's Trainer takes no such argument"),
+        ({"trainer.max_epoch": 3}, "trainer.max_epoch: lightning's Trainer takes no argument"),
         ({"trainer.max_epoch": 3}, "did you mean trainer.max_epochs?"),
         ({"trainer.benchmark": "y"}, "trainer.benchmark: must be true or false or null, not 'y'"),
         ({"strategy.find_unused": True}, "did you mean strategy.find_unused_parameters?"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl.portable import is_named, to_indices, to_names
+from distdl.portable import is_named, names_of, to_indices, to_names
 
 
 def model() -> nn.Module:
@@ -84,3 +84,11 @@ def test_what_does_not_fit_is_named() -> None:
         to_indices(named, whole, module)
     with pytest.raises(ValueError, match=r"\[1, 1\] parameters, and the checkpoint's \[2, 2\]"):
         to_names(whole.state_dict(), optimizer, module)
+
+
+def test_a_pruned_weight_keeps_its_name() -> None:
+    module = nn.Linear(2, 2)
+    module.register_parameter("bias_orig", nn.Parameter(torch.ones(1)))  # which is none
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    nn.utils.prune.l1_unstructured(module, "weight", 1)
+    assert names_of(optimizer, module) == [["weight", "bias", "bias_orig"]]

@@ -12,21 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-)
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sample_config import sample
 
-from distdl import checks, compose, validate, worker
+from distdl import checks, compose, validate
 from distdl.binding import Binding
 from distdl.callbacks.metrics import rates
 from distdl.errors import UserError
-from distdl.misfits import is_manual, misfits
 from distdl.suggest import strategy_for
 from tests.conftest import Said
 
@@ -74,7 +66,7 @@ REFUSED = {
     "enable_progress_bar=true": "callbacks.progress=null",
     "enable_checkpointing=false": "checkpoint.*",
     "strategy=ddp_spawn": "strategy=ddp",
-    "no_such=1": "lightning's Trainer takes no such argument",
+    "no_such=1": "lightning's Trainer takes no argument",
 }
 
 
@@ -186,117 +178,6 @@ def test_in_a_file_of_the_users(text: str, command: Callable[..., Said], tmp_pat
     (tmp_path / "conf" / "experiment" / "ours.yaml").write_text(f"# @package _global_\n{text}\n")
     said = command("experiment=ours", "model=resnet18", "trainer.accelerator=cpu")
     assert said.code == 2 and "\n      strategy=ddp\n" in said.err + "\n"
-
-
-# ----------------------------------------------------------------------- what does not go together
-
-
-class ByHand(BoringModel):
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class ByHandToo(ByHand):
-    def __init__(self) -> None:
-        super().__init__(2)
-
-
-class Again(ByHand):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-
-class Depends(BoringModel):
-    def __init__(self, manual: bool) -> None:
-        super().__init__()
-        if manual:
-            self.automatic_optimization = False
-
-
-@pytest.mark.parametrize(
-    ("cls", "manual"),
-    [(BoringModel, False), (ByHand, True), (ByHandToo, True), (Again, False), (Depends, False)],
-)
-def test_a_class_that_steps_by_hand_is_known_by_its_source(cls: type, manual: bool) -> None:
-    assert is_manual(cls) is manual
-
-
-def test_what_does_not_go_together() -> None:
-    trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
-    chosen = {
-        "stop": EarlyStopping,
-        "search": BatchSizeFinder,
-        "more": GradientAccumulationScheduler,
-    }
-    by_hand = list(misfits(trainer, chosen, True))
-    assert [p.path.rpartition(".")[2] for p in by_hand] == [
-        "gradient_clip_val",
-        "accumulate_grad_batches",
-        "search",
-        "more",
-    ]
-    assert "self.clip_gradients(optimizer, 0.5, 'norm')" in by_hand[0].remedy
-    alone = list(misfits(trainer, chosen, False))
-    assert [p.path for p in alone] == ["callbacks.search", "callbacks.more"]
-    assert "callbacks.more.scheduling={0: 4}" in alone[1].remedy
-    assert list(misfits({}, {"stop": EarlyStopping}, True)) == []
-
-
-def test_validation_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    boring = "lightning.pytorch.demos.boring_classes.BoringModel"
-    monkeypatch.setattr(boring, ByHand)
-    config = sample({"trainer.gradient_clip_val": 1.0, "project.allow": [boring]})
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        validate,
-        "_ask_child",
-        lambda text: asked.append(json.loads(text)) or {"problems": [], "notes": [], "facts": {}},
-    )
-    validate.check_bindings(config, None, None, local=True)
-    binding = Binding(asked[0])
-    binding.run()
-    assert "trainer.gradient_clip_val" in [path for path, _, _ in binding.problems]
-
-
-def _refused_by_lightning() -> None:
-    pl.Trainer(accelerator="cpu", logger=False, limit_train_batches=1.5)
-
-
-def _checked_by_lightning() -> None:
-    class Two(BoringModel):
-        def configure_optimizers(self) -> Any:
-            return [
-                torch.optim.SGD(self.parameters(), 0.1),
-                torch.optim.SGD(self.parameters(), 0.1),
-            ]
-
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    pl.Trainer(accelerator="cpu", fast_dev_run=True, **off).fit(Two())
-
-
-def _wrong_by_itself() -> None:
-    raise ValueError("mine")
-
-
-@pytest.mark.parametrize(
-    ("work", "kind", "text"),
-    [
-        (_refused_by_lightning, UserError, "invalid value 1.5"),
-        (_checked_by_lightning, UserError, "only supported with manual optimization"),
-        (_wrong_by_itself, ValueError, "mine"),
-    ],
-)
-def test_what_lightning_raises_is_for_the_user(
-    work: Callable[[], None], kind: type[Exception], text: str
-) -> None:
-    with pytest.raises(kind, match=text) as caught, worker.lightnings_refusals():
-        work()
-    assert type(caught.value) is kind
-    assert kind is ValueError or isinstance(
-        caught.value.__cause__, MisconfigurationException | RuntimeError
-    )
 
 
 # ------------------------------------------------------------------------------------ rates

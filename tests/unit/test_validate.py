@@ -339,7 +339,7 @@ def test_wrong_value_of_a_secret_key_is_not_printed() -> None:
 def test_all_problems_of_both_stages_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {
         "problems": [
-            ["trainer.max_epoch", "lightning's Trainer takes no such argument", ""],
+            ["trainer.max_epoch", "lightning's Trainer takes no argument 'max_epoch'", ""],
             ["seed", "stage 2 speaks of it, too", ""],
             ["data", "the folder somewhere-private is absent", ""],
         ],

@@ -21,21 +21,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from distdl import cluster, optim
-from distdl.callbacks import apart
+from distdl import cluster, misfits, optim
+from distdl.callbacks import apart, going_on
 from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.callbacks.best import Best
-from distdl.callbacks.going_on import (
-    begin_epoch_again,
-    of_parameters,
-    recount_batches,
-    reopen_epoch,
-    restart_validation,
-    restore_parameters,
-    restore_rng,
-    rng_state,
-    without_search,
-)
 from distdl.callbacks.metrics import steps_of
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
@@ -116,6 +105,8 @@ class Checkpointer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Before those of Lightning, which come last.
+        if stage == "fit":
+            misfits.refuse(trainer)
         apart.give_own_folders(trainer, self.saver.store.folder)
         if not self._guards:
             self._guards = True
@@ -136,12 +127,14 @@ class Checkpointer(Callback):
         if not self.trust_pickle:
             refuse_pickles(trainer)
         if self._kept is not None:
-            restore_rng(self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank)
-            restore_parameters(pl_module, self._kept)
+            going_on.restore_rng(
+                self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank
+            )
+            going_on.restore_parameters(pl_module, self._kept)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # The loaders of this epoch, which were begun already, draw their seeds once more.
                 iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-            begin_epoch_again(trainer)
+            going_on.begin_epoch_again(trainer)
             self._recount(trainer, self._kept)
             self._rescale(trainer, self._kept["global_batch_size"])
             self._kept = None
@@ -285,20 +278,20 @@ class Checkpointer(Callback):
             "samples_per_batch": self.samples_per_batch,
             "world_size": trainer.world_size,
             **self.best.state(),
-            "rng": cluster.gather(rng_state()),
-            **of_parameters(pl_module, self._half_a_step),
+            "rng": cluster.gather(going_on.rng_state()),
+            **going_on.of_parameters(pl_module, self._half_a_step),
         }
         if trainer.validating and self._reason == "signal":
-            restart_validation(checkpoint["loops"]["fit_loop"])
+            going_on.restart_validation(checkpoint["loops"]["fit_loop"])
         if self._reason == "cut":
-            reopen_epoch(checkpoint["loops"]["fit_loop"])
+            going_on.reopen_epoch(checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        without_search(trainer)
+        going_on.without_search(trainer)
         kept = checkpoint.get(KEY)
         if kept is None:
             return
@@ -311,7 +304,7 @@ class Checkpointer(Callback):
         if self.samples_per_batch and kept["samples_per_batch"] != self.samples_per_batch:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             state = progress.state_dict()
-            recount_batches(state, kept["consumed"], self.samples_per_batch)
+            going_on.recount_batches(state, kept["consumed"], self.samples_per_batch)
             progress.load_state_dict(state)
 
     def _rescale(self, trainer: Trainer, before: int | None) -> None:

@@ -9,18 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks as theirs
 from torch import nn
 
 from distdl import cluster
 
 # Their `on_train_epoch_start` sets up the epoch, and may come twice. Lightning leaves that hook out
 # when it goes on inside an epoch.
-SET_UP_THE_EPOCH = (GradientAccumulationScheduler, StochasticWeightAveraging)
+SET_UP_THE_EPOCH = (theirs.GradientAccumulationScheduler, theirs.StochasticWeightAveraging)
 
 
 def restart_validation(fit_loop: dict[str, Any]) -> None:
@@ -120,5 +116,5 @@ def begin_epoch_again(trainer: Trainer) -> None:
 
 def without_search(trainer: Trainer) -> None:
     """A run that goes on has its learning rate: Lightning would search for it again."""
-    kept = [c for c in trainer.callbacks if not isinstance(c, LearningRateFinder)]  # type: ignore[attr-defined]
+    kept = [c for c in trainer.callbacks if not isinstance(c, theirs.LearningRateFinder)]  # type: ignore[attr-defined]
     trainer.callbacks = kept  # type: ignore[attr-defined]

@@ -8,15 +8,7 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as RichProgress
+from rich import console, progress
 
 from distdl.callbacks.metrics import StepMetrics
 from distdl.data.images import default_workers
@@ -37,8 +29,8 @@ class Progress(Callback):
 
     def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2) -> None:
         self.bar, self.refresh_seconds = bar, refresh_seconds
-        self._console = Console(stderr=True)
-        self._progress: RichProgress | None = None
+        self._console = console.Console(stderr=True)
+        self._progress: progress.Progress | None = None
         self._drawn = 0.0
         self._hinted = False
         self._hot = 0
@@ -114,13 +106,13 @@ class Progress(Callback):
 
     def _open(self, title: str, total: float) -> None:
         self._close()
-        self._progress = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[info]}"),
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[info]}"),
             console=self._console,
             transient=True,
         )

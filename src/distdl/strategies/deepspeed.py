@@ -24,15 +24,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from torch import nn
 from torch.optim import Optimizer
 
-from distdl import cluster, deepspeed_folder, formats, portable, sharded_folder
+from distdl import cluster, deepspeed_folder, portable, sharded_folder
 from distdl.checkpoint import remove
 from distdl.errors import Problem, UserError
-from distdl.strategies import deepspeed_state
+from distdl.strategies import deepspeed_state, sharing
 from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
-from distdl.strategies.sharing import agree_on_buffers, lay_out_plainly, refuse_averaging
 
 
-class DeepSpeedStrategy(LightningDeepSpeed):
+class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     """ZeRO (Rajbhandari et al. 2020): what DDP keeps on every rank is partitioned.
 
     Args:
@@ -48,8 +47,6 @@ class DeepSpeedStrategy(LightningDeepSpeed):
     Raises:
         UserError: DeepSpeed is not installed, or the file cannot be read.
     """
-
-    sharded_checkpoints = False  # `checkpoint.sharded`
 
     def __init__(
         self,
@@ -103,7 +100,7 @@ class DeepSpeedStrategy(LightningDeepSpeed):
             what = "DeepSpeed clips by the norm, not by value"
             yield Problem("", what, "trainer.gradient_clip_algorithm=norm")
         if node.get("stage", 2) == 3:
-            yield from refuse_averaging(context["config"])
+            yield from sharing.refuse_averaging(context["config"])
         if trainer.get("sync_batchnorm"):
             yield Problem("", "does not synchronise batch norm", "trainer.sync_batchnorm=false")
         if node.get("config") and local:
@@ -123,14 +120,6 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         if isinstance(plugin, DeepSpeedPrecision):
             plugin = Precision(plugin.precision)  # type: ignore[arg-type]
         self._precision_plugin = plugin
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False  # weights are read into the whole module, which is then partitioned
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -183,6 +172,7 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         super().setup(trainer)
         if self.model is not self.lightning_module:
             self._engine = self.model
+        self.precision_plugin.by_hand = not trainer.lightning_module.automatic_optimization
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
@@ -205,7 +195,7 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         # Afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]
-        lay_out_plainly(model)
+        sharing.lay_out_plainly(model)
         with self._device_index():
             engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         engine.set_gradient_accumulation_boundary(True)
@@ -216,7 +206,7 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         if not self.zero_stage_3:  # every rank has all weights: nothing to gather
             self.model_to_device()
             return
-        lay_out_plainly(model)
+        sharing.lay_out_plainly(model)
         with self._device_index():
             super()._initialize_deepspeed_inference(model)
 
@@ -245,18 +235,12 @@ class DeepSpeedStrategy(LightningDeepSpeed):
                         value.to(self.root_device), parameter.requires_grad
                     )
 
-    def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        agree_on_buffers(self.lightning_module)
-
-    on_test_start = on_predict_start = on_validation_start
-
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights on rank 0; nothing where DeepSpeed writes its own. Collective."""
         assert self.lightning_module is not None
-        agree_on_buffers(self.lightning_module)
+        sharing.agree_on_buffers(self.lightning_module)
         if self.sharded_checkpoints:
             return {}
         if self._engine is None:
@@ -292,9 +276,6 @@ class DeepSpeedStrategy(LightningDeepSpeed):
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._unwrap()
         assert self.lightning_module is not None
@@ -320,6 +301,13 @@ class Precision(DeepSpeedPrecision):
     """Lightning's, with autocast to bfloat16 instead of 16 bit weights where a device is set."""
 
     autocasts_on: str | None = None
+    by_hand = False
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        if self.by_hand:  # by the Trainer is in DeepSpeed's settings
+            what = "DeepSpeed clips in its own step, and self.clip_gradients does nothing"
+            remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
+            raise UserError(Problem("strategy", what, remedy))
 
     def convert_input(self, data: Any) -> Any:
         return data if self.autocasts_on else super().convert_input(data)

@@ -28,21 +28,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from distdl import formats, portable, sharded_folder
+from distdl import portable, sharded_folder
 from distdl.errors import Problem, UserError
-from distdl.strategies.sharing import (
-    agree_on_buffers,
-    check_keys,
-    lay_out_plainly,
-    on_host,
-    refuse_averaging,
-)
+from distdl.strategies import sharing
+from distdl.strategies.fsdp_limits import refuse_second_order, watch_weights
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# Their forward takes weights out of modules inside, whose own forward is not called.
+USE_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# They have no forward to gather weights for.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 
 
-class FSDPStrategy(ModelParallelStrategy):
+class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     """Shards weights, gradients and optimizer state over all ranks.
 
     Blocks are what the module states by `pipeline_blocks()`, else submodules found by their size.
@@ -56,8 +55,6 @@ class FSDPStrategy(ModelParallelStrategy):
             the backward (as ZeRO-3); False keeps them in between (as ZeRO-2).
         offload: Keep slices and optimizer state in host memory between the steps.
     """
-
-    sharded_checkpoints = False  # `checkpoint.sharded`
 
     def __init__(
         self,
@@ -76,21 +73,13 @@ class FSDPStrategy(ModelParallelStrategy):
             yield Problem("min_parameters", "is below 1", "strategy.min_parameters=1000000")
         if context["accelerator"] == "mps":
             yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
-        yield from refuse_averaging(context["config"])
+        yield from sharing.refuse_averaging(context["config"])
         precision = context["config"]["trainer"].get("precision")
         if precision not in PRECISIONS:
             what = f"does not train with trainer.precision={precision}"
             yield Problem("", what, "trainer.precision=bf16-mixed, or 32-true")
 
     # ------------------------------------------------------------------------------- set-up
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False  # weights are read into the whole module, which is then sharded
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
@@ -120,10 +109,13 @@ class FSDPStrategy(ModelParallelStrategy):
 
     def _shard(self, module: nn.Module) -> None:
         # Every rank has built the same whole module and keeps its slices: nothing is sent.
-        policy = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+        pins = torch.cuda.is_available()
+        policy = CPUOffloadPolicy(pin_memory=pins) if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
-        lay_out_plainly(module)
-        for unit in [*units(module, self.min_parameters), module]:
+        sharing.lay_out_plainly(module)
+        assert self.lightning_module is not None
+        by_hand = not self.lightning_module.automatic_optimization
+        for unit in [*units(module, self.min_parameters, each=by_hand), module]:
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -131,6 +123,9 @@ class FSDPStrategy(ModelParallelStrategy):
                 reshard_after_forward=self.reshard_after_forward and unit is not module,
                 offload_policy=policy,
             )
+            refuse_second_order(unit)
+        if not by_hand:
+            watch_weights(module)
         for step in STEPS:  # Lightning calls these and not `forward`
             register_fsdp_forward_method(module, step)
 
@@ -141,18 +136,19 @@ class FSDPStrategy(ModelParallelStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        agree_on_buffers(self.lightning_module)
-
-    on_test_start = on_predict_start = on_validation_start
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        module: Any = self.lightning_module
+        if not module.automatic_optimization and closure_loss.requires_grad:
+            # FSDP2 reduces gradients by what a unit returned: this loss is inside of the outermost.
+            closure_loss.register_hook(module._get_fsdp_state()._pre_backward)
 
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights on rank 0; slices everywhere for a sharded checkpoint. Collective."""
         assert self.lightning_module is not None
-        agree_on_buffers(self.lightning_module)
+        sharing.agree_on_buffers(self.lightning_module)
         self._reshard()
         return self._outgoing(self.lightning_module.state_dict())
 
@@ -172,7 +168,9 @@ class FSDPStrategy(ModelParallelStrategy):
             (key, value.full_tensor() if isinstance(value, DTensor) else value)
             for key, value in values.items()
         )
-        return {key: on_host(value) if self.is_global_zero else None for key, value in whole}
+        return {
+            key: sharing.on_host(value) if self.is_global_zero else None for key, value in whole
+        }
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -183,10 +181,6 @@ class FSDPStrategy(ModelParallelStrategy):
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        # Mapped, not read: each rank touches the pages of its own slices.
-        return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
@@ -195,7 +189,7 @@ class FSDPStrategy(ModelParallelStrategy):
             return
         self._reshard()
         own, given = module.state_dict(), checkpoint["state_dict"]
-        check_keys(own, given, strict)
+        sharing.check_keys(own, given, strict)
         with torch.no_grad():
             for name in own.keys() & given.keys():
                 own[name].copy_(sliced_like(given[name], own[name]))
@@ -233,12 +227,14 @@ def sliced_like(full: Any, parameter: torch.Tensor) -> Any:
     ).clone()
 
 
-def units(module: nn.Module, minimum: int) -> list[nn.Module]:
+def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module]:
     """The submodules to shard on their own, inner ones first.
 
     Args:
         module: The whole; it is none of them.
         minimum: Parameters that a unit has, those of units inside it not counted.
+        each: Whatever else has weights of its own is a unit as well, since parts of the module are
+            called by themselves, with backward passes in between.
 
     Returns:
         Its stated blocks (`pipeline_blocks()`: names and modules), or submodules found from the
@@ -249,27 +245,28 @@ def units(module: nn.Module, minimum: int) -> list[nn.Module]:
     taken: set[int] = set()
     found: list[nn.Module] = []
 
-    def consider(candidate: nn.Module) -> None:
+    def consider(candidate: nn.Module, least: int) -> None:
         inside = Counter(id(p) for m in candidate.modules() for p in m.parameters(recurse=False))
         shared = any(times[key] != count for key, count in inside.items())
         free = {id(p): p.numel() for p in candidate.parameters() if id(p) not in taken}
-        if sum(free.values()) >= minimum and not shared:
+        if sum(free.values()) >= least and not shared:
             found.append(candidate)
             taken.update(free)
 
-    stated = getattr(module, "pipeline_blocks", None)
-    if stated is not None:
-        with suppress(UserError):  # it is no chain of blocks
-            for _, block in stated():
-                consider(block)
-            return found
-    containers = (nn.ModuleList, nn.ModuleDict)  # they have no forward to gather weights for
-
-    def walk(parent: nn.Module) -> None:
+    def walk(parent: nn.Module, least: int) -> None:
         for child in parent.children():
-            walk(child)
-            if not isinstance(child, containers):
-                consider(child)
+            if not isinstance(child, USE_WHAT_IS_INSIDE):
+                walk(child, least)
+            if not isinstance(child, CONTAINERS):
+                consider(child, least)
 
-    walk(module)
+    blocks: list[tuple[str, nn.Module]] = []
+    with suppress(UserError, AttributeError):  # it states none, or no chain of them
+        blocks = list(module.pipeline_blocks())  # type: ignore[operator]
+    for _, block in blocks:
+        consider(block, minimum)
+    if not blocks:
+        walk(module, minimum)
+    if each:
+        walk(module, 1)
     return found

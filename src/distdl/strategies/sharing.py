@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from distdl import formats
 from distdl.errors import Problem
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+
+class Sliced(Strategy):
+    """Where each rank holds slices: weights are read into the whole module, which is then cut."""
+
+    sharded_checkpoints = False  # `checkpoint.sharded`
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        agree_on_buffers(self.lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        # Mapped, not read: each rank touches the pages of its own slices.
+        return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
 
 def agree_on_buffers(module: nn.Module) -> None:

@@ -105,10 +105,6 @@ class PipelineStrategy(StagedStrategy):
     def split(self, trainer: Trainer) -> None:
         """Cuts the module: called once, by the Splitter."""
         module = trainer.lightning_module
-        if not module.automatic_optimization:
-            raise UserError(
-                Problem("strategy", "a pipeline needs automatic optimization", "strategy=ddp")
-            )
         if str(trainer.precision).startswith("16"):
             raise UserError(
                 Problem(

@@ -1,0 +1,101 @@
+"""What validation asks of Lightning: whether model and data are its own, which hooks it calls, and
+how it reads the Trainer's arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import astuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from distdl import lightning_1, misfits
+from distdl.config import BENCHMARK, TRAIN
+from distdl.errors import Problem
+from distdl.schema import TRAINER_OWNED, Path, path_text
+from distdl.targets import lies_in
+
+if TYPE_CHECKING:
+    from distdl.binding import Binding
+
+BASES = {"model": LightningModule, "data": LightningDataModule}
+
+
+def component(binding: Binding, called: Any, path: Path) -> None:
+    """The model must be Lightning's, and so must the data; a strategy can what is asked. Hooks that
+    only Lightning 1 called, or called with more arguments, are told."""
+    asked = (binding.config.get("checkpoint") or {}).get("sharded")
+    if path == ("strategy",) and asked and not hasattr(called, "sharded_checkpoints"):
+        what = f"{called.__name__} writes whole checkpoints only"
+        binding.add(("checkpoint", "sharded"), what, "checkpoint.sharded=false, or strategy=fsdp")
+    if not inspect.isclass(called):
+        return
+    section = str(path[0])
+    base = BASES.get(section) if len(path) == 1 else None
+    if base is not None and not issubclass(called, base):
+        remedy = f"derive it from lightning.pytorch.{base.__name__}"
+        if section == "model":
+            remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
+        binding.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
+    elif base is LightningModule:
+        default = LightningModule.configure_optimizers
+        own = getattr(called, "configure_optimizers", None) is not default
+        binding.facts["model_configures_optimizers"] = own
+    mine = partial(lies_in, folders=binding.trust.folders)
+    for kind in (*BASES.values(), Callback):
+        if issubclass(called, kind):
+            for what, remedy in lightning_1.problems(called, kind, mine):
+                binding.add((*path, "_target_"), what, remedy)
+
+
+def trainer(binding: Binding, node: dict[str, Any]) -> None:
+    """The Trainer's arguments: those that bind are tried, and those that fit nothing else told."""
+    binding.visit(node, ("trainer",))
+    # Stage 1 speaks of those that are owned.
+    given = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
+    binding.bind(Trainer, given, ("trainer",), "lightning's Trainer")
+    broken = {path_text(path) for path in binding.broken}
+    told = broken | {place for place, *_ in binding.problems}
+    plain = {k: v for k, v in given.items() if f"trainer.{k}" not in told}
+    refused = tried({k: v for k, v in plain.items() if "_target_" not in str(v)})
+    if isinstance(refused, str):
+        binding.absent(refused, ("trainer",))
+    elif refused is not None:
+        binding.problems.append(astuple(refused))
+    if (binding.config.get("task") or {}).get("_target_", TRAIN) in (TRAIN, BENCHMARK):
+        classes = {place: c for place, c in binding.called.items() if inspect.isclass(c)}
+        found = misfits.misfits(
+            node,
+            {path_text(place): c for place, c in classes.items() if place[0] == "callbacks"},
+            classes.get(("model",)),
+            str((binding.config.get("strategy") or {}).get("_target_")),
+            int(binding.context.get("world_size", 1)),
+        )
+        binding.problems += map(astuple, found)
+
+
+def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
+    """Lightning's own reading of the Trainer's arguments: it refuses what no type shows.
+
+    Returns:
+        What is wrong; the name of a package that is missing; None.
+    """
+    # The devices need not be here, and what distdl owns is left out.
+    here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
+    here |= {"deterministic": None, "benchmark": None}  # switches of this very process
+    here |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    try:
+        Trainer(**{**arguments, **here})
+    except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
+        package = re.search(r"'([\w-]+)", str(error))
+        return package[1] if package else str(error)
+    except Exception as error:
+        text = str(error)
+        given = {**arguments, **here}.items()
+        names = [k for k, v in given if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
+        said = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
+        return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {said}")
+    return None

@@ -1,0 +1,59 @@
+"""What FSDP2 gets wrong without a word, seen in the training itself: refused there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from distdl import cluster
+from distdl.errors import Problem, UserError
+
+CALLS = 4  # a moving average of the weights may begin with a copy, which changes nothing
+
+
+def refuse_second_order(unit: Any) -> None:
+    """A gradient penalty: at the end of the first backward pass FSDP2 frees the weights that the
+    second one reads. Grad mode is on in a backward pass with `create_graph=True` alone."""
+    state = unit._get_fsdp_state()  # of a module that is sharded
+    pre_backward = state._pre_backward
+
+    def refusing(gradient: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            what = "create_graph=True (a gradient penalty) gives wrong gradients under fsdp"
+            raise UserError(Problem("strategy", what, "strategy=ddp"))
+        return pre_backward(gradient)
+
+    state._pre_backward = refusing
+
+
+def watch_weights(module: Any) -> None:
+    """The first calls of `training_step` must leave the weights alone: those of no inner unit are
+    whole there, in a copy that is thrown away. Collective."""
+    slices: dict[str, Any] = dict(module.named_parameters())
+    step = module.training_step
+    calls = iter(range(CALLS))
+
+    def is_changed(name: str, whole: torch.Tensor) -> bool:
+        own = slices[name]
+        if isinstance(whole, DTensor):  # of an inner unit: changed where it is kept
+            return False
+        used: Any = distribute_tensor(
+            whole.detach(), own.device_mesh, own.placements, src_data_rank=None
+        )
+        return not used.to_local().equal(own.to_local())
+
+    @functools.wraps(step)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        if next(calls, None) is not None:
+            mine = [name for name, p in module.named_parameters() if is_changed(name, p)]
+            if changed := [name for names in cluster.gather(mine) for name in names]:
+                what = f"training_step changes weights ({changed[0]}), which is lost under fsdp"
+                remedy = "do it in on_train_batch_end, in place and not by .data; or strategy=ddp"
+                raise UserError(Problem("strategy", what, remedy))
+        return output
+
+    module.training_step = training_step
