@@ -106,6 +106,7 @@ def launch(config: object) -> int:
 
     user_conf.print_shadowed()
     planned = planning.plan(config)  # type: ignore[arg-type]
+    planning.check_classes(planned)
     if planned.config.dry_run:
         print(launching.render(planned))
         return 0
@@ -202,6 +203,8 @@ def print_problems(error: UserError) -> None:
     print(f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}", file=sys.stderr)
     for problem in error.problems:
         print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
+    if error.further:
+        print(error.further, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ class Binding:
         self.supplied: dict[str, dict[str, list[str]]] = request["supplied"]
         self.context: dict[str, Any] = request["context"]
         self.local: bool = self.context["local"]
-        self.skip = [tuple(path) for path in request["skip"]]
-        self.broken = [tuple(path) for path in request["broken"]]
+        self.skip: list[Path] = []
+        self.broken: list[Path] = []
         self.trust = Trust(*map(tuple, request["trust"]))
         self.called: dict[Path, Any] = {}
         self.expressions = {tuple(path): text for path, text in request["expressions"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
 from pathlib import Path as FilePath
@@ -14,7 +16,7 @@ from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
 from distdl.resources import replicas
 from distdl.schema import TRAINER_OWNED, Path, path_text
-from distdl.suggest import strategy_for
+from distdl.suggest import did_you_mean, strategy_for
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
@@ -72,6 +74,29 @@ def removed(resolved: Resolved) -> Found:
     if (name := given.get("accelerator")) in lightning_1.ACCELERATORS:
         gone["accelerator"] = f"{name} is a strategy", "strategy=ddp, and trainer.accelerator=auto"
     return [(("trainer", key), Problem(f"trainer.{key}", *said)) for key, said in gone.items()]
+
+
+def unknown(resolved: Resolved) -> Found:
+    """What Lightning's Trainer does not take."""
+    takes = _trainer_takes()
+    what = "lightning's Trainer takes no such argument"
+    found: Found = []
+    for key in resolved.section("trainer"):
+        if takes and key not in takes and key not in lightning_1.TRAINER:
+            remedy = did_you_mean(f"trainer.{key}", [f"trainer.{name}" for name in takes])
+            found.append((("trainer", key), Problem(f"trainer.{key}", what, remedy)))
+    return found
+
+
+def _trainer_takes() -> list[str]:
+    """The arguments of Lightning's Trainer as its source has them; importing it takes seconds."""
+    package = importlib.util.find_spec("lightning")
+    for folder in (package and package.submodule_search_locations) or ():
+        source = FilePath(folder) / "pytorch/trainer/trainer.py"
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                return [each.arg for each in (*node.args.args[1:], *node.args.kwonlyargs)]
+    return []
 
 
 def names(resolved: Resolved) -> Found:

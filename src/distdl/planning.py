@@ -1,4 +1,7 @@
-"""A composed config becomes a plan: every problem at once, and nothing written yet."""
+"""A composed config becomes a plan: every problem at once, and nothing written yet.
+
+`plan` needs no torch: it is over in a moment, whatever it finds. `check_classes` takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl import batches, checkpoint, checks, kinds, provenance, resources, validate
+from distdl import batches, checkpoint, checks, jobs, kinds, provenance, resources, validate
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.importing import uncollected
@@ -31,7 +34,7 @@ REQUIRED = ("model", "strategy", "launcher")
 
 @dataclass
 class Plan:
-    """One attempt, validated, and nothing written yet.
+    """One attempt, and nothing written yet.
 
     Args:
         config: Recipe and where, merged, with this attempt's changes.
@@ -72,9 +75,10 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         name: Another name than the config's: that of a member of a sweep.
 
     Raises:
-        UserError: Anything is wrong with the config, or the name belongs to another recipe.
+        UserError: Anything is wrong with the text of the config, the name belongs to another
+            recipe, or its run is under way.
     """
-    size, notes = check(config, apart=name is not None)
+    size = size_of(config)
     recipe = configs.recipe_of(config)
     name = name or config.name
     if name is None:
@@ -82,7 +86,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         name = f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
     run_id = f"{config.experiment_name}/{name}"
     run = RunDirectory(Path(config.output_dir).resolve() / run_id)
-    planned = Plan(config, recipe, size, run, run_id, notes=notes)
+    planned = Plan(config, recipe, size, run, run_id)
     if not run.exists:
         refuse_missing_start(planned)
         return planned
@@ -107,11 +111,13 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         given: Paths that the user set himself in this attempt.
 
     Raises:
-        UserError: The global batch cannot be kept, and nothing was said about it.
+        UserError: It is under way, or the global batch cannot be kept and nothing was said of it.
     """
     last = planned.run.last_attempt()
     if last is None:
         return planned
+    if not planned.config.dry_run:
+        jobs.refuse_second(planned.run)
     before = last.launch()
     # A resume has looked at those before: another strategy drops the settings of the last one.
     changes = dict(planned.changes or before.get("changes") or {})
@@ -160,15 +166,14 @@ def refuse_missing_start(planned: Plan) -> None:
         )
 
 
-def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[str]]:
-    """Both stages of validation and the size of the run: every problem at once.
+def size_of(config: DictConfig) -> Resources:
+    """The size of the run, and the first stage of validation.
 
     Args:
         config: As composed, or as a resume makes it.
-        apart: The run will have a process of its own, as the members of a sweep have.
 
     Raises:
-        UserError: With all of them.
+        UserError: With every problem that the config's text shows.
     """
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
@@ -177,8 +182,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
         for group in REQUIRED
         if not written.get(group)
     ]
-    local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
-    root = root_of(config)
+    local, root = is_local(config), root_of(config)
     make_importable(own_folders(root))  # a launcher may be one of them
     size, uncounted = None, None
     known = getattr(launcher_class(config), "devices", None)
@@ -201,23 +205,42 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
                 "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising",
             )
         )
-    if problems:  # where the first stage speaks of the same key, it says it better
-        told = {p.path for p in validate.problems_of(config, local=local)}
-        problems = [p for p in problems if p.path not in told]
-    here = local and size is not None and not apart and written.get("dry_run") is False
-    needed = "distdl.build" if size and size.world_size == 1 else AGENT
+    validate.refuse(config, size, local=local, project_root=str(root), further=problems)
+    if uncounted is not None:
+        validate.validate(config, None, local=local, project_root=str(root))
+        raise uncounted
+    assert size is not None
+    return size
+
+
+def check_classes(planned: Plan, *, apart: bool = False) -> None:
+    """The second stage of validation, of what is not finished already.
+
+    Args:
+        planned: Its notes gain what could not be checked.
+        apart: The run will have a process of its own, as the members of a sweep have.
+
+    Raises:
+        UserError: With all problems.
+    """
+    config, size, local = planned.config, planned.resources, is_local(planned.config)
+    if planned.finished and not config.dry_run:
+        return
+    here = local and not apart and not config.dry_run
+    needed = "distdl.build" if size.world_size == 1 else AGENT
     with imported_meanwhile(needed) if here else nullcontext():
         notes, facts = validate.validate(
-            config, size, local=local, project_root=str(root), further=problems
+            config, size, local=local, project_root=str(root_of(config))
         )
-    if uncounted:
-        raise uncounted
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append(
             "the model's own configure_optimizers is used; optimizer= and schedule= are not"
         )
-    assert size is not None
-    return size, notes
+    planned.notes += notes
+
+
+def is_local(config: DictConfig) -> bool:
+    return str((config.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
 
 
 def root_of(config: DictConfig) -> Path:

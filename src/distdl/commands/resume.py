@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -111,11 +112,10 @@ def plan(
     ]
     # What is as it was is no change, and a finished run that is asked for it has still finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
-    try:
-        size, notes = planning.check(config)
-    except UserError as error:
-        raise UserError(*error.problems, *code_elsewhere(config, before["where"], error)) from None
+    with told_of_code_elsewhere(config, before["where"]):
+        size = planning.size_of(config)
     refuse_programs(config, given)
+    notes: list[str] = []
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     if not last:
         command = run.provenance().get("command") or "unknown"
@@ -126,7 +126,10 @@ def plan(
         )
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
-    return planning.proceed(planned, given)
+    planning.proceed(planned, given)
+    with told_of_code_elsewhere(config, before["where"]):
+        planning.check_classes(planned)
+    return planned
 
 
 def begun_anew(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
@@ -138,17 +141,21 @@ def begun_anew(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
     return {"run_id": "/".join(run.path.parts[-3 if deep else -2 :]), "where": where}
 
 
-def code_elsewhere(
-    config: DictConfig, before: dict[str, Any], error: UserError
-) -> Iterator[Problem]:
+@contextmanager
+def told_of_code_elsewhere(config: DictConfig, before: dict[str, Any]) -> Iterator[None]:
     """Where the code is that is missing here: as the run's files say, so it is not taken from there
     unasked."""
-    root = (before.get("project") or {}).get("root")
-    here = planning.root_of(config)
-    refused = any("_target_" in problem.path for problem in error.problems)
-    if refused and root and str(root) != str(here):
-        what = f"the run was started with the code of {root}, and this project is {here}"
-        yield Problem("project.root", what, f"cd {root}, or if you trust it: project.root={root}")
+    try:
+        yield
+    except UserError as error:
+        root = (before.get("project") or {}).get("root")
+        here = planning.root_of(config)
+        refused = any("_target_" in problem.path for problem in error.problems)
+        if refused and root and str(root) != str(here):
+            what = f"the run was started with the code of {root}, and this project is {here}"
+            remedy = f"cd {root}, or if you trust it: project.root={root}"
+            raise type(error)(*error.problems, Problem("project.root", what, remedy)) from None
+        raise
 
 
 def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:
