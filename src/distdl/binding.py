@@ -358,6 +358,18 @@ def origin(error: BaseException) -> str:
     return place
 
 
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """Problems, notes and facts, as `distdl.validate` reads them."""
+    lightning_names.serve()
+    make_importable(request["trust"][0])  # and not what `python -m` puts there
+    binding = Binding(request)
+    binding.run()
+    from distdl.redact import hide_shapes
+
+    problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
+    return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
+
+
 def main() -> None:
     gc.disable()  # a child that lives for seconds, most of which are imports
     # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
@@ -366,15 +378,7 @@ def main() -> None:
     from distdl.orphans import die_with_parent
 
     die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    request = json.load(sys.stdin)
-    lightning_names.serve()
-    make_importable(request["trust"][0])  # and not what `python -m` puts there
-    binding = Binding(request)
-    binding.run()
-    from distdl.redact import hide_shapes
-
-    problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
-    json.dump({"problems": problems, "notes": binding.notes, "facts": binding.facts}, answer)
+    json.dump(answered(json.load(sys.stdin)), answer)
     answer.close()
     sys.stderr.flush()
     os._exit(0)  # taking torch and Lightning apart again takes another second

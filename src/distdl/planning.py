@@ -227,10 +227,11 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     if planned.finished and not config.dry_run:
         return
     here = local and not apart and not config.dry_run
-    needed = "distdl.build" if size.world_size == 1 else AGENT
-    with imported_meanwhile(needed) if here else nullcontext():
+    # Which GPU is visible must be said before anything looks.
+    goes_on = here and size.world_size == 1 and not size.device_ids
+    with imported_meanwhile(AGENT) if here and not goes_on else nullcontext():
         notes, facts = validate.validate(
-            config, size, local=local, project_root=str(root_of(config))
+            config, size, local=local, project_root=str(root_of(config)), goes_on=goes_on
         )
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append(

@@ -123,12 +123,14 @@ def check_bindings(
     *,
     local: bool | None = None,
     project_root: str | None = None,
+    goes_on: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
-    """Stage 2: imports each `_target_` in a child process and binds its arguments.
+    """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
     Args:
         config, local, project_root: As in `problems_of`, which has found nothing.
         size: The size of the run; None where only the launcher knows it.
+        goes_on: This very process goes on as the worker, and imports all of it but once.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
@@ -151,7 +153,7 @@ def check_bindings(
             "local": is_here(resolved, local),
         },
     }
-    answer = _ask_child(json.dumps(request, default=str))
+    answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
     problems = [_safe(Problem(*problem), resolved) for problem in answer["problems"]]
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
     return _tidy(problems), notes, answer["facts"]
@@ -163,6 +165,7 @@ def validate(
     *,
     local: bool | None = None,
     project_root: str | None = None,
+    goes_on: bool = False,
 ) -> tuple[list[str], dict[str, Any]]:
     """Both stages, the second if the first finds nothing; notes and facts of `check_bindings`.
 
@@ -170,7 +173,9 @@ def validate(
         UserError: with all problems of the stage that finds any.
     """
     refuse(config, size, local=local, project_root=project_root)
-    problems, notes, facts = check_bindings(config, size, local=local, project_root=project_root)
+    problems, notes, facts = check_bindings(
+        config, size, local=local, project_root=project_root, goes_on=goes_on
+    )
     if problems:
         raise UserError(*problems)
     return notes, facts
@@ -215,6 +220,12 @@ def _has_target(values: Any, path: str) -> bool:
             return True
         values = values.get(part) if isinstance(values, dict) else None
     return isinstance(values, dict) and "_target_" in values
+
+
+def _ask_here(request: str) -> dict[str, Any]:
+    from distdl.binding import answered
+
+    return answered(json.loads(request))
 
 
 def _ask_child(request: str) -> dict[str, Any]:
