@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl import user_conf
+from distdl import user_conf, words
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
 from distdl.suggest import closest, strategy_for
@@ -104,7 +104,10 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
         line = str(override.input_line)
         key = override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
-        if override.is_delete() or key.startswith("hydra"):
+        if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
+            what = "distdl lays out its own runs, and Hydra's setting would do nothing"
+            problems.append(Problem(key, what, words.for_key(key)))
+        elif override.is_delete() or key.startswith("hydra"):
             options.append(line)
         elif is_group(key) and not isinstance(override.value(), dict):
             problems += _unknown_options(override)
@@ -138,7 +141,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
             key, equals, value = text.partition("=")
             if equals and not text.startswith("~"):
                 remedy = redact(first_lines(error))
-                if not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
+                if lacking := words.open_brackets(value):
+                    remedy = f"it lacks {lacking}: {redact(repr(text + lacking))}"
+                elif not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
                     quoted = value.replace('"', '\\"')
                     remedy += "\n    a text with special characters: "
                     remedy += redact(f"""'{key}="{quoted}"'""")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from distdl import words
 from distdl.errors import Problem
 from distdl.suggest import did_you_mean, strategy_for
 
@@ -261,7 +262,8 @@ def _unknown(path: Path, value: Any, known: Iterable[str]) -> list[tuple[Path, P
         return [p for key, item in value.items() for p in _unknown((*path, key), item, known)]
     text = path_text(path)
     where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
-    return [(path, Problem(text, f"unknown key {where}", did_you_mean(text, known)))]
+    remedy = words.for_key(text) or did_you_mean(text, known)
+    return [(path, Problem(text, f"unknown key {where}", remedy))]
 
 
 def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple[Path, Problem]:
@@ -273,7 +275,11 @@ def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple
     what = f"names no class (_target_), only {given}"
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
-        return path, Problem(text, what, near or f"write +{text}._target_=package.Class")
+        option = words.for_component(str(path[0]), str(path[-1]))
+        remedy = near or f"write +{text}._target_=package.Class"
+        if option:
+            remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
+        return path, Problem(text, what, remedy)
     return path, Problem(text, what, f"choose one: {text}=NAME (--help lists them)")
 
 
