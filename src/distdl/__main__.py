@@ -176,7 +176,7 @@ def sweep(overrides: list[str], config_dirs: list[str]) -> int:
 
 
 def check_words(overrides: list[str]) -> None:
-    """A word without `=` is a verb that is misspelt or another tool's, or a piece of an override."""
+    """A word without `=` is a misspelt verb, or another tool's, or a piece of an override."""
     problems, left = [], list(overrides)
     while left:
         count, override = words.whole(left)

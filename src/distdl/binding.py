@@ -11,10 +11,13 @@ import gc
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
@@ -23,7 +26,7 @@ from distdl import kinds, lightning_1, lightning_names
 from distdl.own_code import is_installed, make_importable
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import closest
-from distdl.targets import BUILT, Trust, lies_in, nodes
+from distdl.targets import BUILT, Trust, lies_in, nodes, target_problems
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 UNKNOWN = "takes no argument"
@@ -39,9 +42,9 @@ class Binding:
         self.supplied: dict[str, dict[str, list[str]]] = request["supplied"]
         self.context: dict[str, Any] = request["context"]
         self.local: bool = self.context["local"]
-        self.skip: list[Path] = []
-        self.broken: list[Path] = []
         self.trust = Trust(*map(tuple, request["trust"]))
+        self.skip = [path[:-1] for path, _ in target_problems(self.config, self.trust)]
+        self.broken: list[Path] = []
         self.called: dict[Path, Any] = {}
         self.expressions = {tuple(path): text for path, text in request["expressions"]}
         self.problems: list[tuple[str, str, str]] = []
@@ -284,7 +287,8 @@ class Binding:
             ("logger", "enable_checkpointing", "enable_progress_bar"), False
         )
         try:
-            Trainer(**given, **owned)
+            with warnings.catch_warnings(action="ignore"), unlogged():
+                Trainer(**given, **owned)
         except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
             package = re.search(r"'([\w-]+)", str(error))
             self.absent(package[1] if package else str(error), ("trainer",))
@@ -329,6 +333,16 @@ class Binding:
         from distdl.resolve import Resolved
 
         return Resolved(values=self.config, expressions=self.expressions).show(path)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Of the Trainer that trains, Lightning says the same once more."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def is_absent(package: str) -> bool:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path as FilePath
 from typing import Any, Protocol
 
+from distdl import config as configs
 from distdl import lightning_1
 from distdl.errors import Problem
 from distdl.job import unprintable, variable_problems
@@ -106,10 +107,32 @@ def names(resolved: Resolved) -> Found:
     if isinstance(output, str) and (odd := unprintable(str(FilePath(output).absolute()))):
         what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
         found.append((("output_dir",), Problem("output_dir", what, "choose another folder")))
+    if isinstance(output, str) and (refused := unwritable(FilePath(output))):
+        found.append((("output_dir",), Problem("output_dir", refused, "choose another folder")))
     for problem in variable_problems(resolved.section("launcher")):
         path = ("launcher", *problem.path.split(".", 1))
         found.append((path, Problem(f"launcher.{problem.path}", problem.what, problem.remedy)))
     return found
+
+
+def unwritable(folder: FilePath) -> str:
+    """Why no folder can be made at a path; "" if one can."""
+    for part in (folder.absolute(), *folder.absolute().parents):
+        if part.exists():
+            if not part.is_dir():
+                return f"{part} is a file"
+            return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
+    return ""
+
+
+def nothing(resolved: Resolved) -> Found:
+    """A training of no batches."""
+    limit, task = resolved.section("trainer").get("limit_train_batches"), resolved.section("task")
+    if limit != 0 or task.get("_target_") != configs.TRAIN:
+        return []
+    path, what = "trainer.limit_train_batches", "0 is a training of no batches"
+    remedy = f"{path}=null: all; task=validate trains nothing"
+    return [(("trainer", "limit_train_batches"), Problem(path, what, remedy))]
 
 
 def forwarded(resolved: Resolved, here: bool) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -142,7 +143,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
             if equals and not text.startswith("~"):
                 remedy = redact(first_lines(error))
                 if lacking := words.open_brackets(value):
-                    remedy = f"it lacks {lacking}: {redact(repr(text + lacking))}"
+                    closed = text.rstrip(", ") + lacking
+                    remedy = f"it lacks {lacking}: {redact(repr(closed))}"
                 elif not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
                     quoted = value.replace('"', '\\"')
                     remedy += "\n    a text with special characters: "
@@ -228,8 +230,12 @@ def _unknown_options(override: Any) -> Iterable[Problem]:
             continue
         close = closest(option, known)
         hint = f"did you mean {group}={close}? " if close else ""
-        if group == "strategy" and (words := strategy_for(option)):
-            hint = f"{words}; "
+        if group == "strategy" and (ours := strategy_for(option)):
+            hint = f"{ours}; "
+        if elsewhere := user_conf.elsewhere(group, option):
+            hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
+        if group == "trainer" and not close:
+            hint = f"{words.SIZE}; "
         yield Problem(group, f"no option {option!r}", f"{hint}available: {', '.join(known)}")
 
 

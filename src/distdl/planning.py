@@ -78,17 +78,17 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         UserError: Anything is wrong with the text of the config, the name belongs to another
             recipe, or its run is under way.
     """
-    size = size_of(config)
-    recipe = configs.recipe_of(config)
-    name = name or config.name
-    if name is None:
-        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-        name = f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
-    run_id = f"{config.experiment_name}/{name}"
-    run = RunDirectory(Path(config.output_dir).resolve() / run_id)
-    planned = Plan(config, recipe, size, run, run_id)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        recipe = configs.recipe_of(config)
+        name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
+        run_id = f"{config.experiment_name}/{name}"
+        run = RunDirectory(Path(str(config.output_dir)).resolve() / run_id)
+    except OmegaConfBaseException:  # one of them leads nowhere
+        size_of(config)
+        raise
+    planned = Plan(config, recipe, size_of(config, run), run, run_id)
     if not run.exists:
-        refuse_missing_start(planned)
         return planned
     stored = run.recipe()
     if not configs.same_recipe(stored, recipe):
@@ -132,45 +132,53 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     planned.changes = changes
     planned.notes += keeps.notes
     planned.config = configs.merge(planned.recipe, configs.where_of(planned.config), changes)
-    refuse_missing_start(planned)
     return planned
 
 
-def refuse_missing_start(planned: Plan) -> None:
-    """`checkpoint.resume_from` is there, if the run has no checkpoint of its own yet, and so is
-    `task.checkpoint`.
+def missing_checkpoint(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
+    """Whether `task.checkpoint` is there, if the task takes one and runs here."""
+    task = config.task
+    named = str(task.get("checkpoint", "best"))
+    here = checks.runs_here(str(config.launcher["_target_"]))
+    if here and named != "none" and task["_target_"] in configs.EVALUATE:
+        return found_problems(named, "task.checkpoint", run.checkpoints)
+    return ()
 
-    Raises:
-        UserError: It is not, or it is a path of this machine and the job runs elsewhere.
-    """
-    task, here = planned.config.task, checks.runs_here(str(planned.config.launcher["_target_"]))
-    if here and task["_target_"] in configs.EVALUATE and task.get("checkpoint", "best") != "none":
-        named = str(task.get("checkpoint", "best"))
-        checkpoint.find(named, "task.checkpoint", planned.run.checkpoints)
-    given = planned.config.checkpoint.get("resume_from")
-    if not given or any(planned.run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
-        return
-    if here:
-        checkpoint.find(given, "checkpoint.resume_from")
-        return
-    written = OmegaConf.to_container(planned.config.checkpoint, resolve=False)
+
+def missing_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
+    """Whether `checkpoint.resume_from` is there, unless the run has a checkpoint of its own; of a
+    job elsewhere, whether it is a path that its nodes may see."""
+    given = config.checkpoint.get("resume_from")
+    if not given or any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
+        return ()
+    if checks.runs_here(str(config.launcher["_target_"])):
+        return found_problems(given, "checkpoint.resume_from")
+    written = OmegaConf.to_container(config.checkpoint, resolve=False)
     assert isinstance(written, dict)
-    if not Path(given).is_absolute() and "${input:" not in written["resume_from"]:
-        raise UserError(
-            Problem(
-                "checkpoint.resume_from",
-                f"{given} is a path below this folder, and the job runs elsewhere",
-                "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
-                "with launcher.inputs.start=...",
-            )
-        )
+    if Path(given).is_absolute() or "${input:" in written["resume_from"]:
+        return ()
+    what = f"{given} is a path below this folder, and the job runs elsewhere"
+    remedy = (
+        "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
+        "with launcher.inputs.start=..."
+    )
+    return [Problem("checkpoint.resume_from", what, remedy)]
 
 
-def size_of(config: DictConfig) -> Resources:
+def found_problems(named: str, key: str, own: Path | None = None) -> Sequence[Problem]:
+    try:
+        checkpoint.find(named, key, own)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
     """The size of the run, and the first stage of validation.
 
     Args:
         config: As composed, or as a resume makes it.
+        run: Its directory, which may have checkpoints.
 
     Raises:
         UserError: With every problem that the config's text shows.
@@ -197,6 +205,9 @@ def size_of(config: DictConfig) -> Resources:
             problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
         pass  # a broken value: the first stage names it
+    for look in (missing_checkpoint, missing_start):
+        with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
+            problems += look(config, run) if run else ()  # the first stage names what is broken
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         problems.append(
             Problem(

@@ -15,17 +15,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from distdl import words
 from distdl.errors import Problem
+from distdl.ranges import AboveZero, Count, NotNegative, Positive
 from distdl.suggest import did_you_mean, strategy_for
 
 Path = tuple[str | int, ...]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
 # "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
 Time = str | dict[str, Any]
-Limit = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None
+Limit = Annotated[int, Field(ge=0)] | NotNegative | None
 
 
 def _nonzero(value: int) -> int:
@@ -54,12 +53,12 @@ class Project(_Fixed):
 
     root: str | None = None
     allow: list[str] = []
-    max_snapshot_mb: Annotated[float, Field(gt=0)] = 300
+    max_snapshot_mb: AboveZero = 300
 
 
 class Checkpoint(_Fixed):
     every_n_steps: Positive | None = None
-    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    every_minutes: AboveZero | None = None
     every_n_epochs: Positive = 1
     keep_last: Positive = 1
     monitor: str | None = None
@@ -92,13 +91,13 @@ class TrainerArguments(_Open):
     limit_test_batches: Limit = None
     limit_predict_batches: Limit = None
     overfit_batches: Limit = 0.0
-    val_check_interval: Positive | Annotated[float, Field(gt=0)] | Time | None = None
+    val_check_interval: Positive | AboveZero | Time | None = None
     check_val_every_n_epoch: Positive | None = 1
     num_sanity_val_steps: MinusOneOrMore | None = None
     log_every_n_steps: Positive | None = None
     enable_model_summary: bool | None = None
     accumulate_grad_batches: Positive = 1
-    gradient_clip_val: Annotated[float, Field(ge=0)] | None = None
+    gradient_clip_val: NotNegative | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
@@ -141,7 +140,7 @@ class Data(Component):
 
 
 class Optimizer(Component):
-    lr: Annotated[float, Field(gt=0)] = 1.0
+    lr: AboveZero = 1.0
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
     lr_reference_batch: Positive = 256
     decay_norm_and_bias: bool = False

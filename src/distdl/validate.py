@@ -82,6 +82,7 @@ def problems_of(
         *checks.owned(resolved),
         *checks.unknown(resolved),
         *checks.names(resolved),
+        *checks.nothing(resolved),
         *target_problems(resolved.values, _trust(resolved, project_root)),
         *checks.topology(resolved, topology, here),
         *checks.secrets(resolved.written, resolved, ()),
@@ -120,9 +121,9 @@ def refuse(
 def check_bindings(
     config: DictConfig | Mapping[str, Any],
     size: Topology | None,
+    project_root: str | None = None,
     *,
     local: bool | None = None,
-    project_root: str | None = None,
     goes_on: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
@@ -174,7 +175,7 @@ def validate(
     """
     refuse(config, size, local=local, project_root=project_root)
     problems, notes, facts = check_bindings(
-        config, size, local=local, project_root=project_root, goes_on=goes_on
+        config, size, project_root, local=local, goes_on=goes_on
     )
     if problems:
         raise UserError(*problems)

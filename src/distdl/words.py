@@ -9,7 +9,7 @@ _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of th
 _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
 _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
 _TASKS = "choose one: task=train, task=validate or task=test"
-_SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
+SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
 
 # A key, or the section that it is in. Trainer arguments have tables of their own.
 _KEYS = {
@@ -32,8 +32,8 @@ _KEYS = {
     "train": _TASKS,
     "test": _TASKS,
     "paths": "output_dir=FOLDER for the runs, data.root=FOLDER for the data",
-    "extras": "tags=[...] labels a run; the config and warnings are printed without being asked for",
-    "model_checkpoint": "checkpoint.every_n_epochs=N checkpoint.keep_last=N checkpoint.monitor=METRIC",
+    "extras": "tags=[...] labels a run; its config is kept in any case",
+    "model_checkpoint": "checkpoint.every_n_epochs=N, checkpoint.keep_last=N",
     "lr_scheduler": "schedule=NAME and schedule.<argument>=...",
     "scheduler": "schedule=NAME and schedule.<argument>=...",
     "dataset": "data=NAME and data.<argument>=...",
@@ -65,7 +65,7 @@ _VERBS = {
 
 
 def for_key(key: str) -> str:
-    """What to write instead of a key that distdl has not, such as `hydra.run.dir`; "" if unknown."""
+    """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has."""
     name, _, rest = key.partition(".")
     for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
         if option := for_component(collection, name):
@@ -76,7 +76,7 @@ def for_key(key: str) -> str:
 
 
 def for_component(collection: str, name: str) -> str:
-    """How to choose an option of a collection beside the default; "" if distdl has none so named."""
+    """How to choose an option beside the default one; "" if distdl has none of the name."""
     if not files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file():
         return ""
     first = {"callbacks": "default", "tracking": "mlflow"}[collection]
@@ -88,10 +88,9 @@ def for_option(option: str) -> str:
     name, equals, value = option.partition("=")
     if name in _OPTIONS:
         return _OPTIONS[name]
-    key = name.lstrip("-")
-    return (
-        f"values are written without dashes: {key}={value or '...'}" if "." in key or equals else ""
-    )
+    if not equals and "." not in name:
+        return ""
+    return f"values are written without dashes: {name.lstrip('-')}={value or '...'}"
 
 
 def for_verb(verb: str, rest: Sequence[str]) -> str:
@@ -111,22 +110,19 @@ def open_brackets(text: str) -> str:
 
 
 def whole(words: Sequence[str]) -> tuple[int, str]:
-    """How many words the shell made of one override, and that override: 3 and `seed=3` for
-    `seed = 3`, 2 and `a=[1, 2]` for `a=[1,` and `2]`. 1 for what stands for itself.
+    """How many words the shell made of the first override, and that override: 3 and `seed=3` of
+    `seed = 3`, 2 and `a=[1, 2]` of `a=[1,` and `2]`; 1 where a word stands for itself.
     """
-    first, rest = words[0], words[1:]
-    if (
-        first.endswith("=")
-        or rest[:1] == ["="]
-        or (rest and "=" not in first and rest[0][0:1] == "=")
-    ):
-        count = 3 if rest[:1] == ["="] else 2
-        following = words[:count]
-        if len(following) == count and not any("=" in word.strip("=") for word in following):
-            return count, "".join(following)
+    first, *rest = words
+    second = rest[0] if rest else ""
+    if second == "=" and len(rest) > 1:
+        return 3, f"{first}={rest[1]}"
+    if "=" not in first and second.startswith("=") and len(second) > 1:
+        return 2, first + second
+    if first.endswith("=") and second and "=" not in second:
+        return 2, first + second
     if "=" in first and open_brackets(first):
         for count in range(2, len(words) + 1):
-            joined = " ".join(words[:count])
-            if not open_brackets(joined):
+            if not open_brackets(joined := " ".join(words[:count])):
                 return count, joined
     return 1, first

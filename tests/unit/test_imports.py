@@ -27,6 +27,7 @@ LIGHT = [
     "own_code",
     "orphans",
     "processes",
+    "ranges",
     "redact",
     "resolve",
     "resources",
@@ -40,6 +41,7 @@ LIGHT = [
     "user_conf",
     "validate",
     "walltime",
+    "words",
 ]
 HEAVY = {
     "torch",

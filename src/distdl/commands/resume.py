@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import compose, environment, external, jobs, launch, planning
 from distdl import config as configs
 from distdl.errors import Problem, UserError
-from distdl.run_directory import RunDirectory
+from distdl.run_directory import RunDirectory, shown
 from distdl.suggest import did_you_mean
 
 
@@ -29,9 +30,15 @@ def main(argv: Sequence[str]) -> int:
         UserError: RUN is no run, or an override changes what a run is.
     """
     parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
     parser.add_argument("overrides", nargs="*", help="e.g. trainer.max_epochs=20 trainer.devices=2")
     options = parser.parse_args(argv)
+    if options.run is None or ("=" in options.run and not Path(options.run).exists()):
+        newest = next(iter(jobs.runs_below(Path(compose.compose([]).output_dir))), None)
+        remedy = "python -m distdl jobs list shows them"
+        if newest is not None:
+            remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
+        raise UserError(Problem("RUN", "which run is to go on?", remedy))
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
         return external.main(lambda here: plan(run, options.overrides, here))
@@ -113,7 +120,7 @@ def plan(
     # What is as it was is no change, and a finished run that is asked for it has still finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
     with told_of_code_elsewhere(config, before["where"]):
-        size = planning.size_of(config)
+        size = planning.size_of(config, run)
     refuse_programs(config, given)
     notes: list[str] = []
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
