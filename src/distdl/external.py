@@ -102,6 +102,7 @@ def _lay_down(planned: Plan) -> str:
     if planned.finished:
         print(launch.how_to_train_longer(planned))
         return NOTHING_TO_DO
+    launch.make_room(planned)
     attempt = launch.lay_down(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 

@@ -44,6 +44,7 @@ class Plan:
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes of the recipe, by path.
         notes: What a person should read before it starts.
+        old_run: Where the run of this name goes that failed before its first step.
     """
 
     config: DictConfig
@@ -53,6 +54,7 @@ class Plan:
     run_id: str
     changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    old_run: Path | None = None
 
     @property
     def finished(self) -> bool:
@@ -92,6 +94,11 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         return planned
     stored = run.recipe()
     if not configs.same_recipe(stored, recipe):
+        if never_trained(run):
+            planned.old_run = run.spare_path()
+            kept = shown(planned.old_run)
+            planned.notes.append(f"the old {run_id} failed before its first step, kept as {kept}")
+            return planned
         raise UserError(
             Problem(
                 "name",
@@ -101,6 +108,13 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
             )
         )
     return proceed(planned, given=())
+
+
+def never_trained(run: RunDirectory) -> bool:
+    """Whether a run ended before its first step, and so has nothing to lose its name for."""
+    attempts = run.attempts()
+    ended = all(attempt.state().ended and not attempt.status().get("step") for attempt in attempts)
+    return bool(attempts) and ended and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
 
 
 def proceed(planned: Plan, given: Sequence[str]) -> Plan:

@@ -11,6 +11,7 @@ How its files are written and read: `distdl.run_files`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -287,6 +288,11 @@ class RunDirectory:
         stamped = {**provenance, "config_sha256": run_files.digest(recipe)}
         write_json(self.path / PROVENANCE, stamped)
         write_text(self.path / CONFIG, recipe)
+
+    def spare_path(self) -> Path:
+        """Where it can be kept under another name: `<name>.failed-1`, or the first that is free."""
+        paths = (self.path.with_name(f"{self.path.name}.failed-{n}") for n in itertools.count(1))
+        return next(path for path in paths if not path.exists())
 
     def recipe(self) -> DictConfig:
         """The frozen config.
