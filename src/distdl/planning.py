@@ -111,10 +111,13 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
 
 
 def never_trained(run: RunDirectory) -> bool:
-    """Whether a run ended before its first step, and so has nothing to lose its name for."""
-    attempts = run.attempts()
-    ended = all(attempt.state().ended and not attempt.status().get("step") for attempt in attempts)
-    return bool(attempts) and ended and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
+    """Whether a run failed before its first step, and so has nothing to lose its name for."""
+    failed = [
+        attempt.state() in (JobState.FAILED, JobState.CANCELLED)
+        and not attempt.status().get("step")
+        for attempt in run.attempts()
+    ]
+    return bool(failed) and all(failed) and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
 
 
 def proceed(planned: Plan, given: Sequence[str]) -> Plan:

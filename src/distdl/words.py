@@ -100,6 +100,8 @@ def for_verb(verb: str, rest: Sequence[str]) -> str:
 
 def open_brackets(text: str) -> str:
     """What closes the brackets that are open at the end of a text: `]` for `[0.1`."""
+    if "'" in text or '"' in text:  # a bracket in quotes is none
+        return ""
     closing, waiting = {"[": "]", "{": "}", "(": ")"}, ""
     for letter in text:
         if letter in closing:
