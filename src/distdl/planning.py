@@ -135,6 +135,7 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         return planned
     if not planned.config.dry_run:
         jobs.refuse_second(planned.run)
+        planned.run.refuse_under_way()
     before = last.launch()
     # A resume has looked at those before: another strategy drops the settings of the last one.
     changes = dict(planned.changes or before.get("changes") or {})
