@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from distdl import checks
 from distdl.checks import Topology, is_here, strings
 from distdl.errors import Problem, Unchecked, UserError
+from distdl.importing import uncollected
 from distdl.own_code import own_folders
 from distdl.redact import redact
 from distdl.resolve import Resolved, all_paths, resolve
@@ -224,9 +225,10 @@ def _has_target(values: Any, path: str) -> bool:
 
 
 def _ask_here(request: str) -> dict[str, Any]:
-    from distdl.binding import answered
+    with uncollected():
+        from distdl.binding import answered
 
-    return answered(json.loads(request))
+        return answered(json.loads(request))
 
 
 def _ask_child(request: str) -> dict[str, Any]:
