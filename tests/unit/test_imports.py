@@ -21,6 +21,7 @@ LIGHT = [
     "config",
     "errors",
     "failures",
+    "importing",
     "job",
     "lightning_1",
     "lightning_names",
