@@ -13,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import user_conf, words
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
+from distdl.schema import LAYERS
 from distdl.suggest import closest, strategy_for
 
 PRIMARY = "distdl"
-# Layered over everything else, in this order, so `experiment=x` needs no place in the defaults.
-LAYERS = ("experiment", "debug")
 
 
 @contextmanager

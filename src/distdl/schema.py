@@ -172,6 +172,8 @@ class Config(_Fixed):
 
 COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
 COLLECTIONS = ("tracking", "callbacks")
+# Groups that are layered over everything else, in this order: `experiment=x` has no key of its own.
+LAYERS = ("experiment", "debug")
 # What `optimizer=none` composes to: an empty mapping, which is as good as null.
 EMPTY_ALLOWED = ("model", "data", "optimizer", "schedule", "strategy", "launcher")
 

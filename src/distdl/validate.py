@@ -26,6 +26,7 @@ from distdl.resolve import Resolved, all_paths, resolve
 from distdl.schema import (
     COLLECTIONS,
     COMPONENTS,
+    LAYERS,
     Checkpoint,
     Config,
     Project,
@@ -204,7 +205,7 @@ def _safe(problem: Problem, resolved: Resolved) -> Problem:
 def _known(resolved: Resolved) -> list[str]:
     """Paths that exist, to suggest: the schema's and those of the chosen components."""
     fixed = {"project": Project, "checkpoint": Checkpoint}
-    names = dict.fromkeys(known_paths())
+    names = dict.fromkeys([*known_paths(), *LAYERS])
     for path in all_paths(resolved.values):
         top = path.partition(".")[0]
         leaf = path.rpartition(".")[2]

@@ -26,6 +26,7 @@ _KEYS = {
     "resume_from_checkpoint": _START,
     "logger": "tracking=mlflow, tensorboard or csv; several: tracking=[mlflow,tensorboard]",
     "loggers": "tracking=mlflow, tensorboard or csv; several: tracking=[mlflow,tensorboard]",
+    "seed_everything": "seed=N",
     "task_name": "experiment_name=NAME",
     "hparams_search": _SWEEP,
     "optimized_metric": "checkpoint.monitor=METRIC checkpoint.mode=max chooses best.ckpt",
