@@ -199,7 +199,8 @@ def command(
 def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
     answer = {"problems": [], "notes": [], "facts": {}}
-    monkeypatch.setattr("distdl.validate._ask_child", lambda request: answer)
+    for ask in ("_ask_child", "_ask_here"):
+        monkeypatch.setattr(f"distdl.validate.{ask}", lambda request: answer)
     monkeypatch.setattr("distdl.planning.suppressed_import", lambda module: None)
 
 

@@ -6,12 +6,14 @@ import argparse
 import importlib
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
-from distdl import __version__, lightning_names, stopping
+from distdl import __version__, lightning_names, stopping, words
 from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
 from distdl.suggest import closest
@@ -70,7 +72,7 @@ def run(arguments: list[str]) -> int:
     # Before the options, which are those of a command that is misspelt.
     check_words(list(itertools.takewhile(lambda word: not word.startswith("-"), arguments)))
     options = parse(arguments)
-    if options.help:
+    if options.help or not arguments:
         from distdl.help import text
 
         print(text(COMMANDS))
@@ -106,14 +108,26 @@ def launch(config: object) -> int:
 
     user_conf.print_shadowed()
     planned = planning.plan(config)  # type: ignore[arg-type]
+    planning.check_classes(planned)
     if planned.config.dry_run:
         print(launching.render(planned))
         return 0
     return launching.start(planned, [sys.argv[0], *sys.argv[1:]])
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        option = message.rpartition("unrecognized arguments: ")[2].split()[0]
+        if option.startswith("-"):
+            remedy = words.for_option(option) or "--help lists the options"
+            raise UserError(Problem(option, "is no option of distdl", remedy))
+        raise UserError(message)
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m distdl", add_help=False, allow_abbrev=False)
+    parser = Parser("python -m distdl", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -162,18 +176,23 @@ def sweep(overrides: list[str], config_dirs: list[str]) -> int:
 
 
 def check_words(overrides: list[str]) -> None:
-    """A word without `=` is a verb that is misspelt, or at the wrong place."""
-    problems = []
-    for word in overrides:
-        if ("=" not in word and not word.startswith("~")) or word.startswith("="):
+    """A word without `=` is a misspelt verb, or another tool's, or a piece of an override."""
+    problems, left = [], list(overrides)
+    while left:
+        count, override = words.whole(left)
+        word, left = left[0], left[count:]
+        if count > 1:
+            what = "the shell takes it for several words"
+            problems.append(Problem(override, what, f"write {shlex.quote(override)}"))
+        elif ("=" not in word and not word.startswith("~")) or word.startswith("="):
             close = closest(word, COMMANDS)
-            remedy = (
+            remedy = words.for_verb(word, left) or (
                 f"did you mean: python -m distdl {close}"
                 if close
                 else f"write key=value, or first one of the commands {', '.join(COMMANDS)}"
             )
             problems.append(Problem(word, "is no command and no override", remedy))
-            if close:
+            if close or words.for_verb(word, left):
                 break  # what follows is that command's
     if problems:
         raise UserError(*problems)
@@ -202,6 +221,8 @@ def print_problems(error: UserError) -> None:
     print(f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}", file=sys.stderr)
     for problem in error.problems:
         print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
+    if error.further:
+        print(error.further, file=sys.stderr)
 
 
 if __name__ == "__main__":

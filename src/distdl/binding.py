@@ -21,7 +21,7 @@ from distdl import kinds, lightning_1, lightning_names
 from distdl.own_code import editable, is_installed, make_importable
 from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
 from distdl.suggest import closest
-from distdl.targets import BUILT, Trust, nodes
+from distdl.targets import BUILT, Trust, nodes, target_problems
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 UNKNOWN = "takes no argument"
@@ -37,9 +37,8 @@ class Binding:
         self.supplied: dict[str, dict[str, list[str]]] = request["supplied"]
         self.context: dict[str, Any] = request["context"]
         self.local: bool = self.context["local"]
-        self.skip = [tuple(path) for path in request["skip"]]
-        self.broken = [tuple(path) for path in request["broken"]]
         self.trust = Trust(*map(tuple, request["trust"]))
+        self.skip = [path[:-1] for path, _ in target_problems(self.config, self.trust)]
         self.called: dict[Path, Any] = {}
         self.expressions = {tuple(path): text for path, text in request["expressions"]}
         self.problems: list[tuple[str, str, str]] = []
@@ -120,8 +119,7 @@ class Binding:
             self.bind(called, node, path)
             # A hook may rely on values that are known to be wrong; a key too many harms none.
             wrong = [what for _, what, _ in self.problems[before:] if UNKNOWN not in what]
-            broken = any(path == bad[: len(path)] for bad in self.broken)
-            if not wrong and not broken:
+            if not wrong:
                 self.hook(called, node, path)
 
     def add(self, path: Path, what: str, remedy: str = "") -> None:
@@ -209,11 +207,7 @@ class Binding:
         from distdl.meta import misfit
 
         inner = [t for t in targets(node) if not t.startswith(("torch.", *_BUILT_ON_META))]
-        if (
-            path[0] != "model"
-            or inner
-            or any(path == bad[: len(path)] for bad in (*self.skip, *self.broken))
-        ):
+        if path[0] != "model" or inner or any(path == bad[: len(path)] for bad in self.skip):
             return
         found = misfit(node)
         if found is not None:
@@ -284,6 +278,18 @@ def origin(error: BaseException) -> str:
     return place
 
 
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """Problems, notes and facts, as `distdl.validate` reads them."""
+    lightning_names.serve()
+    make_importable(request["trust"][0])  # and not what `python -m` puts there
+    binding = Binding(request)
+    binding.run()
+    from distdl.redact import hide_shapes
+
+    problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
+    return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
+
+
 def main() -> None:
     gc.disable()  # a child that lives for seconds, most of which are imports
     # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
@@ -292,15 +298,7 @@ def main() -> None:
     from distdl.orphans import die_with_parent
 
     die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    request = json.load(sys.stdin)
-    lightning_names.serve()
-    make_importable(request["trust"][0])  # and not what `python -m` puts there
-    binding = Binding(request)
-    binding.run()
-    from distdl.redact import hide_shapes
-
-    problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
-    json.dump({"problems": problems, "notes": binding.notes, "facts": binding.facts}, answer)
+    json.dump(answered(json.load(sys.stdin)), answer)
     answer.close()
     sys.stderr.flush()
     os._exit(0)  # taking torch and Lightning apart again takes another second

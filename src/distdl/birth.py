@@ -19,7 +19,8 @@ from distdl.resources import VISIBLE, listed
 log = logging.getLogger("distdl.birth")
 
 # Settings of the libraries that carry the gradients; each has changed somebody's night.
-PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_", "OMPI_MCA_btl", "CUDA_VISIBLE_DEVICES")
+PREFIXES = ("GLOO_", "UCX_", "FI_", "OMPI_MCA_btl")
+GPU_PREFIXES = (*PREFIXES, "NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
 def refuse_missing_device(here: Environment, accelerator: str) -> None:
@@ -90,8 +91,10 @@ def announce(here: Environment, accelerator: str) -> None:
 
 
 def facts(here: Environment, accelerator: str) -> dict[str, Any]:
-    device = "cpu"
+    device, adapters = "cpu", ""
+    prefixes = GPU_PREFIXES if accelerator == "gpu" else PREFIXES
     if accelerator == "gpu":
+        adapters = ", ".join(interconnect()) or "no InfiniBand"
         index = cluster.device_index(here)
         device = f"cuda:{index} {torch.cuda.get_device_name(index)}"
     return {
@@ -101,11 +104,11 @@ def facts(here: Environment, accelerator: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": device,
-        "interconnect": ", ".join(interconnect()) or "no InfiniBand",
+        "interconnect": adapters,
         "main": f"{here.main_address}:{here.main_port}",
         "launcher": here.launcher,
         "sources": dict(here.sources),
-        "settings": {k: redact(v) for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)},
+        "settings": {k: redact(v) for k, v in sorted(os.environ.items()) if k.startswith(prefixes)},
     }
 
 
@@ -126,7 +129,9 @@ def interconnect() -> list[str]:
 
 def table(born: list[dict[str, Any]]) -> str:
     """One line per rank; what all ranks have in common stands once, below."""
-    columns = ("rank", "node", "local", "host", "pid", "device", "interconnect")
+    columns = ["rank", "node", "local", "host", "pid", "device", "interconnect"]
+    if not any(b["interconnect"] for b in born):
+        columns.remove("interconnect")
     rows = [columns, *(tuple(str(b[c]) for c in columns) for b in born)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
 from pathlib import Path as FilePath
 from typing import Any, Protocol
 
+from distdl import config as configs
 from distdl import lightning_1
 from distdl.errors import Problem
 from distdl.job import unprintable, variable_problems
@@ -14,7 +17,7 @@ from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
 from distdl.resources import replicas
 from distdl.schema import TRAINER_OWNED, Path, path_text
-from distdl.suggest import strategy_for
+from distdl.suggest import did_you_mean, strategy_for
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
@@ -74,6 +77,29 @@ def removed(resolved: Resolved) -> Found:
     return [(("trainer", key), Problem(f"trainer.{key}", *said)) for key, said in gone.items()]
 
 
+def unknown(resolved: Resolved) -> Found:
+    """What Lightning's Trainer does not take."""
+    takes = _trainer_takes()
+    found: Found = []
+    for key in resolved.section("trainer"):
+        if takes and key not in takes and key not in lightning_1.TRAINER:
+            remedy = did_you_mean(f"trainer.{key}", [f"trainer.{name}" for name in takes])
+            what = f"lightning's Trainer takes no argument {key!r}"
+            found.append((("trainer", key), Problem(f"trainer.{key}", what, remedy)))
+    return found
+
+
+def _trainer_takes() -> list[str]:
+    """The arguments of Lightning's Trainer as its source has them; importing it takes seconds."""
+    package = importlib.util.find_spec("lightning")
+    for folder in (package and package.submodule_search_locations) or ():
+        source = FilePath(folder) / "pytorch/trainer/trainer.py"
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                return [each.arg for each in (*node.args.args[1:], *node.args.kwonlyargs)]
+    return []
+
+
 def names(resolved: Resolved) -> Found:
     """What becomes part of scripts and command lines: the runs' folder, and variables' names."""
     found: Found = []
@@ -81,10 +107,32 @@ def names(resolved: Resolved) -> Found:
     if isinstance(output, str) and (odd := unprintable(str(FilePath(output).absolute()))):
         what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
         found.append((("output_dir",), Problem("output_dir", what, "choose another folder")))
+    if isinstance(output, str) and (refused := unwritable(FilePath(output))):
+        found.append((("output_dir",), Problem("output_dir", refused, "choose another folder")))
     for problem in variable_problems(resolved.section("launcher")):
         path = ("launcher", *problem.path.split(".", 1))
         found.append((path, Problem(f"launcher.{problem.path}", problem.what, problem.remedy)))
     return found
+
+
+def unwritable(folder: FilePath) -> str:
+    """Why no folder can be made at a path; "" if one can."""
+    for part in (folder.absolute(), *folder.absolute().parents):
+        if part.exists():
+            if not part.is_dir():
+                return f"{part} is a file"
+            return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
+    return ""
+
+
+def nothing(resolved: Resolved) -> Found:
+    """A training of no batches."""
+    limit, task = resolved.section("trainer").get("limit_train_batches"), resolved.section("task")
+    if limit != 0 or task.get("_target_") != configs.TRAIN:
+        return []
+    path, what = "trainer.limit_train_batches", "0 is a training of no batches"
+    remedy = f"{path}=null: all; task=validate trains nothing"
+    return [(("trainer", "limit_train_batches"), Problem(path, what, remedy))]
 
 
 def forwarded(resolved: Resolved, here: bool) -> Found:

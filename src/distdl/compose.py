@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl import user_conf
+from distdl import user_conf, words
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
+from distdl.schema import LAYERS
 from distdl.suggest import closest, strategy_for
 
 PRIMARY = "distdl"
-# Layered over everything else, in this order, so `experiment=x` needs no place in the defaults.
-LAYERS = ("experiment", "debug")
 
 
 @contextmanager
@@ -104,7 +104,10 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
         line = str(override.input_line)
         key = override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
-        if override.is_delete() or key.startswith("hydra"):
+        if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
+            what = "distdl lays out its own runs, and Hydra's setting would do nothing"
+            problems.append(Problem(key, what, words.for_key(key)))
+        elif override.is_delete() or key.startswith("hydra"):
             options.append(line)
         elif is_group(key) and not isinstance(override.value(), dict):
             problems += _unknown_options(override)
@@ -138,7 +141,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
             key, equals, value = text.partition("=")
             if equals and not text.startswith("~"):
                 remedy = redact(first_lines(error))
-                if not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
+                if lacking := words.open_brackets(value):
+                    closed = text.rstrip(", ") + lacking
+                    remedy = f"it lacks {lacking}: {redact(repr(closed))}"
+                elif not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
                     quoted = value.replace('"', '\\"')
                     remedy += "\n    a text with special characters: "
                     remedy += redact(f"""'{key}="{quoted}"'""")
@@ -223,8 +229,12 @@ def _unknown_options(override: Any) -> Iterable[Problem]:
             continue
         close = closest(option, known)
         hint = f"did you mean {group}={close}? " if close else ""
-        if group == "strategy" and (words := strategy_for(option)):
-            hint = f"{words}; "
+        if group == "strategy" and (ours := strategy_for(option)):
+            hint = f"{ours}; "
+        if elsewhere := user_conf.elsewhere(group, option):
+            hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
+        if group == "trainer" and not close:
+            hint = f"{words.SIZE}; "
         yield Problem(group, f"no option {option!r}", f"{hint}available: {', '.join(known)}")
 
 

@@ -40,6 +40,7 @@ CHANGEABLE = (
     "trainer.accumulate_grad_batches",
     "trainer.max_epochs",
     "trainer.max_steps",
+    "trainer.max_time",
     "checkpoint.sharded",
     "checkpoint.monitor",
     "checkpoint.mode",
@@ -84,11 +85,9 @@ def same_recipe(one: DictConfig, other: DictConfig) -> bool:
 
 def longer(config: DictConfig) -> str:
     """The overrides with which a resume trains longer than a config says."""
-    limits = {"trainer.max_epochs": -1, "trainer.max_steps": -1}
-    given = [
-        key for key, none in limits.items() if OmegaConf.select(config, key) not in (None, none)
-    ]
-    return " ".join(f"{key}=<more>" for key in given or limits)
+    limits = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
+    given = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
+    return " ".join(f"{key}=<more>" for key in given or limits[:2])
 
 
 def where_of(config: DictConfig) -> DictConfig:

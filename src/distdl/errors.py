@@ -35,6 +35,7 @@ class UserError(Exception):
 
     exit_code = 2
     outcome = "nothing was started"
+    further = ""
 
     def __init__(self, *problems: Problem | str) -> None:
         name, text = type(self).__name__, problems[0] if problems else ""
@@ -46,6 +47,12 @@ class UserError(Exception):
             p if isinstance(p, Problem) else Problem("", p) for p in problems
         ]
         super().__init__("\n".join(map(str, self.problems)))
+
+
+class Unchecked(UserError):
+    """Found in the config's text alone, within a second: there may be more in what it names."""
+
+    further = "classes and their arguments were not checked yet"
 
 
 class Unfinished(UserError):

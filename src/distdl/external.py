@@ -36,7 +36,9 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
         asked = config.trainer.get("devices") if "trainer.devices" in typed else None
         place(config, here, asked)
-        return planning.plan(config)
+        planned = planning.plan(config)
+        planning.check_classes(planned)
+        return planned
 
     return main(planner)
 
@@ -100,6 +102,7 @@ def _lay_down(planned: Plan) -> str:
     if planned.finished:
         print(launch.how_to_train_longer(planned))
         return NOTHING_TO_DO
+    launch.make_room(planned)
     attempt = launch.lay_down(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 

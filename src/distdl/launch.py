@@ -29,6 +29,7 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     if planned.finished:
         print(how_to_train_longer(planned))
         return 0
+    make_room(planned)
     attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
     while True:
         with begun_on_record(planned):
@@ -47,6 +48,14 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # which has said what to do
         print(f"{state.lower()}. To go on:\n  python -m distdl resume {shown(planned.run.path)}")
     return code
+
+
+def make_room(planned: Plan) -> None:
+    """A run of this name that never trained gets another one."""
+    if planned.old_run is not None:
+        jobs.refuse_second(planned.run)
+        planned.run.path.rename(planned.old_run)
+        planned.old_run = None
 
 
 def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
@@ -224,7 +233,8 @@ def say_left_out(code: Snapshot | None) -> None:
 
 def next_attempt(planned: Plan) -> Attempt:
     """Where the next attempt will be."""
-    last = planned.run.last_attempt() if planned.run.exists else None
+    goes_on = planned.run.exists and planned.old_run is None
+    last = planned.run.last_attempt() if goes_on else None
     return Attempt(planned.run.path / "attempts" / f"{last.number + 1 if last else 1:03d}")
 
 

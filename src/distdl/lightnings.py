@@ -4,8 +4,11 @@ how it reads the Trainer's arguments."""
 from __future__ import annotations
 
 import inspect
+import logging
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,8 +60,7 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
     # Stage 1 speaks of those that are owned.
     given = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
     binding.bind(Trainer, given, ("trainer",), "lightning's Trainer")
-    broken = {path_text(path) for path in binding.broken}
-    told = broken | {place for place, *_ in binding.problems}
+    told = {place for place, *_ in binding.problems}
     plain = {k: v for k, v in given.items() if f"trainer.{k}" not in told}
     refused = tried({k: v for k, v in plain.items() if "_target_" not in str(v)})
     if isinstance(refused, str):
@@ -88,7 +90,8 @@ def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
     here |= {"deterministic": None, "benchmark": None}  # switches of this very process
     here |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     try:
-        Trainer(**{**arguments, **here})
+        with warnings.catch_warnings(action="ignore"), unlogged():
+            Trainer(**{**arguments, **here})
     except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
         package = re.search(r"'([\w-]+)", str(error))
         return package[1] if package else str(error)
@@ -99,3 +102,13 @@ def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
         said = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
         return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {said}")
     return None
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Of the Trainer that trains, Lightning says the same once more."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,4 +1,7 @@
-"""A composed config becomes a plan: every problem at once, and nothing written yet."""
+"""A composed config becomes a plan: every problem at once, and nothing written yet.
+
+`plan` needs no torch: it is over in a moment, whatever it finds. `check_classes` takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl import batches, checkpoint, checks, kinds, provenance, resources, validate
+from distdl import batches, checkpoint, checks, jobs, kinds, provenance, resources, validate
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.importing import uncollected
@@ -31,7 +34,7 @@ REQUIRED = ("model", "strategy", "launcher")
 
 @dataclass
 class Plan:
-    """One attempt, validated, and nothing written yet.
+    """One attempt, and nothing written yet.
 
     Args:
         config: Recipe and where, merged, with this attempt's changes.
@@ -41,6 +44,7 @@ class Plan:
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes of the recipe, by path.
         notes: What a person should read before it starts.
+        old_run: Where the run of this name goes that failed before its first step.
     """
 
     config: DictConfig
@@ -50,6 +54,7 @@ class Plan:
     run_id: str
     changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    old_run: Path | None = None
 
     @property
     def finished(self) -> bool:
@@ -72,22 +77,28 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         name: Another name than the config's: that of a member of a sweep.
 
     Raises:
-        UserError: Anything is wrong with the config, or the name belongs to another recipe.
+        UserError: Anything is wrong with the text of the config, the name belongs to another
+            recipe, or its run is under way.
     """
-    size, notes = check(config, apart=name is not None)
-    recipe = configs.recipe_of(config)
-    name = name or config.name
-    if name is None:
-        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-        name = f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
-    run_id = f"{config.experiment_name}/{name}"
-    run = RunDirectory(Path(config.output_dir).resolve() / run_id)
-    planned = Plan(config, recipe, size, run, run_id, notes=notes)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        recipe = configs.recipe_of(config)
+        name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
+        run_id = f"{config.experiment_name}/{name}"
+        run = RunDirectory(Path(str(config.output_dir)).resolve() / run_id)
+    except OmegaConfBaseException:  # one of them leads nowhere
+        size_of(config)
+        raise
+    planned = Plan(config, recipe, size_of(config, run), run, run_id)
     if not run.exists:
-        refuse_missing_start(planned)
         return planned
     stored = run.recipe()
     if not configs.same_recipe(stored, recipe):
+        if never_trained(run):
+            planned.old_run = run.spare_path()
+            kept = shown(planned.old_run)
+            planned.notes.append(f"the old {run_id} failed before its first step, kept as {kept}")
+            return planned
         raise UserError(
             Problem(
                 "name",
@@ -99,6 +110,16 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
     return proceed(planned, given=())
 
 
+def never_trained(run: RunDirectory) -> bool:
+    """Whether a run failed before its first step, and so has nothing to lose its name for."""
+    failed = [
+        attempt.state() in (JobState.FAILED, JobState.CANCELLED)
+        and not attempt.status().get("step")
+        for attempt in run.attempts()
+    ]
+    return bool(failed) and all(failed) and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
+
+
 def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     """Goes on with an existing run; a changed world size keeps the global batch.
 
@@ -107,11 +128,14 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         given: Paths that the user set himself in this attempt.
 
     Raises:
-        UserError: The global batch cannot be kept, and nothing was said about it.
+        UserError: It is under way, or the global batch cannot be kept and nothing was said of it.
     """
     last = planned.run.last_attempt()
     if last is None:
         return planned
+    if not planned.config.dry_run:
+        jobs.refuse_second(planned.run)
+        planned.run.refuse_under_way()
     before = last.launch()
     # A resume has looked at those before: another strategy drops the settings of the last one.
     changes = dict(planned.changes or before.get("changes") or {})
@@ -126,49 +150,56 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     planned.changes = changes
     planned.notes += keeps.notes
     planned.config = configs.merge(planned.recipe, configs.where_of(planned.config), changes)
-    refuse_missing_start(planned)
     return planned
 
 
-def refuse_missing_start(planned: Plan) -> None:
-    """`checkpoint.resume_from` is there, if the run has no checkpoint of its own yet, and so is
-    `task.checkpoint`.
+def missing_checkpoint(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
+    """Whether `task.checkpoint` is there, if the task takes one and runs here."""
+    task = config.task
+    named = str(task.get("checkpoint", "best"))
+    here = checks.runs_here(str(config.launcher["_target_"]))
+    if here and named != "none" and task["_target_"] in configs.EVALUATE:
+        return found_problems(named, "task.checkpoint", run.checkpoints)
+    return ()
 
-    Raises:
-        UserError: It is not, or it is a path of this machine and the job runs elsewhere.
-    """
-    task, here = planned.config.task, checks.runs_here(str(planned.config.launcher["_target_"]))
-    if here and task["_target_"] in configs.EVALUATE and task.get("checkpoint", "best") != "none":
-        named = str(task.get("checkpoint", "best"))
-        checkpoint.find(named, "task.checkpoint", planned.run.checkpoints)
-    given = planned.config.checkpoint.get("resume_from")
-    if not given or any(planned.run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
-        return
-    if here:
-        checkpoint.find(given, "checkpoint.resume_from")
-        return
-    written = OmegaConf.to_container(planned.config.checkpoint, resolve=False)
+
+def missing_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
+    """Whether `checkpoint.resume_from` is there, unless the run has a checkpoint of its own; of a
+    job elsewhere, whether it is a path that its nodes may see."""
+    given = config.checkpoint.get("resume_from")
+    if not given or any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
+        return ()
+    if checks.runs_here(str(config.launcher["_target_"])):
+        return found_problems(given, "checkpoint.resume_from")
+    written = OmegaConf.to_container(config.checkpoint, resolve=False)
     assert isinstance(written, dict)
-    if not Path(given).is_absolute() and "${input:" not in written["resume_from"]:
-        raise UserError(
-            Problem(
-                "checkpoint.resume_from",
-                f"{given} is a path below this folder, and the job runs elsewhere",
-                "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
-                "with launcher.inputs.start=...",
-            )
-        )
+    if Path(given).is_absolute() or "${input:" in written["resume_from"]:
+        return ()
+    what = f"{given} is a path below this folder, and the job runs elsewhere"
+    remedy = (
+        "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
+        "with launcher.inputs.start=..."
+    )
+    return [Problem("checkpoint.resume_from", what, remedy)]
 
 
-def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[str]]:
-    """Both stages of validation and the size of the run: every problem at once.
+def found_problems(named: str, key: str, own: Path | None = None) -> Sequence[Problem]:
+    try:
+        checkpoint.find(named, key, own)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
+    """The size of the run, and the first stage of validation.
 
     Args:
         config: As composed, or as a resume makes it.
-        apart: The run will have a process of its own, as the members of a sweep have.
+        run: Its directory, which may have checkpoints.
 
     Raises:
-        UserError: With all of them.
+        UserError: With every problem that the config's text shows.
     """
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
@@ -177,8 +208,7 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
         for group in REQUIRED
         if not written.get(group)
     ]
-    local = str((written.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
-    root = root_of(config)
+    local, root = is_local(config), root_of(config)
     make_importable(own_folders(root))  # a launcher may be one of them
     size, uncounted = None, None
     known = getattr(launcher_class(config), "devices", None)
@@ -193,6 +223,9 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
             problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
         pass  # a broken value: the first stage names it
+    for look in (missing_checkpoint, missing_start):
+        with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
+            problems += look(config, run) if run else ()  # the first stage names what is broken
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         problems.append(
             Problem(
@@ -201,21 +234,43 @@ def check(config: DictConfig, *, apart: bool = False) -> tuple[Resources, list[s
                 "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising",
             )
         )
-    if problems:  # where the first stage speaks of the same key, it says it better
-        told = {p.path for p in validate.problems_of(config)}
-        problems = [p for p in problems if p.path not in told]
-    here = local and size is not None and not apart and written.get("dry_run") is False
-    needed = "distdl.build" if size and size.world_size == 1 else AGENT
-    with imported_meanwhile(needed) if here else nullcontext():
-        notes, facts = validate.validate(config, size, project_root=str(root), further=problems)
-    if uncounted:
+    validate.refuse(config, size, project_root=str(root), further=problems)
+    if uncounted is not None:
+        validate.validate(config, None, project_root=str(root))
         raise uncounted
+    assert size is not None
+    return size
+
+
+def check_classes(planned: Plan, *, apart: bool = False) -> None:
+    """The second stage of validation, of what is not finished already.
+
+    Args:
+        planned: Its notes gain what could not be checked.
+        apart: The run will have a process of its own, as the members of a sweep have.
+
+    Raises:
+        UserError: With all problems.
+    """
+    config, size, local = planned.config, planned.resources, is_local(planned.config)
+    if planned.finished and not config.dry_run:
+        return
+    here = local and not apart and not config.dry_run
+    # Which GPU is visible must be said before anything looks.
+    goes_on = here and size.world_size == 1 and not size.device_ids
+    with imported_meanwhile(AGENT) if here and not goes_on else nullcontext():
+        notes, facts = validate.validate(
+            config, size, project_root=str(root_of(config)), goes_on=goes_on
+        )
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append(
             "the model's own configure_optimizers is used; optimizer= and schedule= are not"
         )
-    assert size is not None
-    return size, notes
+    planned.notes += notes
+
+
+def is_local(config: DictConfig) -> bool:
+    return str((config.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
 
 
 def root_of(config: DictConfig) -> Path:

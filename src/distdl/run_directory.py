@@ -11,6 +11,7 @@ How its files are written and read: `distdl.run_files`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -288,6 +289,11 @@ class RunDirectory:
         write_json(self.path / PROVENANCE, stamped)
         write_text(self.path / CONFIG, recipe)
 
+    def spare_path(self) -> Path:
+        """Where it can be kept under another name: `<name>.failed-1`, or the first that is free."""
+        paths = (self.path.with_name(f"{self.path.name}.failed-{n}") for n in itertools.count(1))
+        return next(path for path in paths if not path.exists())
+
     def recipe(self) -> DictConfig:
         """The frozen config.
 
@@ -336,6 +342,15 @@ class RunDirectory:
     def last_attempt(self) -> Attempt | None:
         return (self.attempts() or [None])[-1]  # type: ignore[list-item]
 
+    def refuse_under_way(self) -> None:
+        """
+        Raises:
+            UserError: An attempt of this run is running.
+        """
+        last = self.last_attempt()
+        if last is not None and last.is_under_way():
+            raise UserError(refusal(self, last))
+
     def begin_attempt(
         self, launch: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> Attempt:
@@ -352,10 +367,9 @@ class RunDirectory:
         made = self.path / "attempts" / f".{socket.gethostname()}.{os.getpid()}"
         try:
             while True:
-                folders, last = self._folders(), self.last_attempt()
+                folders = self._folders()
                 check()
-                if last is not None and last.is_under_way():
-                    raise UserError(refusal(self, last))
+                self.refuse_under_way()
                 Attempt(made).write_launch(launch)
                 new = {"state": JobState.PENDING, "started": time.time(), **this_process()}
                 write_json(made / STATUS, new)

@@ -11,6 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from distdl.ranges import AboveZero, NotNegative
+
 log = logging.getLogger(__name__)
 
 
@@ -50,8 +52,8 @@ def warmup_cosine(
     optimizer: Optimizer,
     steps_per_epoch: int,
     max_epochs: int,
-    warmup_epochs: float = 5,
-    min_lr_ratio: float = 0.0,
+    warmup_epochs: NotNegative = 5,
+    min_lr_ratio: NotNegative = 0.0,
     warmup_from: float | str = 0.0,
     total_steps: float | None = None,
 ) -> LambdaLR:
@@ -87,8 +89,8 @@ def warmup_step(
     steps_per_epoch: int,
     max_epochs: int,
     milestones: list[float] | tuple[float, ...] = (30, 60, 80),
-    gamma: float = 0.1,
-    warmup_epochs: float = 5,
+    gamma: AboveZero = 0.1,
+    warmup_epochs: NotNegative = 5,
     warmup_from: float | str = "reference",
     total_steps: float | None = None,
 ) -> LambdaLR:
@@ -114,7 +116,7 @@ def constant(
     optimizer: Optimizer,
     steps_per_epoch: int,
     max_epochs: int,
-    warmup_epochs: float = 0,
+    warmup_epochs: NotNegative = 0,
     warmup_from: float | str = 0.0,
     total_steps: float | None = None,
 ) -> LambdaLR:

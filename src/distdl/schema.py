@@ -13,18 +13,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from distdl import words
 from distdl.errors import Problem
+from distdl.ranges import AboveZero, Count, NotNegative, Positive
 from distdl.suggest import did_you_mean, strategy_for
 
 Path = tuple[str | int, ...]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
 # "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
 Time = str | dict[str, Any]
-Limit = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None
+Limit = Annotated[int, Field(ge=0)] | NotNegative | None
 
 
 def _nonzero(value: int) -> int:
@@ -53,12 +53,12 @@ class Project(_Fixed):
 
     root: str | None = None
     allow: list[str] = []
-    max_snapshot_mb: Annotated[float, Field(gt=0)] = 300
+    max_snapshot_mb: AboveZero = 300
 
 
 class Checkpoint(_Fixed):
     every_n_steps: Positive | None = None
-    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    every_minutes: AboveZero | None = None
     every_n_epochs: Positive = 1
     keep_last: Positive = 1
     monitor: str | None = None
@@ -91,13 +91,13 @@ class TrainerArguments(_Open):
     limit_test_batches: Limit = None
     limit_predict_batches: Limit = None
     overfit_batches: Limit = 0.0
-    val_check_interval: Positive | Annotated[float, Field(gt=0)] | Time | None = None
+    val_check_interval: Positive | AboveZero | Time | None = None
     check_val_every_n_epoch: Positive | None = 1
     num_sanity_val_steps: MinusOneOrMore | None = None
     log_every_n_steps: Positive | None = None
     enable_model_summary: bool | None = None
     accumulate_grad_batches: Positive = 1
-    gradient_clip_val: Annotated[float, Field(ge=0)] | None = None
+    gradient_clip_val: NotNegative | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
@@ -140,7 +140,7 @@ class Data(Component):
 
 
 class Optimizer(Component):
-    lr: Annotated[float, Field(gt=0)] = 1.0
+    lr: AboveZero = 1.0
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
     lr_reference_batch: Positive = 256
     decay_norm_and_bias: bool = False
@@ -172,6 +172,8 @@ class Config(_Fixed):
 
 COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
 COLLECTIONS = ("tracking", "callbacks")
+# Groups that are layered over everything else, in this order: `experiment=x` has no key of its own.
+LAYERS = ("experiment", "debug")
 # What `optimizer=none` composes to: an empty mapping, which is as good as null.
 EMPTY_ALLOWED = ("model", "data", "optimizer", "schedule", "strategy", "launcher")
 
@@ -261,7 +263,8 @@ def _unknown(path: Path, value: Any, known: Iterable[str]) -> list[tuple[Path, P
         return [p for key, item in value.items() for p in _unknown((*path, key), item, known)]
     text = path_text(path)
     where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
-    return [(path, Problem(text, f"unknown key {where}", did_you_mean(text, known)))]
+    remedy = words.for_key(text) or did_you_mean(text, known)
+    return [(path, Problem(text, f"unknown key {where}", remedy))]
 
 
 def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple[Path, Problem]:
@@ -273,7 +276,11 @@ def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple
     what = f"names no class (_target_), only {given}"
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
-        return path, Problem(text, what, near or f"write +{text}._target_=package.Class")
+        option = words.for_component(str(path[0]), str(path[-1]))
+        remedy = near or f"write +{text}._target_=package.Class"
+        if option:
+            remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
+        return path, Problem(text, what, remedy)
     return path, Problem(text, what, f"choose one: {text}=NAME (--help lists them)")
 
 

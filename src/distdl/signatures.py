@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
+from annotated_types import Ge, Gt
+
 from distdl.suggest import closest
 
 # Classes that keep their **kwargs for another class than their base.
@@ -70,7 +72,7 @@ def _add(result: Takes, signature: inspect.Signature, hints: dict[str, Any]) -> 
 def _hints(called: Any) -> dict[str, Any]:
     function = called.__init__ if inspect.isclass(called) else called
     try:
-        return typing.get_type_hints(inspect.unwrap(function))
+        return typing.get_type_hints(inspect.unwrap(function), include_extras=True)
     except Exception:  # a name that only a type checker can see
         return {}
 
@@ -191,11 +193,14 @@ def _fits(value: Any, called: Takes, name: str) -> bool:
 def matches(value: Any, hint: Any) -> bool:
     """Whether a plain value fits an annotation; anything but simple types is accepted.
 
-    Simple are bool, int, float (an int fits), str, None, Literal and unions of those.
+    Simple are bool, int, float (an int fits), str, None, Literal and unions of those, and
+    Annotated[int, Ge(1)].
     """
     if isinstance(value, dict) and "_target_" in value:
         return True
     origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return matches(value, hint.__origin__) and all(_within(value, b) for b in hint.__metadata__)
     if origin in (Union, types.UnionType):
         return any(matches(value, member) for member in typing.get_args(hint))
     if origin is Literal:
@@ -213,7 +218,21 @@ def matches(value: Any, hint: Any) -> bool:
     return True
 
 
+def _within(value: Any, bound: Any) -> bool:
+    if not isinstance(value, (int, float)) or not isinstance(bound, (Ge, Gt)):
+        return True
+    least: Any = bound.ge if isinstance(bound, Ge) else bound.gt
+    return bool(value >= least if isinstance(bound, Ge) else value > least)
+
+
 def _name_of(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Annotated:
+        bounds = [
+            f" of at least {b.ge}" if isinstance(b, Ge) else f" above {b.gt}"
+            for b in hint.__metadata__
+            if isinstance(b, (Ge, Gt))
+        ]
+        return _name_of(hint.__origin__) + "".join(bounds)
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if typing.get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_name_of(member) for member in typing.get_args(hint))

@@ -12,21 +12,23 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from distdl import compose, jobs, launch, planning, stopping, user_conf
 from distdl import config as configs
-from distdl.errors import Problem, UserError
+from distdl.errors import Problem, Unchecked, UserError
 from distdl.job import JobState
 from distdl.orphans import die_with_parent
 from distdl.planning import Plan
 from distdl.redact import redact_command
 from distdl.run_directory import shown
 
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 Member = tuple[str, Plan]  # its share of what is swept, such as "seed=1 optimizer.lr=0.1"
 
 
@@ -42,22 +44,15 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     swept = compose.sweep_keys(overrides)
     if "name" in swept:
         raise UserError(Problem("name", "a sweep names its members itself", "name=<sweep>"))
-    problems: list[Problem] = []
-    planned: list[Member] = []
-    seen: set[str] = set()
-    for member in members:
-        try:
-            chosen = " ".join(o for o in member if _key(o) in swept)
-            each = plan(member, swept, config_dirs)
-            if each.run.exists and (last := each.run.last_attempt()):
-                last.state()  # that it can be read
-            planned.append((chosen, each))
-        except UserError as error:
-            fresh = [p for p in error.problems if str(p) not in seen]
-            seen |= {str(p) for p in fresh}
-            problems += fresh
-    if problems:
-        raise UserError(*problems)
+
+    def chosen_and_plan(member: Sequence[str]) -> Member:
+        each = plan(member, swept, config_dirs)
+        if each.run.exists and (last := each.run.last_attempt()):
+            last.state()  # that it can be read
+        return " ".join(o for o in member if _key(o) in swept), each
+
+    planned = every(chosen_and_plan, members, Unchecked)
+    every(lambda member: planning.check_classes(member[1], apart=True), planned, UserError)
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         print_requests(planned)
@@ -65,6 +60,26 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     if launch.goes_in_turn(planned[0][1].config):
         return _run_all(planned)
     return _submit_all(planned)
+
+
+def every(
+    function: Callable[[Item], Answer], items: Iterable[Item], kind: type[UserError]
+) -> list[Answer]:
+    """What the function answers for each.
+
+    Raises:
+        UserError: Of this kind, with all problems of all of them, each told once.
+    """
+    answers: list[Answer] = []
+    problems: dict[Problem, None] = {}
+    for item in items:
+        try:
+            answers.append(function(item))
+        except UserError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise kind(*problems)
+    return answers
 
 
 def print_requests(planned: Sequence[Member]) -> None:

@@ -62,6 +62,12 @@ def shadowed() -> list[str]:
     return [str(f.with_suffix("")) for f in files if (ours / f).exists()]
 
 
+def elsewhere(group: str, option: str) -> Path | None:
+    """A folder above this one whose `conf` has the option: its project is where to type it."""
+    above = (parent for parent in Path.cwd().parents if folder() != parent / "conf")
+    return next((p for p in above if (p / "conf" / group / f"{option}.yaml").is_file()), None)
+
+
 def allowed() -> tuple[str, ...]:
     """What the files of the user's folder write as `project.allow`: trusted by him, here."""
     path = folder()

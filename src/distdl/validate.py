@@ -1,4 +1,4 @@
-"""Finds what is wrong with a run before anything starts, all of it in one go.
+"""Finds what is wrong with a run before anything starts: all that a stage finds in one go.
 
 Stage 1 (`problems_of`) looks at the config alone and imports neither torch nor Lightning. Stage 2
 (`check_bindings`) imports every `_target_` and binds its arguments, in a child process, since that
@@ -17,17 +17,18 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl import checks
-from distdl.checks import Found, Topology, is_here, strings
-from distdl.errors import Problem, UserError
+from distdl.checks import Topology, is_here, strings
+from distdl.errors import Problem, Unchecked, UserError
+from distdl.importing import uncollected
 from distdl.own_code import own_folders
 from distdl.redact import redact
 from distdl.resolve import Resolved, all_paths, resolve
 from distdl.schema import (
     COLLECTIONS,
     COMPONENTS,
+    LAYERS,
     Checkpoint,
     Config,
-    Path,
     Project,
     check,
     known_paths,
@@ -73,58 +74,114 @@ def problems_of(
     Returns:
         Problems sorted by path; their texts never repeat a value from the environment.
     """
-    found = _stage_1(resolve(config), topology, local, project_root)
-    return _tidy([problem for _, problem in found])
+    resolved = resolve(config)
+    here = is_here(resolved, local)
+    removed = checks.removed(resolved)
+    shape = check(resolved.values, show=resolved.show, known=_known(resolved))
+    found = [
+        *removed,
+        *(item for item in shape if item[0] not in [path for path, _ in removed]),
+        *checks.owned(resolved),
+        *checks.unknown(resolved),
+        *checks.names(resolved),
+        *checks.nothing(resolved),
+        *target_problems(resolved.values, _trust(resolved, project_root)),
+        *checks.topology(resolved, topology, here),
+        *checks.secrets(resolved.written, resolved, ()),
+    ]
+    # What did not resolve is None by now and must not be told a second time.
+    broken = [path for path, _ in resolved.problems]
+    found = [item for item in found if not any(item[0][: len(path)] == path for path in broken)]
+    found += [*resolved.problems, *checks.forwarded(resolved, here), *checks.sent(resolved, here)]
+    return _tidy([_safe(problem, resolved) for _, problem in found])
 
 
-def validate(
+def refuse(
     config: DictConfig | Mapping[str, Any],
-    resources: Topology | None,
+    topology: Topology | None,
     *,
     local: bool | None = None,
     project_root: str | None = None,
     further: Sequence[Problem] = (),
-) -> tuple[list[str], dict[str, Any]]:
-    """Both stages.
+) -> None:
+    """Stage 1 of a run that is about to start.
 
     Args:
-        config, local, project_root: As in `problems_of`.
-        resources: The resolved size of the run; None where it could not be resolved.
-        further: Problems that the caller has found already, to be told with the others.
-
-    Returns:
-        Notes for the user (what could not be checked here) and facts, see `check_bindings`.
+        config, topology, local, project_root: As in `problems_of`.
+        further: Problems that the caller has found, told where stage 1 says nothing of their path.
 
     Raises:
-        UserError: with all problems of both stages; where both speak of one path, stage 1 wins.
+        Unchecked: with all problems. Whoever mends a typo must not wait for torch to hear of it.
     """
-    resolved = resolve(config)
-    first = _stage_1(resolved, resources, local, project_root)
-    bad = [path for path, _ in first]
-    second, notes, facts = _stage_2(resolved, resources, local, project_root, bad)
-    problems = [*further, *(problem for _, problem in first)]
-    told = {problem.path for problem in problems}
-    problems += [problem for problem in second if problem.path not in told]
-    if problems:
-        raise UserError(*_tidy(problems))
-    return notes, facts
+    found = problems_of(config, topology=topology, local=local, project_root=project_root)
+    told = {problem.path for problem in found}
+    found += [problem for problem in further if problem.path not in told]
+    if found:
+        raise Unchecked(*_tidy(found))
 
 
 def check_bindings(
     config: DictConfig | Mapping[str, Any],
-    resources: Topology | None,
-    project_root: str | None,
+    size: Topology | None,
+    project_root: str | None = None,
     *,
     local: bool | None = None,
+    goes_on: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
-    """Stage 2: imports each allowed `_target_` in a child process and binds its arguments.
+    """Stage 2: imports each `_target_` and binds its arguments, in a child process.
+
+    Args:
+        config, local, project_root: As in `problems_of`, which has found nothing.
+        size: The size of the run; None where only the launcher knows it.
+        goes_on: This very process goes on as the worker, and imports all of it but once.
 
     Returns:
-        Problems; notes ("not checked: ..."); facts: `model_configures_optimizers` is True or False
-        for a model that is a class, and None where it is a function or could not be imported.
+        Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
+        True or False for a model that is a class, and None where it is a function or could not be
+        imported.
     """
-    problems, notes, facts = _stage_2(resolve(config), resources, local, project_root)
-    return _tidy(problems), notes, facts
+    resolved = resolve(config)
+    nodes, devices = (size.num_nodes, size.devices) if size else (1, 1)
+    trust = _trust(resolved, project_root)
+    request = {
+        "config": resolved.values,
+        "expressions": list(resolved.expressions.items()),
+        "trust": [trust.folders, trust.allow],
+        "supplied": SUPPLIED,
+        "context": {
+            "num_nodes": nodes,
+            "devices": devices,
+            "world_size": nodes * devices,
+            "accelerator": size.accelerator if size else "auto",
+            "local": is_here(resolved, local),
+        },
+    }
+    answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
+    problems = [_safe(Problem(*problem), resolved) for problem in answer["problems"]]
+    notes = [resolved.hide_environment(note) for note in answer["notes"]]
+    return _tidy(problems), notes, answer["facts"]
+
+
+def validate(
+    config: DictConfig | Mapping[str, Any],
+    size: Topology | None,
+    *,
+    local: bool | None = None,
+    project_root: str | None = None,
+    goes_on: bool = False,
+) -> tuple[list[str], dict[str, Any]]:
+    """Both stages, the second if the first finds nothing; notes and facts of `check_bindings`.
+
+    Raises:
+        UserError: with all problems of the stage that finds any.
+    """
+    refuse(config, size, local=local, project_root=project_root)
+    problems, notes, facts = check_bindings(
+        config, size, project_root, local=local, goes_on=goes_on
+    )
+    if problems:
+        raise UserError(*problems)
+    return notes, facts
 
 
 def _tidy(problems: Sequence[Problem]) -> list[Problem]:
@@ -140,32 +197,6 @@ def _trust(resolved: Resolved, project_root: str | None) -> Trust:
     return Trust(own_folders(_root(resolved, project_root)), tuple(allow))
 
 
-def _refused(resolved: Resolved, project_root: str | None) -> Found:
-    return target_problems(resolved.values, _trust(resolved, project_root))
-
-
-def _stage_1(
-    resolved: Resolved, size: Topology | None, local: bool | None, root: str | None
-) -> Found:
-    here = is_here(resolved, local)
-    removed = checks.removed(resolved)
-    shape = check(resolved.values, show=resolved.show, known=_known(resolved))
-    found = [
-        *removed,
-        *(item for item in shape if item[0] not in [path for path, _ in removed]),
-        *checks.owned(resolved),
-        *checks.names(resolved),
-        *_refused(resolved, root),
-        *checks.topology(resolved, size, here),
-        *checks.secrets(resolved.written, resolved, ()),
-    ]
-    # What did not resolve is None by now and must not be told a second time.
-    broken = [path for path, _ in resolved.problems]
-    found = [item for item in found if not any(item[0][: len(path)] == path for path in broken)]
-    found += [*resolved.problems, *checks.forwarded(resolved, here), *checks.sent(resolved, here)]
-    return [(path, _safe(problem, resolved)) for path, problem in found]
-
-
 def _safe(problem: Problem, resolved: Resolved) -> Problem:
     what, remedy = map(resolved.hide_environment, (problem.what, problem.remedy))
     return Problem(problem.path, what, remedy)
@@ -174,7 +205,7 @@ def _safe(problem: Problem, resolved: Resolved) -> Problem:
 def _known(resolved: Resolved) -> list[str]:
     """Paths that exist, to suggest: the schema's and those of the chosen components."""
     fixed = {"project": Project, "checkpoint": Checkpoint}
-    names = dict.fromkeys(known_paths())
+    names = dict.fromkeys([*known_paths(), *LAYERS])
     for path in all_paths(resolved.values):
         top = path.partition(".")[0]
         leaf = path.rpartition(".")[2]
@@ -194,34 +225,11 @@ def _has_target(values: Any, path: str) -> bool:
     return isinstance(values, dict) and "_target_" in values
 
 
-def _stage_2(
-    resolved: Resolved,
-    size: Topology | None,
-    local: bool | None,
-    root: str | None,
-    told: Sequence[Path] = (),
-) -> tuple[list[Problem], list[str], dict[str, Any]]:
-    nodes, devices = (size.num_nodes, size.devices) if size else (1, 1)
-    trust = _trust(resolved, root)
-    request = {
-        "config": resolved.values,
-        "expressions": list(resolved.expressions.items()),
-        "skip": [path[:-1] for path, _ in _refused(resolved, root)],
-        "broken": [*told, *(path for path, _ in resolved.problems)],
-        "trust": [trust.folders, trust.allow],
-        "supplied": SUPPLIED,
-        "context": {
-            "num_nodes": nodes,
-            "devices": devices,
-            "world_size": nodes * devices,
-            "accelerator": size.accelerator if size else "auto",
-            "local": is_here(resolved, local),
-        },
-    }
-    answer = _ask_child(json.dumps(request, default=str))
-    problems = [_safe(Problem(*problem), resolved) for problem in answer["problems"]]
-    notes = [resolved.hide_environment(note) for note in answer["notes"]]
-    return problems, notes, answer["facts"]
+def _ask_here(request: str) -> dict[str, Any]:
+    with uncollected():
+        from distdl.binding import answered
+
+        return answered(json.loads(request))
 
 
 def _ask_child(request: str) -> dict[str, Any]:

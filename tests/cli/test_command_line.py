@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from distdl.run_directory import this_process
 from tests.conftest import TINY, distdl
 
 SCRIPT = Path(sys.executable).with_name("distdl")
@@ -237,6 +239,49 @@ def test_the_same_name_with_another_config_is_refused(run, command) -> None:
         assert words in said.err
     assert "python -m distdl resume outputs/default/x" in said.err
     assert (path / "config.yaml").read_bytes() == before and attempts(path) == ["001"]
+
+
+def test_the_name_of_a_run_that_failed_before_its_first_step(run, command) -> None:
+    path = run("name=x")
+    status = json.loads((path / "attempts/001/status.json").read_text())
+    (path / "attempts/001/status.json").write_text(json.dumps(status | {"state": "FAILED"}))
+    again = (*TINY, "name=x", "optimizer.lr=0.7")
+    said = command(*again, "dry_run=true")
+    assert "kept as outputs/default/x.failed-1" in said.out and attempts(path) == ["001"], said
+    assert command(*again).code == 0
+    assert "lr: 0.7" in (path / "config.yaml").read_text() and attempts(path) == ["001"]
+    assert "lr: 0.1" in (path.with_name("x.failed-1") / "config.yaml").read_text()
+    # It has trained: its name is its own.
+    (path / "attempts/001/status.json").write_text(
+        json.dumps(status | {"state": "FAILED", "step": 3})
+    )
+    assert "exists with another config" in command(*TINY, "name=x", "optimizer.lr=0.8").err
+
+
+def test_what_is_finished_or_under_way_is_told_without_an_import(run, command, monkeypatch) -> None:
+    path = run("name=x")
+    for ask in ("_ask_child", "_ask_here"):
+        monkeypatch.setattr(f"distdl.validate.{ask}", lambda request: pytest.fail("imports"))
+    assert "has finished: nothing to do" in command(*TINY, "name=x").out
+    assert "has finished: nothing to do" in command("resume", str(path)).out
+    status = json.loads((path / "attempts/001/status.json").read_text())
+    mine = {"state": "RUNNING", **this_process()}
+    (path / "attempts/001/status.json").write_text(json.dumps(status | mine))
+    assert "attempt 1 is running" in command(*TINY, "name=x").err
+    assert "attempt 1 is running" in command("resume", str(path), "trainer.max_epochs=9").err
+
+
+def test_an_option_of_a_project_above(command, tmp_path, monkeypatch) -> None:
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/ours.yaml").write_text("# @package _global_\n")
+    (tmp_path / "outputs/x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "outputs/x")
+    assert f"cd {tmp_path}" in command("experiment=ours").err
+
+
+def test_nothing_typed_is_help(command) -> None:
+    said = command()
+    assert said.code == 0 and "resume" in said.out and "experiment" in said.out
 
 
 # --- resume

@@ -189,7 +189,7 @@ def test_what_its_place_refuses(command, without_stage_2, here) -> None:
     assert said.code == 2 and "the queue is full" in said.err
     assert "outputs/default/refused is kept" in said.err
     listed = command("jobs", "list").out
-    assert re.search(r"outputs/default/refused .* FAILED .* places, not submitted", listed), listed
+    assert re.search(r"outputs/default/refused\t1\tFAILED\tplaces, not submitted", listed), listed
     said = command("jobs", "status", "outputs/default/refused")
     assert "job     places, not submitted" in said.out
 

@@ -5,28 +5,23 @@ traceback, and no file written.
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import distdl
+from tests.conftest import distdl, environment
 
-# Everything that is wrong here is told by one command. kind -> (what is typed, what is read).
-BAD = {
+# Everything that is wrong in one of these is told by one command: kind -> (what is typed, what is
+# read). The first needs nothing imported, and so ends the command in a moment.
+TEXT = {
     "unknown key": (["lrr=1"], ["lrr: unknown key", "did you mean optimizer.lr?"]),
     "unknown key, added": (
         ["+trainer.max_epoch=3"],
         ["trainer.max_epoch: ", "did you mean trainer.max_epochs?"],
     ),
-    "unknown argument": (
-        ["optimizer.momentun=0.9"],
-        ["optimizer.momentun: torch.optim.SGD takes no argument", "optimizer.momentum?"],
-    ),
     "missing value": (["data=imagenet"], ["data.root: missing", "write data.root=..."]),
-    "missing argument": (
-        ["+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"],
-        ["callbacks.stop.monitor: missing", "write callbacks.stop.monitor=..."],
-    ),
     "wrong type": (["seed=abc"], ["seed: must be an integer, not 'abc'"]),
     "wrong type, nested": (["data.batch_size=many"], ["data.batch_size: must be an integer"]),
     "wrong value": (["optimizer.lr_scaling=cubic"], ["optimizer.lr_scaling: ", "linear"]),
@@ -37,10 +32,6 @@ BAD = {
     "a package that could be allowed": (
         ["+callbacks.foreign._target_=composer.Thing"],
         ["composer.Thing is outside", "if you trust it: project.allow=[composer]"],
-    ),
-    "target that cannot be imported": (
-        ["+callbacks.ours._target_=distdl.callbacks.Progres"],
-        ["callbacks.ours._target_: distdl.callbacks has no 'Progres'"],
     ),
     "devices against the strategy": (
         ["strategy=single", "trainer.devices=2", "trainer.accelerator=cpu"],
@@ -61,15 +52,54 @@ BAD = {
     "what distdl sets itself": (["+trainer.callbacks=[]"], ["trainer.callbacks: is set by distdl"]),
 }
 
+CLASSES = {
+    "unknown argument": (
+        ["optimizer.momentun=0.9"],
+        ["optimizer.momentun: torch.optim.SGD takes no argument", "optimizer.momentum?"],
+    ),
+    "missing argument": (
+        ["+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"],
+        ["callbacks.stop.monitor: missing", "write callbacks.stop.monitor=..."],
+    ),
+    "target that cannot be imported": (
+        ["+callbacks.ours._target_=distdl.callbacks.Progres"],
+        ["callbacks.ours._target_: distdl.callbacks has no 'Progres'"],
+    ),
+    "number out of range": (
+        ["data.image_size=0"],
+        ["data.image_size: must be an integer of at least 1"],
+    ),
+    "rate out of range": (
+        ["schedule.warmup_epochs=-1"],
+        ["schedule.warmup_epochs: must be a number"],
+    ),
+}
+BAD = {**TEXT, **CLASSES}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("refused")
 
 
-@pytest.fixture(scope="module")
-def everything_wrong(folder: Path) -> subprocess.CompletedProcess[str]:
-    return distdl(*(word for typed, _ in BAD.values() for word in typed), cwd=folder)
+@pytest.fixture(scope="module", params=[TEXT, CLASSES], ids=["text", "classes"])
+def all_wrong(
+    request: pytest.FixtureRequest, folder: Path
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """Every mistake of one table, and what the command said to them."""
+    typed = [word for words, _ in request.param.values() for word in words]
+    return request.param, distdl(*typed, cwd=folder)
+
+
+@pytest.fixture
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage must not be reached."""
+
+    def reached(request: str) -> None:
+        raise AssertionError("something was imported to find this out")
+
+    monkeypatch.setattr("distdl.validate._ask_child", reached)
+    monkeypatch.setattr("distdl.validate._ask_here", reached)
 
 
 def check_refused(done: subprocess.CompletedProcess[str], folder: Path) -> None:
@@ -79,29 +109,33 @@ def check_refused(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     assert list(folder.iterdir()) == [], "a refused command writes no file"
 
 
-def test_all_problems_in_one_go(everything_wrong, folder) -> None:
-    check_refused(everything_wrong, folder)
-    head, *lines = everything_wrong.stderr.splitlines()
+def test_all_problems_in_one_go(all_wrong, folder) -> None:
+    table, done = all_wrong
+    check_refused(done, folder)
+    head, *lines = done.stderr.splitlines()
     problems = [line for line in lines if line.startswith("  ") and line[2] != " "]
     assert head == f"distdl: {len(problems)} problems, nothing was started"
+    unchecked = "classes and their arguments were not checked yet"
+    assert (lines[-1] == unchecked) == (table is TEXT)
     paths = [line.strip().split(":")[0] for line in problems]
     assert paths == sorted(paths)
-    assert len(problems) >= len(BAD) and len(set(problems)) == len(problems)
+    assert len(problems) >= len(table) and len(set(problems)) == len(problems)
+    for _, read in table.values():
+        for words in read:
+            assert words in done.stderr
+    assert "canary-5e11a0" not in done.stdout + done.stderr, "a secret is not repeated"
+    for right in ("trainer.devices", "trainer.accelerator", "model.network", "tracking"):
+        assert f"\n  {right}" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_each_kind_is_told(everything_wrong, kind) -> None:
-    for words in BAD[kind][1]:
-        assert words in everything_wrong.stderr, everything_wrong.stderr
-
-
-def test_a_refused_secret_is_not_repeated(everything_wrong) -> None:
-    assert "canary-5e11a0" not in everything_wrong.stdout + everything_wrong.stderr
-
-
-def test_what_is_right_is_not_told(everything_wrong) -> None:
-    for path in ("trainer.devices", "trainer.accelerator", "model.network", "tracking"):
-        assert f"\n  {path}" not in everything_wrong.stderr
+def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "distdl", "trainer.max_epoch=1"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 2 and "did you mean trainer.max_epochs?" in done.stderr
+    assert "hydra" in imported and not imported & {"torch", "lightning", "mlflow", "scipy"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +148,45 @@ def test_what_is_right_is_not_told(everything_wrong) -> None:
         ("optimizer.lr=[1", ["'optimizer.lr=[1' is no override"]),
         ("name=a=b", ["'name=a=b' is no override"]),
         ("~nothing_here", ["nothing_here"]),
-        ("hydra/launcher=joblib", ["hydra/launcher/joblib"]),
+        # What users of Hydra, lightning-hydra-template and LightningCLI type.
+        ("hydra/launcher=joblib", ["hydra/launcher: ", "launcher=slurm"]),
+        ("hydra.run.dir=x", ["hydra.run.dir: ", "output_dir=FOLDER"]),
+        ("hydra.job.chdir=true", ["hydra.job.chdir: ", "name=NAME"]),
+        ("hydra/sweeper=optuna", ["hydra/sweeper: ", "-m optimizer.lr=0.1,0.01"]),
+        ("--config-name train", ["--config-name: ", "experiment=NAME"]),
+        ("--config-path=conf", ["--config-path=conf: ", "--config-dir FOLDER"]),
+        ("--trainer.max_epochs=3", ["written without dashes: trainer.max_epochs=3"]),
+        ("logger=wandb", ["logger: unknown key", "tracking="]),
+        (
+            "ckpt_path=a.ckpt",
+            ["checkpoint.resume_from=FILE", "task.checkpoint=FILE"],
+        ),
+        ("+trainer.logger=true", ["trainer.logger: is set by distdl", "tracking="]),
+        ("+trainer.resume_from_checkpoint=x", ["checkpoint.resume_from=FILE"]),
+        ("trainer=gpu", ["trainer: no option 'gpu'", "trainer.accelerator=cpu or gpu"]),
+        ("task_name=mine", ["task_name: ", "experiment_name=NAME"]),
+        ("test=True", ["test: ", "task=test"]),
+        ("paths.data_dir=x", ["paths.data_dir: ", "data.root=FOLDER"]),
+        ("hparams_search=optuna", ["hparams_search: ", "-m optimizer.lr=0.1,0.01"]),
+        # Slips of the hand.
+        ("train", ["train: is no command", "python -m distdl experiment=NAME"]),
+        ("train debug=cpu", ["python -m distdl debug=cpu"]),
+        ("test", ["python -m distdl resume RUN task=test"]),
+        ("resume", ["RUN: which run is to go on?", "python -m distdl jobs list"]),
+        ("resume trainer.max_epochs=3", ["RUN: which run is to go on?"]),
+        ("seed = 3", ["seed=3: the shell takes it for several words", "write seed=3"]),
+        ("seed= 3", ["write seed=3"]),
+        ("seed =3", ["write seed=3"]),
+        ("optimizer.betas=[0.9, 0.99]", ["write 'optimizer.betas=[0.9, 0.99]'"]),
+        ("optimizer.betas=[0.1", ["it lacks ]: 'optimizer.betas=[0.1]'"]),
+        ("early_stopping.patience=3", ["callbacks=[default,early_stopping]"]),
+        ("callbacks.early_stopping.patience=3", ["callbacks=[default,early_stopping]"]),
+        ("data.batch_size=0", ["data.batch_size: must be greater than or equal to 1"]),
+        ("trainer.limit_train_batches=0", ["0 is a training of no batches", "task=validate"]),
+        ("output_dir=/dev/null", ["output_dir: /dev/null is a file"]),
+        ("output_dir=/dev/null/runs", ["output_dir: /dev/null is a file"]),
+        ("task=test task.checkpoint=nowhere.ckpt", ["task.checkpoint=nowhere.ckpt: no such check"]),
+        ("checkpoint.resume_from=nowhere.ckpt", ["resume_from=nowhere.ckpt: no such checkpoint"]),
         ("--cfg job --resolve name=${nope}", ["'nope' not found"]),
         ("--cfg job -p modle", ["the config has no 'modle'"]),
         ("--cfg job -m optimizer.lr=interval(0,1)", ["optimizer.lr=interval(0,1) cannot be count"]),
@@ -127,18 +199,21 @@ def test_what_is_right_is_not_told(everything_wrong) -> None:
             ["distdl: 1 problem", "did you mean: python -m distdl prepare"],
         ),
         ("model resnet18", ["model: is no command and no override", "resnet18: is no command"]),
-        ("--frobnicate", ["unrecognized arguments: --frobnicate"]),
+        ("--frobnicate", ["--frobnicate: is no option of distdl"]),
         ("--cfg nonsense", ["invalid choice: 'nonsense'"]),
         ("--config-dir nowhere", ["--config-dir: ", "nowhere is no folder"]),
         ("resume outputs/nothing/here", ["outputs/nothing/here"]),
         ("convert x --to zero3", ["--to: there is no 'zero3'", "--to deepspeed_zero3?"]),
     ],
 )
-def test_refused_before_anything_is_imported(typed, read, tmp_path) -> None:
-    done = distdl(*typed.split(), cwd=tmp_path, timeout=60)
-    check_refused(done, tmp_path)
+@pytest.mark.usefixtures("no_child")
+def test_refused_before_anything_is_imported(typed, read, command, tmp_path) -> None:
+    said = command(*typed.split())
+    assert (said.code, said.out) == (2, "") and "Traceback" not in said.err
+    assert said.err.startswith("distdl: ") and said.err.count("\n  ") <= 4
     for words in read:
-        assert words in done.stderr, done.stderr
+        assert words in said.err, said.err
+    assert list(tmp_path.iterdir()) == [], "a refused command writes no file"
 
 
 @pytest.mark.parametrize(

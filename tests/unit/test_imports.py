@@ -21,12 +21,14 @@ LIGHT = [
     "config",
     "errors",
     "failures",
+    "importing",
     "job",
     "lightning_1",
     "lightning_names",
     "own_code",
     "orphans",
     "processes",
+    "ranges",
     "redact",
     "resolve",
     "resources",
@@ -40,6 +42,7 @@ LIGHT = [
     "user_conf",
     "validate",
     "walltime",
+    "words",
 ]
 HEAVY = {
     "torch",

@@ -196,7 +196,7 @@ def test_ranks_that_somebody_else_has_started_have_what_is_here(
     config = compose.compose([*TINY, "trainer.devices=1", "project.root=${oc.env:MINE}"])
     config.launcher = {"_target_": external.TARGET}
     monkeypatch.setenv("MINE", ".")
-    planning.check(config)
+    planning.size_of(config)
     config.launcher._target_ = "distdl.launchers.slurm.SlurmLauncher"
     with pytest.raises(UserError, match="MINE, which the job will not have"):
-        planning.check(config)
+        planning.size_of(config)

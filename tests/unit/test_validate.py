@@ -12,7 +12,7 @@ import pytest
 from sample_config import sample
 
 from distdl import validate as validation
-from distdl.errors import Problem, UserError
+from distdl.errors import Unchecked, UserError
 from distdl.validate import problems_of, validate
 
 
@@ -336,25 +336,26 @@ def test_wrong_value_of_a_secret_key_is_not_printed() -> None:
     assert "hunter2" not in " ".join(messages({"password": "hunter2", "trainer.password": "x"}))
 
 
-def test_all_problems_of_both_stages_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = {
-        "problems": [
-            ["trainer.max_epoch", "lightning's Trainer takes no argument 'max_epoch'", ""],
-            ["seed", "stage 2 speaks of it, too", ""],
-            ["data", "the folder somewhere-private is absent", ""],
-        ],
-        "notes": [],
-        "facts": {},
-    }
+def test_problems_of_the_text_are_told_before_anything_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(validation, "_ask_child", lambda request: pytest.fail("imports"))
+    with pytest.raises(Unchecked) as caught:
+        validate(sample({"seed": -1, "lrr": 1, "trainer.max_epoch": 3}), Size())
+    paths = [problem.path for problem in caught.value.problems]
+    assert paths == ["lrr", "seed", "trainer.max_epoch"]
+    assert caught.value.exit_code == 2
+
+
+def test_all_problems_of_the_second_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    what = "the folder somewhere-private is absent"
+    answer = {"problems": [["model", "b", ""], ["data", what, ""]], "notes": [], "facts": {}}
     monkeypatch.setattr(validation, "_ask_child", lambda request: answer)
     monkeypatch.setenv("SAMPLE_ROOT", "somewhere-private")
-    config = sample({"seed": -1, "lrr": 1, "data.root": "${oc.env:SAMPLE_ROOT}"})
     with pytest.raises(UserError) as caught:
-        validate(config, Size(), further=[Problem("trainer.devices", "4 GPUs", "")])
-    paths = [problem.path for problem in caught.value.problems]
-    assert paths == ["data", "lrr", "seed", "trainer.devices", "trainer.max_epoch"]
+        validate(sample({"data.root": "${oc.env:SAMPLE_ROOT}"}), Size())
+    assert [problem.path for problem in caught.value.problems] == ["data", "model"]
     assert "data: the folder ${oc.env:SAMPLE_ROOT} is absent" in str(caught.value)
-    assert caught.value.exit_code == 2
 
 
 def test_a_child_that_crashes_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ def measure(found: Sequence[Member]) -> int:
     # All are checked before the first one starts.
     folder = found[0].run.path.parent.name
     planned = [planning.plan(m.config, name=f"{folder}/{m.name}") for m in due]
+    for each in planned:
+        planning.check_classes(each, apart=True)
     code = 0
     for number, (member, plan) in enumerate(zip(due, planned, strict=True), 1):
         if plan.config.dry_run:

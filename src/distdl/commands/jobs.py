@@ -260,8 +260,11 @@ def list_runs(folder: Path) -> int:
             state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", "")
         row = (shown(run.path), str(attempt.number), state, *cells)
         table.add_row(*map(plain, row))
-    # Brackets are text here, and no colours.
-    Console(width=None if sys.stdout.isatty() else 240, markup=False, emoji=False).print(table)
+    if sys.stdout.isatty():  # brackets are text here
+        Console(markup=False, emoji=False).print(table)
+    else:  # for `cut`, `awk` and a spreadsheet
+        for cells in zip(*(column.cells for column in table.columns), strict=True):
+            print(*cells, sep="\t")
     for why in unasked:
         print(f"note: {plain(why)}", file=sys.stderr)
     return 0

@@ -6,6 +6,8 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import compose, environment, external, jobs, launch, planning
 from distdl import config as configs
 from distdl.errors import Problem, UserError
-from distdl.run_directory import RunDirectory
+from distdl.run_directory import RunDirectory, shown
 from distdl.suggest import did_you_mean
 
 
@@ -28,9 +30,15 @@ def main(argv: Sequence[str]) -> int:
         UserError: RUN is no run, or an override changes what a run is.
     """
     parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
     parser.add_argument("overrides", nargs="*", help="e.g. trainer.max_epochs=20 trainer.devices=2")
     options = parser.parse_args(argv)
+    if options.run is None or ("=" in options.run and not Path(options.run).exists()):
+        newest = next(iter(jobs.runs_below(Path(compose.compose([]).output_dir))), None)
+        remedy = "python -m distdl jobs list shows them"
+        if newest is not None:
+            remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
+        raise UserError(Problem("RUN", "which run is to go on?", remedy))
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
         return external.main(lambda here: plan(run, options.overrides, here))
@@ -111,11 +119,10 @@ def plan(
     ]
     # What is as it was is no change, and a finished run that is asked for it has still finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
-    try:
-        size, notes = planning.check(config)
-    except UserError as error:
-        raise UserError(*error.problems, *code_elsewhere(config, before["where"], error)) from None
+    with told_of_code_elsewhere(config, before["where"]):
+        size = planning.size_of(config, run)
     refuse_programs(config, given)
+    notes: list[str] = []
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     if not last:
         command = run.provenance().get("command") or "unknown"
@@ -126,7 +133,10 @@ def plan(
         )
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
-    return planning.proceed(planned, given)
+    planning.proceed(planned, given)
+    with told_of_code_elsewhere(config, before["where"]):
+        planning.check_classes(planned)
+    return planned
 
 
 def begun_anew(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
@@ -138,17 +148,21 @@ def begun_anew(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
     return {"run_id": "/".join(run.path.parts[-3 if deep else -2 :]), "where": where}
 
 
-def code_elsewhere(
-    config: DictConfig, before: dict[str, Any], error: UserError
-) -> Iterator[Problem]:
+@contextmanager
+def told_of_code_elsewhere(config: DictConfig, before: dict[str, Any]) -> Iterator[None]:
     """Where the code is that is missing here: as the run's files say, so it is not taken from there
     unasked."""
-    root = (before.get("project") or {}).get("root")
-    here = planning.root_of(config)
-    refused = any("_target_" in problem.path for problem in error.problems)
-    if refused and root and str(root) != str(here):
-        what = f"the run was started with the code of {root}, and this project is {here}"
-        yield Problem("project.root", what, f"cd {root}, or if you trust it: project.root={root}")
+    try:
+        yield
+    except UserError as error:
+        root = (before.get("project") or {}).get("root")
+        here = planning.root_of(config)
+        refused = any("_target_" in problem.path for problem in error.problems)
+        if refused and root and str(root) != str(here):
+            what = f"the run was started with the code of {root}, and this project is {here}"
+            remedy = f"cd {root}, or if you trust it: project.root={root}"
+            raise type(error)(*error.problems, Problem("project.root", what, remedy)) from None
+        raise
 
 
 def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.errors import Problem, UserError
 from distdl.prepare.bar import size
+from distdl.ranges import Positive
 from distdl.shards.ahead import Ahead
 from distdl.shards.cache import REMEDY, Cache, default_root
 from distdl.shards.format import MANIFEST, Manifest
@@ -85,8 +86,8 @@ class StoredImages(ImageData):
         self,
         root: str,
         batch_size: int,
-        num_classes: int = 1000,
-        image_size: int = 224,
+        num_classes: Positive = 1000,
+        image_size: Positive = 224,
         scale: Sequence[float] = (0.08, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         num_workers: int | None = None,

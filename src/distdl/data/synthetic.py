@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from distdl.data.images import IMAGENET_MEAN, IMAGENET_STD, ImageData
+from distdl.ranges import Count, Positive
 
 
 class SyntheticImages(ImageData):
@@ -36,11 +37,11 @@ class SyntheticImages(ImageData):
     def __init__(
         self,
         batch_size: int,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        train_samples: int = 1_281_167,
-        val_samples: int = 50_000,
-        pool_size: int = 256,
+        num_classes: Positive = 1000,
+        image_size: Positive = 224,
+        train_samples: Positive = 1_281_167,
+        val_samples: Count = 50_000,
+        pool_size: Positive = 256,
         num_workers: int | None = 0,
         seed: int = 0,
         mean: Sequence[float] = IMAGENET_MEAN,

@@ -15,6 +15,7 @@ from distdl.data.images import ImageData
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.errors import Problem
+from distdl.ranges import Count, Positive
 
 QUALITY = 90  # of the generated JPEGs; their noise makes the size
 
@@ -53,14 +54,14 @@ class SyntheticJpegs(ImageData):
     def __init__(
         self,
         batch_size: int,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        train_samples: int = 1_281_167,
-        val_samples: int = 50_000,
+        num_classes: Positive = 1000,
+        image_size: Positive = 224,
+        train_samples: Positive = 1_281_167,
+        val_samples: Count = 50_000,
         width: int = 500,
         height: int = 375,
         kilobytes: float = 110,
-        pool_size: int = 64,
+        pool_size: Positive = 64,
         num_workers: int | None = None,
         seed: int = 0,
         scale: Sequence[float] = (0.08, 1.0),

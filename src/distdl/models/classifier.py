@@ -20,6 +20,7 @@ from distdl.models import compilers
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.mixing import mix
 from distdl.models.weights import load_weights
+from distdl.ranges import NotNegative, Positive
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,11 @@ class ImageClassifier(LightningModule):
     def __init__(
         self,
         network: nn.Module,
-        num_classes: int = 1000,
+        num_classes: Positive = 1000,
         norm: str = "batch",
-        label_smoothing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
+        label_smoothing: NotNegative = 0.0,
+        mixup: NotNegative = 0.0,
+        cutmix: NotNegative = 0.0,
         channels_last: bool = True,
         compile: Compile = False,
         matmul_precision: Precision = "highest",
