@@ -123,6 +123,13 @@ def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
     return {**state, "state": values, "param_groups": groups}
 
 
+def add_groups(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
+    """Gives an optimizer the groups that a module added to it while it was trained."""
+    parameters = dict(module.named_parameters())
+    for group in state["param_groups"][len(optimizer.param_groups) :] if is_named(state) else ():
+        optimizer.add_param_group({"params": [parameters[name] for name in group["params"]]})
+
+
 def speak_names(strategy: Strategy) -> None:
     """Makes a strategy of Lightning's write and read optimizer states by name.
 
@@ -143,6 +150,8 @@ def speak_names(strategy: Strategy) -> None:
 
     def load_optimizer_state_dict(self: Strategy, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
+        for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
+            add_groups(state, optimizer, self.lightning_module)
         states = [
             to_indices(state, optimizer, self.lightning_module)
             for state, optimizer in zip(

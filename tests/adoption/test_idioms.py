@@ -7,7 +7,6 @@ another one than Lightning, so the control is given that of the run.
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -21,15 +20,14 @@ MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 POINTS = list(range(32))
 
 
-def idioms(*, two: bool = False) -> list[Any]:
-    """As parameters of `project`; `two`: only those to which two ranks add something."""
-    found = []
-    for name, idiom in IDIOMS.items():
-        marks: list[Any] = []
-        if two and idiom.two is None and not MATRIX:
-            marks = [pytest.mark.skip(reason="two ranks add nothing; make matrix")]
-        found.append(pytest.param(name, marks=marks))
-    return found
+def idioms(those: str = "") -> list[Any]:
+    """As parameters of `project`: outside the matrix only those of which this is true."""
+    nothing = pytest.mark.skip(reason="adds nothing to another idiom; make matrix")
+    # All of them each time: by their places pytest knows which tests share a project.
+    return [
+        pytest.param(name, marks=() if MATRIX or not those or getattr(idiom, those) else nothing)
+        for name, idiom in IDIOMS.items()
+    ]
 
 
 @pytest.fixture(scope="module", params=idioms())
@@ -51,9 +49,11 @@ def test_learns_as_under_lightning(project: Project) -> None:
     ended = project.control(project.order("one") if project.idiom.random_order else None)
     assert ended.well, ended.output
     wanted = project.seen("control")
-    assert got.keys() == wanted.keys() and len(wanted) in (16, 32)
+    assert got.keys() == wanted.keys() and len(wanted) in (24, 32)
     for batch, line in wanted.items():
         assert got[batch] == line, f"batch {batch}"
+    metrics, wanted = project.metrics("one"), project.found_by_control()["fit"]
+    assert {name: metrics.get(name) for name in wanted} == wanted
 
 
 def test_each_sample_once(project: Project) -> None:
@@ -64,15 +64,16 @@ def test_each_sample_once(project: Project) -> None:
         assert found == [POINTS] * len(found)
 
 
+@pytest.mark.parametrize("project", idioms("evaluated"), indirect=True)
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluated_as_under_lightning(project: Project, task: str) -> None:
     ended = project.resume("one", f"task={task}", "task.checkpoint=last")
     assert ended.well, ended.output
-    wanted = json.loads((project.folder / "control.json").read_text())[task]
+    wanted = project.found_by_control()[task]
     assert project.metrics("one") == {k: v for loader in wanted for k, v in loader.items()}
 
 
-@pytest.mark.parametrize("project", idioms(two=True), indirect=True)
+@pytest.mark.parametrize("project", idioms("two"), indirect=True)
 def test_two_ranks_share_what_one_sees(project: Project) -> None:
     """Killed and resumed as well: in each epoch every sample of one rank is seen by one of two."""
     project.killed_and_resumed("two", *project.idiom.halved, ranks=2)

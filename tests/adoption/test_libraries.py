@@ -17,6 +17,7 @@ LIBRARIES = {
     "chemprop": ("chemprop", TASKS, True),
     "gluonts": ("gluonts", ["validate"], False),  # its module has no test_step
     "tabular": ("pytorch_tabular", TASKS, True),
+    "uncertainty": ("torch_uncertainty", TASKS, True),
     "uq_box": ("lightning_uq_box", TASKS, True),
 }
 KILLER = """

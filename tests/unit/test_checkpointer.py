@@ -77,9 +77,7 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         monkeypatch.setattr(checkpointer.time, "monotonic", lambda: now[0])
         ranks = []
         for rank in range(2):
-            loop = SimpleNamespace(
-                _should_accumulate=lambda: False, _num_ready_batches_reached=lambda: False
-            )
+            loop = SimpleNamespace(_num_ready_batches_reached=lambda: False)
             trainer: Any = SimpleNamespace(
                 global_rank=rank,
                 global_step=0,
@@ -102,7 +100,7 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
             now[0] = float(step)
             for rank, (trainer, ours, _) in enumerate(ranks):
                 wire.rank, trainer.global_step = rank, step
-                ours.on_train_batch_end(trainer, None, None, None, step)  # type: ignore[arg-type]
+                ours._batch_ended(trainer)
         return [saved for _, _, saved in ranks]
 
     return run

@@ -82,7 +82,7 @@ class Checkpointer(Callback):
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
         self._saved_step = self._stepped = -1
-        self._half_a_step = False
+        self._half_a_step = self._validates = False
         self._saved_at = time.monotonic()
         self._reason = ""
         self._kept: dict[str, Any] | None = None
@@ -120,6 +120,7 @@ class Checkpointer(Callback):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         loop = trainer.fit_loop
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
+        loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
@@ -152,10 +153,33 @@ class Checkpointer(Callback):
         loop = trainer.fit_loop.epoch_loop
         self.position.consumed += self.samples_per_batch
         if loop._should_accumulate():
-            return  # half an optimizer step is not saved
+            return
         # One that steps by hand accumulates as it likes: then gradients are kept.
         self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
-        step = steps_of(trainer)
+
+    def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
+        """In the place of the `on_advance_end` of Lightning's loop over batches. By then the
+        module's `on_train_batch_end`, which follows ours, and the loggers have had the batch, and
+        after it the plateau schedules. Only a validation, which may take long, comes later."""
+        loop = trainer.fit_loop.epoch_loop
+        if loop._skip_next_val:  # saved when all of this was done, and not a batch since
+            loop._skip_next_val = False
+            return
+        whole = not loop._should_accumulate()  # half an optimizer step is not saved
+        inside = not loop._num_ready_batches_reached()
+        validates = loop._should_check_val_fx(data_fetcher)
+        if validates and whole:
+            self._validates = inside
+            self._batch_ended(trainer)
+            self._validates = False
+        type(loop).on_advance_end(loop, data_fetcher)
+        if validates and inside:
+            self._validated(trainer)
+        elif not validates and whole:
+            self._batch_ended(trainer)
+
+    def _batch_ended(self, trainer: Trainer) -> None:
+        loop, step = trainer.fit_loop.epoch_loop, steps_of(trainer)
         overdue = trainer.global_rank == 0 and self._overdue()
         stop, save, failed = self._agreement.exchange(*self._flags(overdue))
         if loop._num_ready_batches_reached():
@@ -197,8 +221,9 @@ class Checkpointer(Callback):
             self.best.missing(trainer, early=True)  # it warns
             return
         self.best.validated = True
-        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            return  # at the epoch's end, which follows
+
+    def _validated(self, trainer: Trainer) -> None:
+        """Inside an epoch; what was validated at its end is seen there."""
         if self.best.improved(trainer):
             self._save(trainer, "best")
         elif self.best.missing(trainer, early=True):
@@ -217,6 +242,8 @@ class Checkpointer(Callback):
         """In the place of Lightning's `on_advance_end`. That calls the hooks of an epoch's end, the
         module's after ours, and then steps the plateau schedules: all of it is to be kept."""
         loop = trainer.fit_loop
+        if loop.restarted_mid_epoch:
+            loop.restarting = False  # or Lightning leaves the step of the plateau schedules out
         type(loop).on_advance_end(loop)
         if not loop.epoch_loop._num_ready_batches_reached():
             return
@@ -281,7 +308,7 @@ class Checkpointer(Callback):
             "rng": cluster.gather(going_on.rng_state()),
             **going_on.of_parameters(pl_module, self._half_a_step),
         }
-        if trainer.validating and self._reason == "signal":
+        if self._validates or (trainer.validating and self._reason == "signal"):
             going_on.restart_validation(checkpoint["loops"]["fit_loop"])
         if self._reason == "cut":
             going_on.reopen_epoch(checkpoint["loops"]["fit_loop"])
