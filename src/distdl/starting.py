@@ -1,12 +1,14 @@
-"""What a task takes from a checkpoint that is not distdl's own: Lightning's, or bare weights.
+"""What a task takes from a checkpoint: its own run's, another run's, Lightning's, or bare weights.
 
-A training goes on from all of its state if that fits: optimizers, schedules, loops. Else it takes
-the weights alone, and one warning says why.
+A new training goes on from all of the state of its start if that fits: optimizers, schedules,
+loops, with the rates and settings that it asks for itself. Else it takes the weights alone, and one
+warning says why.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from distdl.build import Built
 from distdl.callbacks.checkpointer import KEY
 from distdl.errors import Problem, UserError
+from distdl.optim import KERNELS
 from distdl.run_directory import shown
 
 log = logging.getLogger(__name__)
@@ -72,14 +75,17 @@ def prepare(context: Built, path: str) -> None:
     def restore() -> None:
         found = connector._loaded_checkpoint
         trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
-        if not trains or not found or KEY in found:
+        if not trains or not found or Path(path).is_relative_to(context.run.path):
             return restore_as_ever()
-        loop._combined_loader = None  # the loaders may have begun with the order of another epoch
-        if (why := misfit(found, trainer)) is None:
-            try:
-                connector.restore_optimizers()
-            except ValueError as error:  # they have other groups of parameters
-                why = str(error)
+        foreign, why = KEY not in found, None
+        asked = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
+        if foreign:
+            loop._combined_loader = None  # the loaders may have begun with another epoch's order
+            if (why := misfit(found, trainer)) is None:
+                try:
+                    connector.restore_optimizers()
+                except ValueError as error:  # they have other groups of parameters
+                    why = str(error)
         if why is not None:
             if len(trainer.optimizers) > 1:  # the first of them may have fitted
                 strategy.setup_optimizers(trainer)
@@ -88,22 +94,67 @@ def prepare(context: Built, path: str) -> None:
         longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
         restore_as_ever()
         loop.max_epochs = longest
+        ask_again(trainer, asked, file, context.checkpointer.batch_ratio(found.get(KEY)))
         begun: Any = loop.epoch_progress.current
         batches = loop.epoch_loop.batch_progress
         whole = begun.processed == begun.ready or batches.is_last_batch
-        context.checkpointer.position.epoch = epochs = begun.ready - (not whole)
-        if longest not in (None, -1) and epochs >= longest:
-            what = f"is {longest}, and {file} was trained for {epochs} epochs"
-            more = f"trainer.max_epochs={epochs + longest}, or with checkpoint.resume_from its "
-            more += f"weights alone: python -m distdl convert {file} --to weights"
-            raise UserError(Problem("trainer.max_epochs", what, more))
-        if not whole:
+        epochs, steps = begun.ready - (not whole), trainer.global_step
+        limits = (("epochs", epochs, longest), ("steps", steps, trainer.max_steps))
+        for unit, done, limit in limits:
+            if limit not in (None, -1) and done >= limit:
+                what = f"is {limit}, and {file} was trained for {done} {unit}"
+                more = f"trainer.max_{unit}={done + limit}, or with checkpoint.resume_from its "
+                more += f"weights alone: python -m distdl convert {file} --to weights"
+                raise UserError(Problem(f"trainer.max_{unit}", what, more))
+        if foreign:
+            context.checkpointer.position.epoch = epochs
+        if foreign and not whole:
             said = "%s was saved after %d batches of an epoch and does not say which samples they "
             said += "held: of that epoch some samples come again, and others not at all"
             log.warning(said, file, batches.current.ready)
 
     strategy.load_model_state_dict = load  # type: ignore[method-assign]
     connector.restore_training_state = restore  # type: ignore[method-assign]
+
+
+def ask_again(trainer: Trainer, asked: list[Any], file: str, batch_ratio: float) -> None:
+    """Gives a new run the rates and settings that it asks for, where its start has others.
+
+    Args:
+        asked: Of each optimizer its groups as they were built, before the state was restored.
+        file: The start.
+        batch_ratio: By how much the rate will change with the global batch.
+    """
+    schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
+    # Those that turn the momentum as well keep it among their own settings.
+    moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
+    told: dict[str, str] = {}
+    for optimizer, groups in zip(trainer.optimizers, asked, strict=True):
+        settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *moved}
+        for index, (group, mine) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+            for name in sorted(settings & mine.keys()):
+                if group.get(name) != mine[name]:
+                    told[name] = f"{name} {mine[name]} and not {group.get(name)}"
+                    group[name] = mine[name]
+            # Without a schedule the rate may be one that the module has set by hand.
+            key = next((k for k in ("initial_lr", "reference_lr") if k in group and k in mine), "")
+            ratio = mine[key] / group[key] if key and group[key] else 1.0
+            if key == "initial_lr":
+                ratio /= batch_ratio
+            if math.isclose(ratio, 1.0, rel_tol=1e-6):
+                continue
+            told["lr"] = f"lr {mine['lr']:.4g} and not {group[key]:.4g}"
+            for name in ("initial_lr", "reference_lr", "lr", "max_lr", "min_lr"):
+                if name in group:
+                    group[name] *= ratio
+            for schedule in schedules:
+                if getattr(schedule, "optimizer", None) is optimizer and index < len(
+                    getattr(schedule, "base_lrs", ())
+                ):
+                    schedule.base_lrs[index] *= ratio
+                    schedule._last_lr[index] *= ratio
+    if told:
+        log.info("%s: this run goes on with %s", file, ", ".join(told.values()))
 
 
 def misfit(found: Mapping[str, Any], trainer: Trainer) -> str | None:

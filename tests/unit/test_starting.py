@@ -189,6 +189,35 @@ def test_refusals_name_what_is_wrong(ours: Make, theirs_file: Path) -> None:
             tasks.train(ours("run", theirs_file, f"trainer.max_epochs={longest}"))
 
 
+# ------------------------------------------------------------------------------ from another run
+
+
+def test_another_run_has_its_own_rate(
+    ours: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "distdl.starting")
+    tasks.train(ours("first", None, "trainer.max_epochs=2"))
+    start = tmp_path / "first/checkpoints/last.ckpt"
+    built = ours("second", start, lr=0.001, decay=0.1)
+    tasks.train(built)
+    (group,) = built.trainer.optimizers[0].param_groups
+    assert group["lr"] == pytest.approx(0.001 / 100)  # the schedule is where it was
+    assert group["weight_decay"] == 0.1 and built.trainer.global_step == 16
+    assert "goes on with weight_decay 0.1 and not 0.0, lr 0.001 and not 0.01" in warned(caplog)
+    for longest in ("max_epochs=2", "max_steps=8"):
+        with pytest.raises(
+            UserError, match=f"{longest.replace('=', ': is ')}, and .*last.ckpt was"
+        ):
+            tasks.train(ours("third", start, f"trainer.{longest}"))
+
+
+def test_a_resume_keeps_the_rates_of_its_run(ours: Make, tmp_path: Path) -> None:
+    tasks.train(ours("run", None, "trainer.max_epochs=2"))
+    built = ours("run", tmp_path / "run/checkpoints/last.ckpt", lr=0.001)
+    tasks.train(built)
+    assert built.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 / 100)
+
+
 def test_objects_in_hyperparameters_need_trust(ours: Make, tmp_path: Path) -> None:
     make = functools.partial(torch.optim.SGD, lr=0.1)
     module = theirs.Given(make, Namespace(width=1))
@@ -243,7 +272,7 @@ import sys
 sys.modules["distdl"] = None  # this Python has none
 import lightning.pytorch as pl, theirs
 module = theirs.Net.load_from_checkpoint("run/checkpoints/epoch_001.ckpt")
-assert dict(module.hparams) == {"width": 3, "kind": "adam", "compiled": False}, module.hparams
+assert module.hparams["width"] == 3 and module.hparams["kind"] == "adam", module.hparams
 trainer = pl.Trainer(accelerator="cpu", max_epochs=4, logger=False, enable_checkpointing=False)
 trainer.fit(theirs.Net(3), datamodule=theirs.Data(), ckpt_path="run/checkpoints/epoch_001.ckpt")
 assert trainer.global_step == 16

@@ -13,12 +13,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(LightningModule):
-    def __init__(self, width: int = 4, kind: str = "adam", compiled: bool = False) -> None:
+    def __init__(
+        self,
+        width: int = 4,
+        kind: str = "adam",
+        compiled: bool = False,
+        lr: float = 0.01,
+        decay: float = 0.0,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1))
         self.layers: Any = torch.compile(layers, backend="eager") if compiled else layers
-        self.kind = kind
+        self.kind, self.lr, self.decay = kind, lr, decay
         self.automatic_optimization = kind not in ("two", "uneven")
 
     def _loss(self, batch: list[Tensor]) -> Tensor:
@@ -50,7 +57,8 @@ class Net(LightningModule):
             return adam(first, 0.01), adam(uneven if self.kind == "uneven" else last, 0.01)
         if self.kind in ("sgd", "bare"):
             return sgd(first + last, 0.01, 0.9) if self.kind == "sgd" else adam(first + last, 0.01)
-        optimizer = adam(groups if self.kind == "halves" else first + last, 0.01)
+        rates: dict[str, Any] = {"lr": self.lr, "weight_decay": self.decay}
+        optimizer = adam(groups if self.kind == "halves" else first + last, **rates)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 

@@ -17,6 +17,7 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from distdl import cluster, misfits, optim
 from distdl.callbacks import apart, going_on
 from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
-from distdl.callbacks.best import Best
+from distdl.callbacks.best import Best, warn_of_monitors
 from distdl.callbacks.metrics import steps_of
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
@@ -219,6 +220,7 @@ class Checkpointer(Callback):
             return
         if trainer.sanity_checking:
             self.best.missing(trainer, early=True)  # it warns
+            warn_of_monitors(trainer)
             return
         self.best.validated = True
 
@@ -342,9 +344,7 @@ class Checkpointer(Callback):
         if not self.optimizer:
             log.warning("the global batch was %d and is %d: the rate is as it was", before, now)
             return
-        rule = self.optimizer.get("lr_scaling", "none")
-        reference = self.optimizer.get("lr_reference_batch", 256)
-        old, new = (optim.scale_lr(self.optimizer["lr"], b, rule, reference) for b in (before, now))
+        old, new = self._rate(before), self._rate(now)
         for entry in trainer.lr_scheduler_configs:
             optim.rescale_schedule(
                 entry.scheduler,
@@ -359,8 +359,18 @@ class Checkpointer(Callback):
             now,
             old,
             new,
-            rule,
+            self.optimizer.get("lr_scaling", "none"),
         )
+
+    def _rate(self, global_batch: int) -> float:
+        node = self.optimizer or {}
+        rule, reference = node.get("lr_scaling", "none"), node.get("lr_reference_batch", 256)
+        return optim.scale_lr(node["lr"], global_batch, rule, reference)
+
+    def batch_ratio(self, kept: Mapping[str, Any] | None) -> float:
+        """By how much `_rescale` will change the rate of a checkpoint."""
+        before, now = (kept or {}).get("global_batch_size"), self.global_batch_size
+        return self._rate(now) / self._rate(before) if before and now and self.optimizer else 1.0
 
     # --------------------------------------------------------------------------------- saving
 
