@@ -22,6 +22,7 @@ _SWITCH = "automatic_optimization"
 _ONE = "one optimizer with several parameter groups"
 _BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
 _WHOLE = "strategy=ddp or strategy=fsdp, which take several"
+_METRIC = "its monitor= must be a metric that is logged; once it is, the same command begins anew"
 _SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
 # What Lightning and torch say in the middle -> what is wrong (None: their words), the remedy.
 _SAID: dict[str, tuple[str, str | None, str]] = {
@@ -32,12 +33,19 @@ _SAID: dict[str, tuple[str, str | None, str]] = {
         "a backward pass used a part of the model's parameters, and DDP waits for all of them",
         "strategy=ddp strategy.find_unused_parameters=true",
     ),
+    "Early stopping conditioned on metric": ("callbacks", None, _METRIC),
+    "ReduceLROnPlateau conditioned on metric": ("model", None, _METRIC),
     "got mixed torch.Tensor and DTensor": (
         "strategy",
         "weights are used outside of their module's forward, where a rank has a slice of them",
         "call that module itself, or strategy=ddp",
     ),
 }
+
+
+def _writes_logs(found: Any) -> bool:
+    """Whether it is what some logger calls its experiment."""
+    return type(found).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
 
 
 def misfits(
@@ -116,6 +124,10 @@ def refuse(trainer: Trainer) -> None:
 
 def explained(error: BaseException) -> Problem | None:
     """What Lightning or torch refuses in the middle, with a remedy of ours; None: not known."""
+    called = str(getattr(error, "name", None))
+    if called.startswith("add_") and _writes_logs(getattr(error, "obj", None)):
+        wrong = f"the model calls {called} of TensorBoard's writer, and self.logger is another's"
+        return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
     for words, (place, what, remedy) in _SAID.items():
         if words in str(error):
             frames = traceback.extract_tb(error.__traceback__)

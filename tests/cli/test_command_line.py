@@ -351,6 +351,14 @@ def test_a_resume_under_another_strategy(run, command) -> None:
     assert attempts(path) == ["001", "002", "003"]
 
 
+def test_a_resume_with_other_loggers(run, command) -> None:
+    path = run("name=x", "tracking=mlflow")
+    assert command("resume", str(path), "trainer.max_epochs=5", "tracking=tensorboard").code == 0
+    changes = launched(path, 2).changes
+    assert list(changes.tracking) == ["tensorboard"], changes
+    assert "tracking is tensorboard from this attempt on" in launched(path, 2).notes
+
+
 def test_resume_finds_a_run_that_was_moved(run, command, tmp_path) -> None:
     path = run("name=x")
     (tmp_path / "archive/default").mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from torch.optim import SGD, Adam
 from distdl import validate, worker
 from distdl.binding import Binding
 from distdl.errors import UserError
-from distdl.misfits import by_hand, makes_several, misfits, refuse
+from distdl.misfits import by_hand, explained, makes_several, misfits, refuse
 
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
 
@@ -313,3 +314,16 @@ def test_what_lightning_raises_is_for_the_user(
     assert kind is ValueError or isinstance(
         caught.value.__cause__, MisconfigurationException | RuntimeError
     )
+
+
+def test_what_is_not_the_loggers(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    with pytest.raises(AttributeError) as raised:
+        CSVLogger(tmp_path).experiment.add_histogram("x", 1)  # type: ignore[attr-defined]
+    problem = explained(raised.value)
+    assert problem is not None and problem.path == "tracking"
+    assert "add_histogram" in problem.what and "tracking=[tensorboard,mlflow]" in problem.remedy
+    with pytest.raises(AttributeError) as raised:
+        tmp_path.add_histogram  # type: ignore[attr-defined] # noqa: B018
+    assert explained(raised.value) is None

@@ -144,8 +144,10 @@ class StepMetrics(Callback):
         self.latest = metrics
         if not trainer.is_global_zero:
             return
-        # A module that logs its own train/loss keeps it.
-        own = trainer.callback_metrics
+        # A module that logs its own train/loss keeps it: also one of which only the epoch's end
+        # will know the value.
+        begun = trainer.fit_loop.epoch_loop._results.values()
+        own = {*trainer.callback_metrics, *(result.meta.name for result in begun)}
         for logger in trainer.loggers:
             logger.log_metrics({k: v for k, v in metrics.items() if k not in own}, step)
         for listener in self.listeners:

@@ -92,14 +92,15 @@ def plan(
             chosen = compose.compose([str(override.input_line)])
             if path in ("launcher", "task"):
                 where[path] = chosen[path]
-            elif path == "strategy":  # checkpoints are portable: any goes on from any other's
-                changes = {k: v for k, v in changes.items() if not k.startswith("strategy.")}
+            # Checkpoints are portable, and where a run is logged is not what it is.
+            elif path in ("strategy", "tracking"):
+                changes = {k: v for k, v in changes.items() if not k.startswith(f"{path}.")}
                 changes[path] = OmegaConf.to_container(chosen[path], resolve=False)
             else:
                 problems.append(_refused(path))
         elif any(path == w or path.startswith(w + ".") for w in configs.WHERE):
             OmegaConf.update(where, path, value, force_add=True)
-        elif path in configs.CHANGEABLE or path.startswith("strategy."):
+        elif path in configs.CHANGEABLE or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:
             problems.append(_refused(path, configs.flat_paths(recipe)))
@@ -188,6 +189,7 @@ def _refused(path: str, known: Sequence[str] = ()) -> Problem:
         [
             *configs.CHANGEABLE,
             "strategy",
+            "tracking",
             "launcher",
             "task",
             "trainer.devices",

@@ -1,0 +1,75 @@
+"""A module's own metrics beside distdl's: under its names, and those that something waits for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from distdl import misfits
+from distdl.callbacks import StepMetrics
+from distdl.callbacks.best import warn_of_monitors
+
+
+class Own(BoringModel):
+    """Logs train/loss once an epoch, under the name that distdl has for its own."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.log("train/loss", found["loss"], on_step=False, on_epoch=True)
+        return found
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.step(batch))
+
+
+class Told(StepMetrics):
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.sanity_checking:
+            warn_of_monitors(trainer)
+
+
+@pytest.fixture
+def train(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    def run(*callbacks: Any) -> list[dict[str, Any]]:
+        logged: list[dict[str, Any]] = []
+
+        class Kept(CSVLogger):
+            def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+                logged.append({"step": step, **metrics})
+
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=1, limit_train_batches=4, limit_val_batches=1,
+            log_every_n_steps=1, logger=Kept(tmp_path), callbacks=[Told(None), *callbacks],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Own())
+        return logged
+
+    return run
+
+
+def test_no_value_of_ours_under_a_name_of_theirs(train) -> None:
+    logged = train()
+    assert [entry["step"] for entry in logged if "train/loss" in entry] == [3]
+    assert [entry["step"] for entry in logged if "perf/data_wait" in entry] == [1, 2, 3, 4]
+
+
+def test_a_metric_that_is_misspelt(train, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    train(EarlyStopping("train/loss"), EarlyStopping("val/loss"))
+    assert "monitor=" not in caplog.text
+    with pytest.raises(RuntimeError) as raised:
+        train(EarlyStopping("val/los"))
+    assert "EarlyStopping: monitor=val/los is not what" in caplog.text
+    assert "did you mean val/loss?" in caplog.text
+    problem = misfits.explained(raised.value)
+    assert problem is not None and "monitor=" in problem.remedy
