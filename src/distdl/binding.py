@@ -138,7 +138,7 @@ class Binding:
             remedy = f"did you mean {error.reached}.{near}?" if near else ""
             self.add(place, str(error), remedy)
             return None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             package = str(getattr(error, "name", None)).partition(".")[0]
             if isinstance(error, ModuleNotFoundError) and is_absent(package):
                 return self.absent(package, place)

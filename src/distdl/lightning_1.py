@@ -67,7 +67,7 @@ ARGUMENTS = _table("""
 _REFUSED = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
 
 
-def replaced(error: Exception) -> str:
+def replaced(error: BaseException) -> str:
     """What an import asked Lightning for that only Lightning 1 had is now; "" for all else."""
     # No module named 'a.b', cannot import name 'b' from 'a', module 'a' has no attribute 'b'
     parts = sorted(re.findall(r"'([\w.]+)'", str(error)), key=lambda part: "." not in part)

@@ -7,6 +7,7 @@ import takes seconds, may run the user's code and may fail in any way.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -226,7 +227,7 @@ def _has_target(values: Any, path: str) -> bool:
 
 
 def _ask_here(request: str) -> dict[str, Any]:
-    with uncollected():
+    with uncollected(), contextlib.chdir("."):  # an import may go elsewhere
         from distdl.binding import answered
 
         return answered(json.loads(request))

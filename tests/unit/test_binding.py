@@ -450,24 +450,38 @@ def test_the_real_child_may_die(project: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "ended Python (exit code 7)" in answer["problems"][0][1]
 
 
-def _child_of(project: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The real child over a config of one callback, which needs no torch."""
+def _child_of(
+    project: Path, target: str, monkeypatch: pytest.MonkeyPatch, of: str = "_ask_child"
+) -> dict[str, Any]:
+    """The real child, or this process itself, over a config of one callback without torch."""
     asked: list[str] = []
 
     def keep(request: str) -> dict[str, Any]:
         asked.append(request)
         return {"problems": [], "notes": [], "facts": {}}
 
-    ask = validation._ask_child
+    ask = getattr(validation, of)
     with monkeypatch.context() as patch:
         patch.setattr(validation, "_ask_child", keep)
         check_bindings(sample(), None, str(project))
     request = json.loads(asked[0])
     request["config"] = {"callbacks": {"x": {"_target_": target}}}
-    return ask(json.dumps(request))
+    return ask(json.dumps(request))  # type: ignore[no-any-return]
 
 
 def test_an_optimizer_without_fused_kernels_takes_the_presets_null() -> None:
     node = {"_target_": "torch.optim.Rprop", "lr": 0.1, "fused": None}
     assert messages({"optimizer": node}) == []
     assert "optimizer.fused" in only({"optimizer": {**node, "fused": True}})
+
+
+def test_an_import_that_ends_python_or_goes_elsewhere(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    (project / "moves.py").write_text("import os\nos.chdir('/')\n\n\ndef f(): ...\n")
+    monkeypatch.chdir(project)
+    message = only({"callbacks.x": {"_target_": "leaves.f"}}, project)
+    assert "callbacks.x._target_: leaves.f cannot be imported: SystemExit" in message
+    assert _child_of(project, "moves.f", monkeypatch, "_ask_here")["problems"] == []
+    assert Path.cwd() == project
