@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+FOR_AUTHORS = (DeprecationWarning, FutureWarning)  # of libraries
+# What was logged by imports before the run had a log.
+_early: list[logging.LogRecord] = []
 
 
 @contextmanager
@@ -27,3 +33,30 @@ def uncollected() -> Iterator[None]:
         gc.enable()
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries count at the end what has not been collected
+
+
+@contextmanager
+def logged_later() -> Iterator[None]:
+    """For imports before the run has a log: `log_early` logs there what they say and warn of."""
+    root = logging.getLogger()
+    keeper, level = logging.Handler(), root.level
+    keeper.emit = _early.append  # type: ignore[assignment]
+    root.addHandler(keeper)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        with warnings.catch_warnings():
+            for category in FOR_AUTHORS:
+                warnings.filterwarnings("ignore", category=category)
+            yield
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        root.removeHandler(keeper)
+
+
+def log_early() -> None:
+    """Logs it."""
+    for record in _early:
+        logging.getLogger(record.name).handle(record)
+    _early.clear()

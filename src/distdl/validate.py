@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from distdl import checks
 from distdl.checks import Topology, is_here, strings
 from distdl.errors import Problem, Unchecked, UserError
-from distdl.importing import uncollected
+from distdl.importing import logged_later, uncollected
 from distdl.own_code import own_folders
 from distdl.redact import redact
 from distdl.resolve import Resolved, all_paths, resolve
@@ -227,7 +227,7 @@ def _has_target(values: Any, path: str) -> bool:
 
 
 def _ask_here(request: str) -> dict[str, Any]:
-    with uncollected(), contextlib.chdir("."):  # an import may go elsewhere
+    with uncollected(), logged_later(), contextlib.chdir("."):  # an import may go elsewhere
         from distdl.binding import answered
 
         return answered(json.loads(request))

@@ -34,7 +34,7 @@ from distdl import environment as environments
 from distdl import failures, kinds, lightning_names
 from distdl.bundle import Bundle
 from distdl.errors import UserError
-from distdl.importing import uncollected
+from distdl.importing import FOR_AUTHORS, log_early, uncollected
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.leaving import leave
 from distdl.own_code import make_importable
@@ -281,7 +281,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     root.setLevel(logging.INFO)
     log.setLevel(logging.DEBUG)  # for the file: which variable said which rank
     logging.captureWarnings(True)
-    for category in (DeprecationWarning, FutureWarning):  # for the authors of libraries
+    for category in FOR_AUTHORS:
         warnings.filterwarnings("ignore", category=category)
     # It cannot see that our loaders do go on; distdl.data.loading names those that do not.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
@@ -289,6 +289,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     if rank:
         warnings.filterwarnings("ignore")
+    log_early()
 
 
 def adopt_lightnings_loggers() -> None:
