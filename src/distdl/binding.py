@@ -77,7 +77,9 @@ class Binding:
         if launcher.get("modules") or "PYTHONPATH" in str(launcher):
             given = []  # the user says what the nodes have
         installed = [folder for _, folder in editable()]
-        for name in sorted(n for n in {*sys.modules} - self.before if n.isidentifier()):
+        launches = str(launcher.get("_target_")).partition(".")[0]  # here, and not there
+        new = {*sys.modules} - self.before - {launches}
+        for name in sorted(n for n in new if n.isidentifier()):
             module = sys.modules[name]
             places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
             home = FilePath(str(places[0] or ".")).parent

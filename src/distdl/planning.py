@@ -80,7 +80,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         UserError: Anything is wrong with the text of the config, the name belongs to another
             recipe, or its run is under way.
     """
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         recipe = configs.recipe_of(config)
         name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
@@ -107,6 +107,8 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
                 f"python -m distdl resume {shown(run.path)}",
             )
         )
+    if not member:  # which is refused in its turn, and the others train
+        refuse_second(planned)
     return proceed(planned, given=())
 
 
@@ -120,6 +122,17 @@ def never_trained(run: RunDirectory) -> bool:
     return bool(failed) and all(failed) and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
 
 
+def refuse_second(planned: Plan) -> None:
+    """One run trains once at a time.
+
+    Raises:
+        UserError: An attempt of this one waits in a queue or runs.
+    """
+    if not planned.config.dry_run:
+        jobs.refuse_second(planned.run)
+        planned.run.refuse_under_way()
+
+
 def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     """Goes on with an existing run; a changed world size keeps the global batch.
 
@@ -128,14 +141,11 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         given: Paths that the user set himself in this attempt.
 
     Raises:
-        UserError: It is under way, or the global batch cannot be kept and nothing was said of it.
+        UserError: The global batch cannot be kept, and nothing was said about it.
     """
     last = planned.run.last_attempt()
     if last is None:
         return planned
-    if not planned.config.dry_run:
-        jobs.refuse_second(planned.run)
-        planned.run.refuse_under_way()
     before = last.launch()
     # A resume has looked at those before: another strategy drops the settings of the last one.
     changes = dict(planned.changes or before.get("changes") or {})

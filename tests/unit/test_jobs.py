@@ -195,7 +195,7 @@ def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, c
         if name in damage:
             (run.path if name in frozen else attempt.path).joinpath(name).write_text(text)
     assert list_runs(tmp_path / "outputs") == 0
-    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[3:-1]}
+    rows = {line.split("\t")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "SUCCEEDED" in rows["outputs/e/whole"]
     for name in damage:
         assert "DAMAGED" in rows[f"outputs/e/{name}"], rows

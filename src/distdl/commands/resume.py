@@ -134,6 +134,7 @@ def plan(
         )
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, run_id, changes, notes)
+    planning.refuse_second(planned)
     planning.proceed(planned, given)
     with told_of_code_elsewhere(config, before["where"]):
         planning.check_classes(planned)

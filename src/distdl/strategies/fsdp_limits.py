@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from distdl import cluster
 from distdl.errors import Problem, UserError
 
-CALLS = 4  # a moving average of the weights may begin with a copy, which changes nothing
+CALLS = 2  # a moving average of the weights may begin with a copy, which changes nothing
 
 
 def refuse_second_order(unit: Any) -> None:
@@ -36,24 +36,27 @@ def watch_weights(module: Any) -> None:
     step = module.training_step
     calls = iter(range(CALLS))
 
-    def is_changed(name: str, whole: torch.Tensor) -> bool:
-        own = slices[name]
-        if isinstance(whole, DTensor):  # of an inner unit: changed where it is kept
-            return False
-        used: Any = distribute_tensor(
-            whole.detach(), own.device_mesh, own.placements, src_data_rank=None
-        )
-        return not used.to_local().equal(own.to_local())
+    def changed() -> list[str]:
+        # Of an inner unit's weights slices are here, which are changed where they are kept.
+        whole = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        differ = []
+        for name, parameter in whole:
+            own = slices[name]
+            used: Any = distribute_tensor(
+                parameter.detach(), own.device_mesh, own.placements, src_data_rank=None
+            )
+            differ.append((used.to_local() != own.to_local()).any())
+        found = torch.stack(differ).tolist() if differ else []  # all are read at once
+        return [name for (name, _), is_changed in zip(whole, found, strict=True) if is_changed]
 
     @functools.wraps(step)
     def training_step(*args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)
-        if next(calls, None) is not None:
-            mine = [name for name, p in module.named_parameters() if is_changed(name, p)]
-            if changed := [name for names in cluster.gather(mine) for name in names]:
-                what = f"training_step changes weights ({changed[0]}), which is lost under fsdp"
-                remedy = "do it in on_train_batch_end, in place and not by .data; or strategy=ddp"
-                raise UserError(Problem("strategy", what, remedy))
+        watched = cluster.gather(changed()) if next(calls, None) is not None else []
+        if names := [name for each in watched for name in each]:
+            what = f"training_step changes weights ({names[0]}), which is lost under fsdp"
+            remedy = "do it in on_train_batch_end, in place and not by .data; or strategy=ddp"
+            raise UserError(Problem("strategy", what, remedy))
         return output
 
     module.training_step = training_step
