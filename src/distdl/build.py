@@ -131,9 +131,10 @@ def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
 
 
 def make(node: Any) -> Any:
-    """Instantiates a `_target_` node with plain Python containers; its errors are its own."""
+    """Instantiates a `_target_` node with plain Python containers, or as it says (`_convert_`); its
+    errors are its own."""
     try:
-        return instantiate(node, _convert_="all")
+        return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
     except InstantiationException as error:
         raise error.__cause__ or error from None
 

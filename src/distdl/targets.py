@@ -20,7 +20,7 @@ from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
 
 ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
 # Single names outside those packages that many configs need and that can do no harm.
-HARMLESS = ("datetime.timedelta",)
+HARMLESS = ("datetime.timedelta", "argparse.Namespace")
 # Sections whose target is imported by the command line itself, and where it then must lie.
 WITHIN = {"launcher": "distdl.launchers", "task": "distdl.tasks"}
 # The sections whose nodes are instantiated.

@@ -189,6 +189,12 @@ def test_refusals_name_what_is_wrong(ours: Make, theirs_file: Path) -> None:
             tasks.train(ours("run", theirs_file, f"trainer.max_epochs={longest}"))
 
 
+def test_a_module_of_hydras_gets_its_config(ours: Make) -> None:
+    model = {"_target_": "theirs.Given", "optimizer": {"lr": 0.1}, "args": {"width": 2}}
+    built = ours("run", None, model={**model, "_convert_": "none"})
+    assert built.module.make.lr == 0.1 and built.module.layers.out_features == 2
+
+
 # ------------------------------------------------------------------------------ from another run
 
 
