@@ -161,6 +161,9 @@ def show_config(options: argparse.Namespace) -> int:
             shown = OmegaConf.select(shown, options.package)
             if shown is None:
                 raise UserError(Problem("--package", f"the config has no {options.package!r}"))
+            if not OmegaConf.is_config(shown):
+                print(shown)
+                continue
         try:
             print(OmegaConf.to_yaml(shown, resolve=options.resolve), end="")
         except OmegaConfBaseException as error:

@@ -117,6 +117,8 @@ def names(resolved: Resolved) -> Found:
 
 def unwritable(folder: FilePath) -> str:
     """Why no folder can be made at a path; "" if one can."""
+    if folder == FilePath():
+        return "is empty (a variable that is not set?)"
     for part in (folder.absolute(), *folder.absolute().parents):
         if part.exists():
             if not part.is_dir():

@@ -44,7 +44,7 @@ class Plan:
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes of the recipe, by path.
         notes: What a person should read before it starts.
-        old_run: Where the run of this name goes that failed before its first step.
+        old_run: Where the run of this name goes that failed before its first checkpoint.
     """
 
     config: DictConfig
@@ -97,7 +97,9 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         if never_trained(run):
             planned.old_run = run.spare_path()
             kept = shown(planned.old_run)
-            planned.notes.append(f"the old {run_id} failed before its first step, kept as {kept}")
+            planned.notes.append(
+                f"the old {run_id} failed before its first checkpoint, kept as {kept}"
+            )
             return planned
         raise UserError(
             Problem(
@@ -113,13 +115,10 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
 
 
 def never_trained(run: RunDirectory) -> bool:
-    """Whether a run failed before its first step, and so has nothing to lose its name for."""
-    failed = [
-        attempt.state() in (JobState.FAILED, JobState.CANCELLED)
-        and not attempt.status().get("step")
-        for attempt in run.attempts()
-    ]
-    return bool(failed) and all(failed) and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
+    """Whether a run failed before its first checkpoint, and so has nothing to lose its name for."""
+    states = [attempt.state() for attempt in run.attempts()]
+    failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
+    return failed and not any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}"))
 
 
 def refuse_second(planned: Plan) -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from distdl.build import Built
-from distdl.callbacks.checkpointer import KEY
+from distdl.callbacks.checkpointer import KEY, built_rates
 from distdl.errors import Problem, UserError
 from distdl.optim import KERNELS
 from distdl.run_directory import shown
@@ -94,7 +95,10 @@ def prepare(context: Built, path: str) -> None:
         longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
         restore_as_ever()
         loop.max_epochs = longest
-        ask_again(trainer, asked, file, context.checkpointer.batch_ratio(found.get(KEY)))
+        kept, mine = found.get(KEY), built_rates(asked)
+        before = (kept or {}).get("rates")
+        ask_again(trainer, asked, before, file, context.checkpointer.batch_ratio(kept))
+        context.checkpointer.rates = mine
         begun: Any = loop.epoch_progress.current
         batches = loop.epoch_loop.batch_progress
         whole = begun.processed == begun.ready or batches.is_last_batch
@@ -117,11 +121,14 @@ def prepare(context: Built, path: str) -> None:
     connector.restore_training_state = restore  # type: ignore[method-assign]
 
 
-def ask_again(trainer: Trainer, asked: list[Any], file: str, batch_ratio: float) -> None:
+def ask_again(
+    trainer: Trainer, asked: list[Any], before: list[Any] | None, file: str, batch_ratio: float
+) -> None:
     """Gives a new run the rates and settings that it asks for, where its start has others.
 
     Args:
         asked: Of each optimizer its groups as they were built, before the state was restored.
+        before: The rates with which those of the start were built; None: it does not say.
         file: The start.
         batch_ratio: By how much the rate will change with the global batch.
     """
@@ -129,21 +136,21 @@ def ask_again(trainer: Trainer, asked: list[Any], file: str, batch_ratio: float)
     # Those that turn the momentum as well keep it among their own settings.
     moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
     told: dict[str, str] = {}
-    for optimizer, groups in zip(trainer.optimizers, asked, strict=True):
+    for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, asked, strict=True)):
         settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *moved}
         for index, (group, mine) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
             for name in sorted(settings & mine.keys()):
                 if group.get(name) != mine[name]:
                     told[name] = f"{name} {mine[name]} and not {group.get(name)}"
                     group[name] = mine[name]
-            # Without a schedule the rate may be one that the module has set by hand.
-            key = next((k for k in ("initial_lr", "reference_lr") if k in group and k in mine), "")
-            ratio = mine[key] / group[key] if key and group[key] else 1.0
-            if key == "initial_lr":
-                ratio /= batch_ratio
+            # Of a file of Lightning's a schedule tells: else the module may have set it by hand.
+            was, now = group.get("initial_lr"), mine.get("initial_lr", mine["lr"])
+            with suppress(IndexError, TypeError):
+                was = before[number][index]  # type: ignore[index]
+            ratio = now / (was * batch_ratio) if was else 1.0
             if math.isclose(ratio, 1.0, rel_tol=1e-6):
                 continue
-            told["lr"] = f"lr {mine['lr']:.4g} and not {group[key]:.4g}"
+            told["lr"] = f"lr {now:.4g} and not {was:.4g}"
             for name in ("initial_lr", "reference_lr", "lr", "max_lr", "min_lr"):
                 if name in group:
                     group[name] *= ratio

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from distdl.checkpoint import SUFFIX
 from distdl.run_directory import this_process
 from tests.conftest import TINY, distdl
 
@@ -241,7 +242,7 @@ def test_the_same_name_with_another_config_is_refused(run, command) -> None:
     assert (path / "config.yaml").read_bytes() == before and attempts(path) == ["001"]
 
 
-def test_the_name_of_a_run_that_failed_before_its_first_step(run, command) -> None:
+def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, command) -> None:
     path = run("name=x")
     status = json.loads((path / "attempts/001/status.json").read_text())
     (path / "attempts/001/status.json").write_text(json.dumps(status | {"state": "FAILED"}))
@@ -251,10 +252,10 @@ def test_the_name_of_a_run_that_failed_before_its_first_step(run, command) -> No
     assert command(*again).code == 0
     assert "lr: 0.7" in (path / "config.yaml").read_text() and attempts(path) == ["001"]
     assert "lr: 0.1" in (path.with_name("x.failed-1") / "config.yaml").read_text()
-    # It has trained: its name is its own.
-    (path / "attempts/001/status.json").write_text(
-        json.dumps(status | {"state": "FAILED", "step": 3})
-    )
+    # It has something to go on from: its name is its own.
+    (path / "attempts/001/status.json").write_text(json.dumps(status | {"state": "FAILED"}))
+    (path / "checkpoints").mkdir(exist_ok=True)
+    (path / f"checkpoints/epoch_000.ckpt{SUFFIX}").touch()
     assert "exists with another config" in command(*TINY, "name=x", "optimizer.lr=0.8").err
 
 

@@ -183,6 +183,7 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("callbacks.early_stopping.patience=3", ["callbacks=[default,early_stopping]"]),
         ("data.batch_size=0", ["data.batch_size: must be greater than or equal to 1"]),
         ("trainer.limit_train_batches=0", ["0 is a training of no batches", "task=validate"]),
+        ("output_dir=", ["output_dir: is empty"]),
         ("output_dir=/dev/null", ["output_dir: /dev/null is a file"]),
         ("output_dir=/dev/null/runs", ["output_dir: /dev/null is a file"]),
         ("task=test task.checkpoint=nowhere.ckpt", ["task.checkpoint=nowhere.ckpt: no such check"]),

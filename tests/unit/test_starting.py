@@ -217,6 +217,16 @@ def test_another_run_has_its_own_rate(
             tasks.train(ours("third", start, f"trainer.{longest}"))
 
 
+def test_another_rate_where_no_schedule_tells(ours: Make, tmp_path: Path) -> None:
+    """Nor does the rate in the file, which a module may have set by hand."""
+    tasks.train(ours("first", None, "trainer.max_epochs=2", kind="bare"))
+    start = tmp_path / "first/checkpoints/last.ckpt"
+    for lr, expected in ((0.001, 0.001), (0.01, 0.01)):
+        built = ours(f"second-{lr}", start, kind="bare", lr=lr)
+        tasks.train(built)
+        assert built.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+
+
 def test_a_resume_keeps_the_rates_of_its_run(ours: Make, tmp_path: Path) -> None:
     tasks.train(ours("run", None, "trainer.max_epochs=2"))
     built = ours("run", tmp_path / "run/checkpoints/last.ckpt", lr=0.001)

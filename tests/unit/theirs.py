@@ -56,7 +56,9 @@ class Net(LightningModule):
             uneven = [{"params": [each]} for each in last]
             return adam(first, 0.01), adam(uneven if self.kind == "uneven" else last, 0.01)
         if self.kind in ("sgd", "bare"):
-            return sgd(first + last, 0.01, 0.9) if self.kind == "sgd" else adam(first + last, 0.01)
+            return (
+                sgd(first + last, 0.01, 0.9) if self.kind == "sgd" else adam(first + last, self.lr)
+            )
         rates: dict[str, Any] = {"lr": self.lr, "weight_decay": self.decay}
         optimizer = adam(groups if self.kind == "halves" else first + last, **rates)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]

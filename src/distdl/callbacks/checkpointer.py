@@ -82,6 +82,7 @@ class Checkpointer(Callback):
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
+        self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
         self._saved_step = self._stepped = -1
         self._half_a_step = self._validates = False
         self._saved_at = time.monotonic()
@@ -124,6 +125,7 @@ class Checkpointer(Callback):
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
+        self.rates = self.rates or built_rates([o.param_groups for o in trainer.optimizers])
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
@@ -305,6 +307,7 @@ class Checkpointer(Callback):
             "consumed": self.position.consumed,
             "global_batch_size": self.global_batch_size,
             "samples_per_batch": self.samples_per_batch,
+            "rates": self.rates,
             "world_size": trainer.world_size,
             **self.best.state(),
             "rng": cluster.gather(going_on.rng_state()),
@@ -325,6 +328,7 @@ class Checkpointer(Callback):
         if kept is None:
             return
         self.position.epoch, self.position.consumed = kept["epoch"], kept["consumed"]
+        self.rates = kept.get("rates")
         self.best.load(kept)
         self._kept = kept
 
@@ -410,3 +414,8 @@ class Checkpointer(Callback):
     def _end(self, trainer: Trainer) -> None:
         self.saver.settle()
         cluster.check_all(self.stop, f"at step {steps_of(trainer)}")
+
+
+def built_rates(optimizers: list[Any]) -> list[list[float]]:
+    """Of the groups of optimizers that have not stepped: before a schedule's first factor."""
+    return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
