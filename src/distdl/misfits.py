@@ -43,11 +43,6 @@ _SAID: dict[str, tuple[str, str | None, str]] = {
 }
 
 
-def _writes_logs(found: Any) -> bool:
-    """Whether it is what some logger calls its experiment."""
-    return type(found).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
-
-
 def misfits(
     trainer: Mapping[str, Any],
     callbacks: Mapping[str, type],
@@ -124,8 +119,9 @@ def refuse(trainer: Trainer) -> None:
 
 def explained(error: BaseException) -> Problem | None:
     """What Lightning or torch refuses in the middle, with a remedy of ours; None: not known."""
-    called = str(getattr(error, "name", None))
-    if called.startswith("add_") and _writes_logs(getattr(error, "obj", None)):
+    called, owner = (getattr(error, key, None) for key in ("name", "obj"))
+    logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
+    if logs and str(called).startswith("add_"):
         wrong = f"the model calls {called} of TensorBoard's writer, and self.logger is another's"
         return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
     for words, (place, what, remedy) in _SAID.items():

@@ -109,19 +109,3 @@ class Best:
             + f"python -m distdl resume {trainer.default_root_dir} checkpoint.monitor="
             + (near or "NAME, or null for no best.ckpt"),
         )
-
-
-def warn_of_monitors(trainer: Trainer) -> None:
-    """After the sanity check: what a callback or a schedule waits for in vain ends the training
-    after its first epoch."""
-    logged = sorted(trainer.callback_metrics)
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    asked = {type(c).__name__: getattr(c, "monitor", None) for c in callbacks}
-    asked |= {type(e.scheduler).__name__: e.monitor for e in trainer.lr_scheduler_configs}
-    for owner, monitor in ((owner, str(name)) for owner, name in asked.items()):
-        # A module may log nothing in a sanity check, and train/loss comes later.
-        there = any(name.startswith("val") for name in logged) and monitor.startswith("val")
-        if there and monitor not in logged and trainer.is_global_zero:
-            near = closest(monitor, logged)
-            said = f"did you mean {near}?" if near else f"it logs {', '.join(logged)}"
-            log.warning("%s: monitor=%s is not what the validation logs; %s", owner, monitor, said)

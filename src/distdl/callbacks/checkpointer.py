@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from distdl import cluster, misfits, optim
 from distdl.callbacks import apart, going_on
 from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
-from distdl.callbacks.best import Best, warn_of_monitors
+from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
 from distdl.checkpoint import CheckpointStore
 from distdl.data.sampling import TrainPosition
@@ -222,7 +222,6 @@ class Checkpointer(Callback):
             return
         if trainer.sanity_checking:
             self.best.missing(trainer, early=True)  # it warns
-            warn_of_monitors(trainer)
             return
         self.best.validated = True
 
