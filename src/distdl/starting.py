@@ -95,10 +95,9 @@ def prepare(context: Built, path: str) -> None:
         longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
         restore_as_ever()
         loop.max_epochs = longest
-        kept, mine = found.get(KEY), built_rates(asked)
-        before = (kept or {}).get("rates")
-        ask_again(trainer, asked, before, file, context.checkpointer.batch_ratio(kept))
-        context.checkpointer.rates = mine
+        kept = found.get(KEY) or {}
+        ask_again(trainer, asked, kept.get("rates"), file, context.checkpointer.batch_ratio(kept))
+        context.checkpointer.rates = built_rates(asked)
         begun: Any = loop.epoch_progress.current
         batches = loop.epoch_loop.batch_progress
         whole = begun.processed == begun.ready or batches.is_last_batch

@@ -370,9 +370,9 @@ class Checkpointer(Callback):
         rule, reference = node.get("lr_scaling", "none"), node.get("lr_reference_batch", 256)
         return optim.scale_lr(node["lr"], global_batch, rule, reference)
 
-    def batch_ratio(self, kept: Mapping[str, Any] | None) -> float:
+    def batch_ratio(self, kept: Mapping[str, Any]) -> float:
         """By how much `_rescale` will change the rate of a checkpoint."""
-        before, now = (kept or {}).get("global_batch_size"), self.global_batch_size
+        before, now = kept.get("global_batch_size"), self.global_batch_size
         return self._rate(now) / self._rate(before) if before and now and self.optimizer else 1.0
 
     # --------------------------------------------------------------------------------- saving

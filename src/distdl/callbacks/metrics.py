@@ -144,8 +144,7 @@ class StepMetrics(Callback):
         self.latest = metrics
         if not trainer.is_global_zero:
             return
-        # A module that logs its own train/loss keeps it: also one of which only the epoch's end
-        # will know the value.
+        # A module that logs its own train/loss keeps it, also where the epoch's end makes it.
         begun = trainer.fit_loop.epoch_loop._results.values()
         own = {*trainer.callback_metrics, *(result.meta.name for result in begun)}
         for logger in trainer.loggers:
