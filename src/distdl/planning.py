@@ -264,13 +264,17 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     config, size, local = planned.config, planned.resources, is_local(planned.config)
     if planned.finished and not config.dry_run:
         return
+    if planned.changes:  # else the first stage has seen this very config
+        validate.refuse(config, size, project_root=str(root_of(config)))
     here = local and not apart and not config.dry_run
     # Which GPU is visible must be said before anything looks.
     goes_on = here and size.world_size == 1 and not size.device_ids
     with imported_meanwhile(AGENT) if here and not goes_on else nullcontext():
-        notes, facts = validate.validate(
-            config, size, project_root=str(root_of(config)), goes_on=goes_on
+        problems, notes, facts = validate.check_bindings(
+            config, size, str(root_of(config)), goes_on=goes_on
         )
+    if problems:
+        raise UserError(*problems)
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append(
             "the model's own configure_optimizers is used; optimizer= and schedule= are not"

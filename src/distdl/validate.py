@@ -169,7 +169,6 @@ def validate(
     *,
     local: bool | None = None,
     project_root: str | None = None,
-    goes_on: bool = False,
 ) -> tuple[list[str], dict[str, Any]]:
     """Both stages, the second if the first finds nothing; notes and facts of `check_bindings`.
 
@@ -177,9 +176,7 @@ def validate(
         UserError: with all problems of the stage that finds any.
     """
     refuse(config, size, local=local, project_root=project_root)
-    problems, notes, facts = check_bindings(
-        config, size, project_root, local=local, goes_on=goes_on
-    )
+    problems, notes, facts = check_bindings(config, size, project_root, local=local)
     if problems:
         raise UserError(*problems)
     return notes, facts
