@@ -9,6 +9,9 @@ attempt. Run by its path; of distdl it needs what needs nothing else.
   `grace_seconds` is killed.
 - A host whose connection is lost: the ssh script notes it. Open MPI then ends by itself, hydra
   (MPICH, Intel MPI) never does: mpirun is killed, and its proxies on the other hosts end with it.
+- A host from which this one is out of reach: hydra's proxy there would wait as long as TCP does.
+  Each rank's parent holds a connection to a port of the keeper, and ends its rank when nothing
+  answers there any more (see rank.py).
 - When mpirun is gone, whatever it left running on this machine goes too.
 """
 
@@ -30,6 +33,8 @@ from typing import Any
 from distdl.processes import birth
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
+PORT = "DISTDL_KEEPER_PORT"
+MOST_RANKS = 4096  # connections that wait; Linux allows no more
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 OBITUARY = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
@@ -64,9 +69,13 @@ class Keeper:
         # Not SIG_IGN, which mpirun and the ranks would inherit.
         signal.signal(signal.SIGHUP, lambda *_: None)
         self.write(pid=os.getpid(), birth=birth(os.getpid()), started=time.time())
+        listener = listen()  # until this process ends
         try:
             mpirun = subprocess.Popen(
-                self.record["command"], stdin=subprocess.DEVNULL, preexec_fn=die_with_me
+                self.record["command"],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_me,
+                env={PORT: str(listener.getsockname()[1]), **os.environ},
             )
         except OSError as error:
             print(f"distdl: {error}", file=sys.stderr)
@@ -158,6 +167,13 @@ class Keeper:
     def write(self, **fields: Any) -> None:
         self.record.update(fields)
         write_json(self.folder / RECORD, self.record)
+
+
+def listen() -> socket.socket:
+    """A port where the kernel answers for as long as this host can be reached; nobody accepts."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=MOST_RANKS, dualstack_ipv6=both)
 
 
 def is_of(agent: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec, variables
-from distdl.launchers.mpi import flavours, submit
+from distdl.launchers.mpi import flavours, keeper, submit
 from distdl.launchers.mpi.flavours import FLAVOURS, LOCALHOST, Host, Start
 from distdl.launchers.mpi.hosts import OPTIONS, Reach, is_here, parse, read_hostfile
 from distdl.launchers.mpi.job import MpiJob
@@ -132,7 +132,7 @@ class MpiLauncher:
             mpirun=flavours.program(self.mpirun, flavour),
             hosts=hosts,
             ssh=str(spec.folder / "mpirun-ssh"),
-            variables=(*env, *spec.forward_env),
+            variables=(*env, *spec.forward_env, keeper.PORT),
             interface=self.interface,
             as_root=os.geteuid() == 0,
             extra=tuple(self.extra_args or ()),

@@ -2,8 +2,9 @@
 
 It hands signals on, says in one line of the log how the rank ended if it ended badly, and ends in a
 way that ends the whole job on every MPI: hydra (MPICH, Intel MPI) lets the others run on after a
-plain exit, and Intel's also after a kill, unless it is told by PMI's own `abort`. Standard library
-only: it runs before anything is known to be importable.
+plain exit, and Intel's also after a kill, unless it is told by PMI's own `abort`. Where ssh
+started it, it also ends the rank once the keeper's host is silent: hydra's proxy would wait.
+Standard library only: it runs before anything is known to be importable.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import stat
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -25,6 +27,9 @@ from types import FrameType
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 READ_SECONDS = 3.0  # that hydra is given to read what a rank said last
+# Seconds: the keeper's host has been silent after 20 + 3 x 5; then its rank is given time to end.
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+END_SECONDS = 15.0
 
 
 def main(errors: str, command: list[str]) -> int:
@@ -50,12 +55,49 @@ def main(errors: str, command: list[str]) -> int:
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_me)
     for each in early:
         child.send_signal(each)
+    lost, parent = threading.Event(), os.getppid()
+    threading.Thread(target=watch, args=(child, lost), daemon=True).start()
     code = child.wait()
     if code:
         print(obituary(errors, code), file=sys.stderr, flush=True)
         code = code if code > 0 else 128 - code
         abort(code)
+    if lost.is_set() and os.getppid() == parent:
+        # Of the daemon that started us: what it has to tell would keep it as long as TCP tries.
+        os.kill(parent, signal.SIGKILL)
     return code
+
+
+def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
+    """Ends the rank once the host that ssh came from does not answer, and says so.
+
+    Returns at once where ssh did not start us, or where that host cannot be reached from here.
+    """
+    client, port = os.environ.get("SSH_CONNECTION", ""), os.environ.get("DISTDL_KEEPER_PORT", "")
+    if not (client and port):
+        return
+    try:
+        connection = socket.create_connection((client.split()[0], int(port)), timeout=END_SECONDS)
+    except OSError:
+        return
+    with connection:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        try:
+            connection.recv(1)
+            return  # the keeper has ended, and mpirun with it
+        except ConnectionError:
+            return
+        except OSError:  # of time, or of no route: nothing answers
+            lost.set()
+    child.send_signal(signal.SIGTERM)
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
 
 
 def obituary(errors: str, code: int) -> str:
