@@ -13,6 +13,7 @@ from typing import Any
 
 from distdl.job import Resources
 from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml.needs import SPOT
 from distdl.launchers.azureml.vm_sizes import VmSize
 
 HOURS_PER_MONTH = 730
@@ -21,7 +22,7 @@ SIMILAR = 1.25
 # So many nodes pull the image at once that a registry's tier shows.
 MANY_NODES = 4
 # Slow to fast; a size with a weaker GPU is no replacement.
-GPUS = ("K80", "P40", "T4", "P100", "V100", "A100", "H100", "H200")
+GPUS = ("K80", "P40", "T4", "P100", "A10", "V100", "A100", "H100", "H200")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,13 @@ def table(
     """
     size = vm_sizes.find(node.get("vm_size") or "")
     if size is None:
-        return f"cost: nothing is known here about {node.get('vm_size') or 'the size of the VMs'}"
+        return (
+            f"price and quota: unknown here, as distdl does not know {node.get('vm_size')}: "
+            "azure.microsoft.com/pricing/details/machine-learning"
+        )
     rows = [*_facts(size, resources), *_quota(node, size, resources, jobs)]
     rows += _prices(node, size, resources, walltime_hours, jobs)
+    rows += [("note", size.note)] if size.note else []
     width = max(len(name) for name, _ in rows)
     text = [f"{name:<{width}}  {value}" for name, value in rows]
     for number, advice in enumerate(lines(node, resources, jobs=jobs), start=1):
@@ -108,8 +113,8 @@ def _quota(
 ) -> Iterator[tuple[str, str]]:
     cores = resources.num_nodes * size.cores
     name = f'"{size.quota_family}"'
-    other = "low priority has a quota of its own"
-    if _low_priority(node):
+    other = "spot has a quota of its own"
+    if _spot(node):
         name, other = "the region's low-priority quota", f"{name} does not count"
     sweep = f" per job, {jobs * cores} for all {jobs} of the sweep at once" if jobs > 1 else ""
     yield "quota needed", f"{cores} cores of {name}{sweep}; {other}"
@@ -129,25 +134,25 @@ def _prices(
     about = f"{nodes} nodes" if nodes > 1 else "1 node"
     if size.price_date:
         about += f", East US, prices of {size.price_date}: indicative"
-    dedicated, low = size.price_per_hour * nodes, size.low_priority_price_per_hour
+    dedicated, low = size.price_per_hour * nodes, size.spot_price_per_hour
     mark = " (chosen)"
-    chosen_low = mark if _low_priority(node) else ""
+    chosen_low = mark if _spot(node) else ""
     chosen_dedicated = "" if chosen_low else mark
 
     def both(factor: float) -> str:
-        cheap = f"low priority {f'about {money(low * nodes * factor)}' if low else 'unknown'}"
+        cheap = f"spot {f'about {money(low * nodes * factor)}' if low else 'unknown'}"
         return f"{cheap}{chosen_low}, dedicated {money(dedicated * factor)}{chosen_dedicated}"
 
     yield "price per hour", f"{both(1)} ({about})"
     if hours:
         yield f"for {hours:g} h at most", both(hours)
     if chosen_low:
-        yield "tier", "low priority: nodes may be taken away; the run goes on from its checkpoint"
+        yield "tier", "spot: nodes may be taken away; the run goes on from its checkpoint"
     elif low:
         less = f"{1 - low / size.price_per_hour:.0%}"
         yield (
             "tier",
-            f"dedicated: never taken away; low priority costs about {less} less, and may be",
+            f"dedicated: never taken away; spot costs about {less} less, and may be",
         )
 
 
@@ -156,8 +161,8 @@ def money(amount: float) -> str:
     return f"{amount:,.0f} USD" if amount >= 100 else f"{amount:,.2f} USD"
 
 
-def _low_priority(node: Mapping[str, Any]) -> bool:
-    return str(node.get("tier") or "dedicated").lower().replace("_", "") == "lowpriority"
+def _spot(node: Mapping[str, Any]) -> bool:
+    return node.get("tier") in SPOT
 
 
 def _today() -> list[VmSize]:
@@ -298,7 +303,7 @@ def _idle(node: Mapping[str, Any], size: VmSize) -> Iterator[Advice]:
     least = int(node.get("min_nodes") or 0)
     if least < 1 or not node.get("compute"):  # serverless keeps no nodes
         return
-    low = size.low_priority_price_per_hour if _low_priority(node) else None
+    low = size.spot_price_per_hour if _spot(node) else None
     price = low or size.price_per_hour
     cost = f"about {money(least * price * HOURS_PER_MONTH)} a month" if price else "money"
     yield Advice(

@@ -13,9 +13,10 @@ from typing import Any
 
 from distdl import walltime
 from distdl.errors import Problem
+from distdl.launchers.azureml.needs import SPOT
 
 CHOICES = {
-    "tier": ("dedicated", "low_priority"),
+    "tier": ("dedicated", *SPOT),
     "distribution": ("pytorch", "mpi"),
     "identity": (None, "managed", "user"),
     "sweep": ("jobs", "azureml"),
@@ -66,6 +67,7 @@ def check(node: Node, context: Mapping[str, Any]) -> Iterator[Problem]:
     yield from inputs(node)
     yield from references(node)
     yield from services(node)
+    yield from files(node)
     yield from words(node)
 
 
@@ -89,9 +91,10 @@ def size(node: Node, context: Mapping[str, Any]) -> Iterator[Problem]:
 
     name = node.get("vm_size")
     vm = vm_sizes.find(str(name)) if name else None
-    if vm is None:
-        what = f"no VM size {name!r} is known here" if name else "missing"
-        yield Problem("vm_size", what, vm_sizes.suggest(str(name or "")))
+    if vm is None:  # Azure may have it all the same, see AzureMLLauncher.notes
+        if not vm_sizes.unknown(str(name)):
+            what = f"{name!r} is no name of a VM size" if name else "missing"
+            yield Problem("vm_size", what, vm_sizes.suggest(str(name or "")))
         return
     devices = context.get("devices", 1)
     if context.get("accelerator") != "gpu":
@@ -108,7 +111,7 @@ def size(node: Node, context: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "vm_size",
             f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)",
-            "choose a T4, A10, A100 or newer, or a launcher.image or launcher.build_context whose "
+            "choose a T4, A100 or newer, or a launcher.image or launcher.build_context whose "
             "torch is built for CUDA 12",
         )
 
@@ -182,6 +185,8 @@ def inputs(node: Node) -> Iterator[Problem]:
         where = given.get("path")
         if not where:
             yield Problem(f"{path}.path", "missing", "azureml://datastores/NAME/paths/FOLDER")
+        elif "'" in str(where):
+            yield Problem(path, "a ' in an address ends a quotation in the job's command", "%27")
         elif not REMOTE.match(str(where)):
             what = f"{where} is no address that Azure can read"
             remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1"
@@ -214,6 +219,16 @@ def services(node: Node) -> Iterator[Problem]:
         if kind == "ssh" and not given.get("ssh_public_keys"):
             what = "missing: nobody could log in"
             yield Problem(f"services.{name}.ssh_public_keys", what, "the text of your *.pub file")
+
+
+def files(node: Node) -> Iterator[Problem]:
+    """What cannot be a file: what is made at submission."""
+    if node.get("files") and node.get("forward_env"):
+        what = "the values of launcher.forward_env go to the Key Vault when distdl submits"
+        yield Problem("files", what, "launcher.forward_env=[], and pass them to the job yourself")
+    if node.get("files") and node.get("sweep") == "azureml":
+        what = "the code of one sweep job is put together at submission"
+        yield Problem("files", what, "launcher.sweep=jobs: a folder for each member")
 
 
 def words(node: Node) -> Iterator[Problem]:

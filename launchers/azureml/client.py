@@ -45,6 +45,7 @@ NAMED_BY = {
     "resource_group": ("AZURE_RESOURCE_GROUP", "resource_group"),
     "workspace": ("AZUREML_WORKSPACE_NAME", "workspace_name"),
 }
+OLD_NAME = "AZURE_WORKSPACE_NAME"  # of the workspace's variable
 # Of names that become part of an address: what Azure allows in any of them, and no way out.
 PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.()-]+"
 HANDLE = re.compile(
@@ -87,9 +88,10 @@ class Workspace:
             UserError: Nothing says which one.
         """
         file, given = config_file(), (subscription, resource_group, workspace)
+        here = from_environment()
         found = {
-            key: value or os.environ.get(variable) or file.get(name)
-            for (key, (variable, name)), value in zip(NAMED_BY.items(), given, strict=True)
+            key: value or here.get(key) or file.get(name)
+            for (key, (_, name)), value in zip(NAMED_BY.items(), given, strict=True)
         }
         problems = [
             Problem(
@@ -117,6 +119,13 @@ class Workspace:
         place = f"subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
         text = f"azureml://{place}/workspaces/{self.name}/jobs/{job}"
         return f"{text}/members/{member}" if member else text
+
+
+def from_environment() -> dict[str, str]:
+    """What variables say of a workspace: `subscription`, `resource_group`, `workspace`."""
+    found = {key: os.environ.get(name) for key, (name, _) in NAMED_BY.items()}
+    found["workspace"] = found["workspace"] or os.environ.get(OLD_NAME)
+    return {key: value for key, value in found.items() if value}
 
 
 def parse(handle: str) -> tuple[Workspace, str, str | None]:

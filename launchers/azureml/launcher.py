@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distdl.errors import Problem, UserError
 from distdl.job import JobSpec
 from distdl.launchers.azureml import checks, needs, submit
 from distdl.launchers.azureml import request as requests
@@ -56,6 +57,7 @@ class AzureMLLauncher:
         linger_seconds: int = 120,
         sweep: str = "jobs",
         sweep_job: Mapping[str, Any] | None = None,
+        files: str | None = None,
         storage_sku: str | None = None,
         registry_sku: str | None = None,
         experiment_name: str | None = None,
@@ -79,6 +81,14 @@ class AzureMLLauncher:
         if vm is None:
             return None
         return (vm.gpus, "gpu") if vm.gpus else (1, "cpu")
+
+    @staticmethod
+    def notes(node: Mapping[str, Any]) -> Iterator[str]:
+        """What is sent as the user says, and could not be checked."""
+        from distdl.launchers.azureml import vm_sizes
+
+        if said := vm_sizes.unknown(str(node.get("vm_size"))):
+            yield said
 
     def request(self, spec: JobSpec) -> AzureMLRequest:
         return self._request((spec,), requests.command_job(self.node, spec))
@@ -108,6 +118,9 @@ class AzureMLLauncher:
         )
 
     def reach(self, request: AzureMLRequest) -> None:
+        if self.node["files"]:
+            what = "is for a dry run, and this would send the job"
+            raise UserError(Problem("launcher.files", what, "add dry_run=true, or leave it out"))
         self._here().look()
 
     def submit(self, request: AzureMLRequest) -> Any:

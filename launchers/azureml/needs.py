@@ -12,6 +12,9 @@ from distdl.job import unprintable
 
 SCHEMAS = "https://azuremlschemas.azureedge.net/latest"
 IMAGE = Path(__file__).parent / "image"
+# Azure retired low-priority VMs on 2026-03-31, and gives spot VMs to those who ask for them: by the
+# second name, which its API keeps. https://github.com/MicrosoftDocs/azure-ai-docs/pull/806
+SPOT = ("spot", "low_priority")
 
 Node = Mapping[str, Any]
 
@@ -71,7 +74,7 @@ def compute(node: Node, num_nodes: int) -> dict[str, Any] | None:
             "name": node["compute"],
             "type": "amlcompute",
             "size": node["vm_size"],
-            "tier": node["tier"],
+            "tier": "low_priority" if node["tier"] in SPOT else node["tier"],
             "min_instances": node["min_nodes"],
             "max_instances": node["max_nodes"] or num_nodes,
             "idle_time_before_scale_down": node["idle_seconds"],

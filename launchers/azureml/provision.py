@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.launchers.azureml import provision_settings
+from distdl.launchers.azureml import provision_settings, vm_sizes
+from distdl.launchers.azureml.client import from_environment
 from distdl.launchers.azureml.provision_arm import Arm, ArmError
 from distdl.launchers.azureml.provision_plan import Action, Step, replaced, step
 from distdl.launchers.azureml.provision_resources import resources
@@ -31,6 +31,9 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
         UserError: Settings, login or what exists forbid it; nothing was made.
     """
     settings = provision_settings.read(with_environment(overrides))
+    for size in (settings.compute.vm_size, settings.build_compute.vm_size):
+        if said := vm_sizes.unknown(size):
+            print(f"note: {said}", file=sys.stderr)
     if settings.dry_run:
         print(render(settings))
         return 0
@@ -57,13 +60,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
 
 def with_environment(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The names that the launcher takes from the environment too."""
-    names = {
-        "subscription": "AZURE_SUBSCRIPTION_ID",
-        "resource_group": "AZURE_RESOURCE_GROUP",
-        "workspace": "AZURE_WORKSPACE_NAME",
-    }
-    found = {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
-    return {**found, **overrides}
+    return {**from_environment(), **overrides}
 
 
 def render(settings: Settings) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distdl.launchers.azureml import provision_network
+from distdl.launchers.azureml.needs import SPOT
 from distdl.launchers.azureml.provision_settings import Compute, Settings
 from distdl.launchers.azureml.provision_values import Ids, Ref, Resource
 
@@ -198,7 +199,7 @@ def clusters(ids: Ids, settings: Settings) -> Iterator[Resource]:
 def _cluster(ids: Ids, settings: Settings, compute: Compute, named_by: str) -> Resource:
     properties: dict[str, Any] = {
         "vmSize": compute.vm_size,
-        "vmPriority": "LowPriority" if compute.tier == "low_priority" else "Dedicated",
+        "vmPriority": "LowPriority" if compute.tier in SPOT else "Dedicated",
         "scaleSettings": {
             "minNodeCount": compute.min_nodes,
             "maxNodeCount": compute.max_nodes,

@@ -63,7 +63,7 @@ class Compute:
     __pydantic_config__ = Strict
     name: str
     vm_size: str
-    tier: Literal["dedicated", "low_priority"] = "dedicated"
+    tier: Literal["dedicated", "spot", "low_priority"] = "dedicated"
     min_nodes: int = 0
     max_nodes: int = 1
     idle_seconds: int = 300
@@ -229,7 +229,9 @@ def _compute(settings: Settings) -> Iterator[Problem]:
         name = getattr(settings, key).vm_size
         size = vm_sizes.find(name)
         if size is None:
-            yield Problem(f"{key}.vm_size", f"no VM size {name!r}", vm_sizes.suggest(name))
+            if not vm_sizes.unknown(name):
+                what = f"{name!r} is no name of a VM size"
+                yield Problem(f"{key}.vm_size", what, vm_sizes.suggest(name))
         elif size.retired:
             what = f"Azure retired {size.name} on {size.retired}"
             yield Problem(f"{key}.vm_size", what, "docs/azure_vm_sizes.md lists those of today")

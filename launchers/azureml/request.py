@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from distdl import walltime
 from distdl.job import JobSpec
 from distdl.job import variables as as_variables
-from distdl.launchers.azureml.needs import SCHEMAS, environment_name, tidy, to_yaml
+from distdl.launchers.azureml.needs import SCHEMAS, SPOT, environment_name, tidy, to_yaml
 
 ENTRY = "python -m distdl.launchers.azureml.entry"
 # Variables that are no DATASET_MOUNT_<KEY>.
@@ -72,6 +73,15 @@ class AzureMLRequest:
         parts.append("".join(f"# {line}".rstrip() + "\n" for line in self.advice.splitlines()))
         return "---\n".join(part for part in parts if part)
 
+    def files(self) -> dict[str, str]:
+        """Name -> what `az ml environment|compute|job create --file` takes, in this order."""
+        documents = {
+            "environment": self.environment,
+            "compute": self.compute if self.may_create else None,
+            "job": self.job,
+        }
+        return {f"{name}.yml": to_yaml(node) for name, node in documents.items() if node}
+
 
 def command_job(node: Node, spec: JobSpec) -> dict[str, Any]:
     """The job of one attempt.
@@ -86,7 +96,7 @@ def command_job(node: Node, spec: JobSpec) -> dict[str, Any]:
             "$schema": f"{SCHEMAS}/commandJob.schema.json",
             "type": "command",
             **titles(node, spec.name, node["display_name"] or spec.name),
-            "command": " ".join([ENTRY, *arguments]),
+            "command": f"{ENTRY} {shlex.join(arguments)}",
             "code": spec.bundle,
             "environment": environment_name(node),
             "environment_variables": variables(node, spec),
@@ -111,7 +121,7 @@ def sweep_job(node: Node, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
     arguments = [f"{MEMBERS}/{member}", f"${{{{outputs.store}}}}/{member}", *sources(node, first)]
     names = [member_of(spec) for spec in specs]
     trial = {
-        "command": " ".join([ENTRY, *arguments]),
+        "command": f"{ENTRY} {shlex.join(arguments)}",
         "code": MEMBERS,
         "environment": environment_name(node),
         "environment_variables": variables(node, first),
@@ -159,10 +169,14 @@ def titles(node: Node, run: str, shown: str) -> dict[str, Any]:
 
 
 def sources(node: Node, spec: JobSpec) -> list[str]:
-    """Arguments of the entry: where inputs are mounted, and under which names the secrets lie."""
-    names = [f"--input {name}=${{{{inputs.{name}}}}}" for name in node["inputs"]]
-    names += [f"--secret {name}={secret}" for name, secret in secret_names(spec).items()]
-    return [*names, "--identity user"] if node["identity"] == "user" else names
+    """Arguments of the entry: where inputs are mounted, and under which names the secrets lie.
+
+    Azure writes an address over `${{...}}` before a shell reads the command: it is quoted by then,
+    and `checks` refuses an address with a quote.
+    """
+    found = [f"--input={name}=${{{{inputs.{name}}}}}" for name in node["inputs"]]
+    found += [f"--secret={name}={secret}" for name, secret in secret_names(spec).items()]
+    return [*found, "--identity=user"] if node["identity"] == "user" else found
 
 
 def secret_names(spec: JobSpec) -> dict[str, str]:
@@ -184,7 +198,7 @@ def variables(node: Node, spec: JobSpec) -> dict[str, str]:
     found = {"DISTDL_LAUNCHER": "azureml", "PYTHONPATH": "code", "PYTHONUNBUFFERED": "1"}
     if spec.resources.devices > 1:
         found["OMP_NUM_THREADS"] = "1"  # as under launcher=local: the ranks share the cores
-    if node["tier"] == "low_priority":
+    if node["tier"] in SPOT:
         found["DISTDL_LINGER_SECONDS"] = str(node["linger_seconds"])
     for key, value in tidy(node["mount"]).items():
         name = OTHER_MOUNT_VARIABLES.get(key, f"DATASET_MOUNT_{key.upper()}")
@@ -215,7 +229,7 @@ def placement(node: Node, spec: JobSpec) -> dict[str, Any]:
         "shm_size": node["shm_size"],
         "docker_args": node["docker_args"],
     }
-    tier = "spot" if node["tier"] == "low_priority" else "standard"
+    tier = "spot" if node["tier"] in SPOT else "standard"
     return {
         "compute": None if serverless else f"azureml:{node['compute']}",
         "distribution": {"type": node["distribution"], "process_count_per_instance": size.devices},

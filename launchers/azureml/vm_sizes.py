@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 # CUDA 13, with which torch's wheels of the image are built, knows nothing older than Turing.
 # https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
 TOO_OLD = ("K80", "P40", "P100", "V100")
+
+
+# https://learn.microsoft.com/azure/virtual-machines/vm-naming-conventions
+NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,7 @@ class VmSize:
         sr_iov: False where there is InfiniBand hardware that NCCL cannot use.
         interconnect: Between the GPUs of one VM.
         price_per_hour: Dedicated, USD, East US, indicative; None where unknown.
-        low_priority_price_per_hour: The same for low priority.
+        spot_price_per_hour: The same of a spot VM.
         price_date: When the two were read.
         quota_family: The name of the quota that its cores count against.
         retired: Since when it cannot be used (YYYY-MM-DD), None for a size of today.
@@ -44,7 +49,7 @@ class VmSize:
     sr_iov: bool = True
     interconnect: str = ""
     price_per_hour: float | None = None
-    low_priority_price_per_hour: float | None = None
+    spot_price_per_hour: float | None = None
     price_date: str = ""
     quota_family: str
     retired: str | None = None
@@ -60,7 +65,7 @@ class VmSize:
 
 
 # What the file calls shorter.
-SHORT = {"price": "price_per_hour", "low": "low_priority_price_per_hour"}
+SHORT = {"price": "price_per_hour", "spot": "spot_price_per_hour"}
 
 
 @functools.cache
@@ -84,17 +89,30 @@ def find(name: str) -> VmSize | None:
     return next((size for size in all() if size.name.lower() == str(name).lower()), None)
 
 
+def unknown(name: str) -> str:
+    """Of a size that Azure may have and the table has not: what is not known; "" for any other."""
+    if not NAME.fullmatch(name) or find(name):
+        return ""
+    near = nearest(name)
+    meant = f" (did you mean {near}?)" if near else ""
+    return f"distdl does not know the VM size {name}{meant}: its GPUs and price cannot be checked"
+
+
+def nearest(name: str) -> str:
+    """The size that may have been meant; "" where none is close."""
+    from distdl.suggest import closest
+
+    short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
+    word = str(name).lower().removeprefix("standard_")
+    return short.get(word) or short.get(closest(word, short)) or ""
+
+
 def suggest(name: str) -> str:
     """What may have been meant by a name that `find` does not know.
 
     Returns:
         "did you mean Standard_NC24rs_v3?", or the names of today's sizes where none is close.
     """
-    from distdl.suggest import closest
-
-    short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
-    word = str(name).lower().removeprefix("standard_")
-    near = short.get(word) or short.get(closest(word, short))
-    if near:
+    if near := nearest(name):
         return f"did you mean {near}?"
     return f"known sizes: {', '.join(size.name for size in all() if not size.retired)}"

@@ -240,8 +240,11 @@ class Launcher(Protocol):
       with paths relative to the node (`vm_size`).
     - static `devices(node)`: `(devices per node, accelerator)` of a size it knows, for
       `trainer.devices=auto`.
+    - static `notes(node)`: yields sentences to read before the job goes: what it could not check.
     - `reach(request)`: asks the place whether it is there and knows us, before the run is laid
       down. Changes nothing there; raises UserError.
+    - a setting `files`, and `files()` of its requests (name -> text): a dry run writes these files
+      and the bundle into that folder, for the place's own command line.
     - `request_sweep(specs)`: one request for all members of `-m` (an array), or None to send one
       job each. `submit` then returns a list of jobs, one per spec.
     """

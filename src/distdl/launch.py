@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
 from distdl.own_code import python_path
 from distdl.planning import Plan, launcher_class, root_of
 from distdl.redact import redact
-from distdl.run_directory import Attempt, shown
+from distdl.run_directory import Attempt, RunDirectory, shown
 from distdl.snapshot import Snapshot
 
 
@@ -247,9 +249,10 @@ def how_to_train_longer(planned: Plan) -> str:
 
 
 def render(planned: Plan) -> str:
-    """What would run, for `dry_run=true`: writes nothing, starts nothing."""
+    """What would run, for `dry_run=true`: starts nothing, writes nothing but `launcher.files`."""
     attempt, code = next_attempt(planned), snapshot_of(planned)
     request = jobs.instantiate(planned.config.launcher).request(spec_of(planned, attempt))
+    files = write_files(planned, spec_of(planned, attempt), code)
     size, batch = planned.resources, batches.describe(planned.config, planned.resources)
     lines = [
         f"run        {shown(planned.run.path)}" + (" (goes on)" if attempt.number > 1 else ""),
@@ -259,10 +262,36 @@ def render(planned: Plan) -> str:
         *(f"left out   {line}" for line in (code.told() if code else ())),
         *(f"note       {note}" for note in planned.notes),
         *(f"note       ${name} is not set here: it must be to submit" for name in unset(planned)),
+        *(f"file       {shown(file)}" for file in files),
         "",
         request.render(),
     ]
     return "\n".join(lines)
+
+
+def write_files(planned: Plan, spec: JobSpec, code: Snapshot | None) -> list[Path]:
+    """What the place's own tools take: the request as files, with the bundle beside them.
+
+    Raises:
+        UserError: Their folder is there already.
+    """
+    if code is None or not planned.config.launcher.get("files"):
+        return []
+    target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
+    if target.exists():
+        what = f"{shown(target)} is there already"
+        raise UserError(Problem("launcher.files", what, "remove it, or name another folder"))
+    request: Any = jobs.instantiate(planned.config.launcher).request(replace(spec, bundle="bundle"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+        run, made = RunDirectory(Path(temporary, "run")), Path(temporary, "files")
+        attempt = lay_down(replace(planned, run=run), sys.argv, code)
+        made.mkdir()
+        (attempt.path / "bundle").rename(made / "bundle")
+        for name, text in request.files().items():
+            (made / name).write_text(text, encoding="utf-8")
+        made.rename(target)
+    return [target / name for name in request.files()]
 
 
 def spec_of(planned: Plan, attempt: Attempt) -> JobSpec:

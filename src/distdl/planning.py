@@ -226,7 +226,9 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
         node = written.get("launcher") or {}
         size = resources.resolve(trainer, local=local, known=known and known(node))
     except UserError as error:
-        if known and known(node) is None:  # the launcher itself says what is wrong with its size
+        if said := "; ".join(notes_of(config)):
+            problems += [Problem(p.path, f"{p.what}: {said}", p.remedy) for p in error.problems]
+        elif known and known(node) is None:  # the launcher says what is wrong with its size
             uncounted = error
         else:
             problems += error.problems
@@ -279,7 +281,13 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
         notes.append(
             "the model's own configure_optimizers is used; optimizer= and schedule= are not"
         )
-    planned.notes += notes
+    planned.notes += [*notes, *notes_of(config)]
+
+
+def notes_of(config: DictConfig) -> list[str]:
+    """What the launcher says of its settings to whoever starts the job."""
+    notes = getattr(launcher_class(config), "notes", None)
+    return list(notes(OmegaConf.to_container(config.launcher, resolve=False))) if notes else []
 
 
 def is_local(config: DictConfig) -> bool:

@@ -5,9 +5,15 @@ What is sent arrives for real, in a stand-in for Azure, in tests/cluster/test_az
 
 from __future__ import annotations
 
+import ast
 import io
+import os
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distdl import compose
+from distdl import compose, launch, planning
 from distdl import config as configs
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
@@ -30,7 +36,7 @@ GOLDEN = ROOT / "tests/golden/launchers"
 IDENTITY = "/subscriptions/s/resourceGroups/g/providers/x/userAssignedIdentities/trainer"
 EVERYTHING: dict[str, Any] = {
     "vm_size": "Standard_ND96asr_v4",
-    "tier": "low_priority",
+    "tier": "spot",
     "compute": "gpu-a100",
     "max_nodes": 4,
     "idle_seconds": 600,
@@ -196,11 +202,11 @@ def test_the_image_has_the_mlflow_that_azure_ml_can_take() -> None:
 
 # What is refused, all of it at once and before anything is sent: setting -> value -> message.
 REFUSED = [
-    ({"vm_size": "Standard_NC24ads_A100"}, "vm_size", "no VM size", "Standard_NC24ads_A100_v4"),
+    ({"vm_size": "NC24ads_A100"}, "vm_size", "no name of a VM size", "Standard_NC24ads_A100_v4"),
     ({"vm_size": None}, "vm_size", "missing", "Standard_"),
     ({"vm_size": "Standard_NC6s_v3"}, "vm_size", "no kernels for a V100", "launcher.image"),
     ({"vm_size": "Standard_DS3_v2"}, "vm_size", "has no GPU", "trainer.accelerator=cpu"),
-    ({"tier": "lowpriority"}, "tier", "not one of dedicated, low_priority", "low_priority?"),
+    ({"tier": "lowpriority"}, "tier", "not one of dedicated, spot, low_priority", "low_priority?"),
     ({"distribution": "tensorflow"}, "distribution", "not one of pytorch, mpi", ""),
     ({"compute": "my cluster"}, "compute", "cannot be the name of a cluster", "3 to 32"),
     ({"compute": "gpu", "max_nodes": 1}, "max_nodes", "trainer.num_nodes=2", "max_nodes=2"),
@@ -241,6 +247,9 @@ REFUSED = [
         "${{outputs.logs}}",
         "has store",
     ),
+    ({"inputs": {"a": "https://x/o'neill"}}, "inputs.a", "ends a quotation", "%27"),
+    ({"files": "f", "forward_env": ["HF_TOKEN"]}, "files", "go to the Key Vault", "forward_env=[]"),
+    ({"files": "f", "sweep": "azureml"}, "files", "put together at submission", "sweep=jobs"),
     ({"services": {"x": {"type": "telnet"}}}, "services.x.type", "not one of ssh", ""),
     ({"services": {"x": {"type": "ssh"}}}, "services.x.ssh_public_keys", "nobody could log in", ""),
     ({"mount": {"block_cache": True}}, "mount.block_cache", "no such setting", "one of"),
@@ -278,7 +287,7 @@ def test_more_processes_than_gpus() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    node = defaults(tier="cheap", vm_size="Standard_X", walltime="soon", shm_size="much")
+    node = defaults(tier="cheap", vm_size="large", walltime="soon", shm_size="much")
     assert len(list(checks.check(node, GPUS))) == 4
 
 
@@ -292,6 +301,153 @@ def test_what_is_shipped_and_what_is_documented_is_right() -> None:
         (defaults(**SWEEP), GPUS),
     ):
         assert list(checks.check(node, context)) == []
+
+
+@pytest.mark.parametrize(
+    "size", ["Standard_ND96isr_MI300X_v5", "Standard_ND128isr_NDR_GB200_v6", "Standard_F64s_v2"]
+)
+def test_a_size_that_distdl_does_not_know(size: str) -> None:
+    """What the user says is sent; what could not be checked is said."""
+    accelerator = "cpu" if "F64" in size else "gpu"
+    node = defaults(vm_size=size)
+    assert list(checks.check(node, {**GPUS, "devices": 4, "accelerator": accelerator})) == []
+    (note,) = AzureMLLauncher.notes(node)
+    assert note.startswith(f"distdl does not know the VM size {size}")
+    assert "its GPUs and price cannot be checked" in note
+    sent = launcher(vm_size=size).request(spec(size=Resources(2, 4, accelerator)))
+    assert sent.job["resources"]["instance_type"] == size
+    assert sent.job["distribution"]["process_count_per_instance"] == 4
+    assert "price and quota: unknown here" in sent.render()
+
+
+def test_a_size_that_was_mistyped() -> None:
+    (note,) = AzureMLLauncher.notes({"vm_size": "Standard_NC24ads_A100"})
+    assert "(did you mean Standard_NC24ads_A100_v4?)" in note
+    assert list(AzureMLLauncher.notes({"vm_size": "standard_nc24ads_a100_v4"})) == []
+    with pytest.raises(UserError) as refused:
+        planned("launcher.vm_size=Standard_NC24ads_A100", "trainer.devices=auto")
+    assert "cannot be counted from here: distdl does not know the VM size" in str(refused.value)
+    assert "did you mean Standard_NC24ads_A100_v4?" in str(refused.value)
+
+
+def planned(*overrides: str) -> Any:
+    """A run as the command line plans it, up to what needs torch."""
+    command = ("+experiment=resnet50_ddp", "launcher=azureml", "name=x", *overrides)
+    return planning.plan(compose.compose(list(command)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dry_run_writes_what_az_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folder by folder: the job with its code beside it, loaded as `az ml job create` loads it."""
+    azure = pytest.importorskip("azure.ai.ml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("ours = 1\n")
+    plan = planned(
+        "trainer.devices=1",
+        "dry_run=true",
+        "launcher.files=files",
+        "launcher.compute=gpu",
+        "launcher.tier=spot",
+        "launcher.env={NCCL_DEBUG: INFO}",
+        "+launcher.inputs.data=azureml://datastores/d/paths/x",
+    )
+    said = launch.render(plan)
+    folder = tmp_path / "files/resnet50_ddp/x"
+    names = ["environment.yml", "compute.yml", "job.yml"]
+    assert re.findall(r"^file +(\S+)$", said, re.M) == [
+        str((folder / name).relative_to(tmp_path)) for name in names
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, "bundle"])
+    assert not (tmp_path / "outputs").exists()
+    shown = next(yaml.safe_load_all(said.partition("# The job.")[2].partition("\n")[2]))
+    loaded = azure.load_job(folder / "job.yml")
+    assert Path(loaded._base_path, loaded.code) == folder / "bundle"
+    job = loaded._to_job()
+    assert job.command == shown["command"]
+    assert job.environment_variables == shown["environment_variables"]
+    assert job.inputs["data"].path == shown["inputs"]["data"]["path"]
+    assert job.outputs["store"].path == shown["outputs"]["store"]["path"]
+    assert job.distribution.process_count_per_instance == 1
+    assert (job.compute, job.resources.instance_count) == ("gpu", 1)
+    environment = azure.load_environment(folder / "environment.yml")
+    assert job.environment == f"{environment.name}:{environment.version}"
+    assert azure.load_compute(folder / "compute.yml").tier == "low_priority"
+    assert (folder / "bundle/code/project/mine.py").is_file()
+    assert (folder / "bundle/code/distdl/worker.py").is_file()
+    config = (folder / "bundle/config.yaml").read_text()
+    assert "resnet50" in config and str(tmp_path) not in config
+    with pytest.raises(UserError, match="is there already"):
+        launch.render(plan)
+    with pytest.raises(UserError, match="is for a dry run"):
+        launcher(files="files").reach(rendered("serverless"))
+
+
+@pytest.mark.parametrize("value", ["/a b/$HOME", 'https://x/?a=1&b=`id`;c="', "\\$(id)*~#", "-x"])
+@pytest.mark.parametrize("case", ["everything", "sweep"])
+def test_what_azure_writes_over_a_reference_reaches_the_entry(
+    case: str, value: str, tmp_path: Path
+) -> None:
+    """Azure replaces text, then a shell reads it."""
+    job = rendered(case).job
+    command = re.sub(
+        r"\$\{\{.*?\}\}", lambda _: value, job.get("trial", job)["command"].removeprefix("python ")
+    )
+    program = "import sys; print(*sys.argv[1:], sep='\\n')"
+    given = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -c {shlex.quote(program)} {command}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    ).stdout.splitlines()
+    if case == "sweep":
+        assert given == ["-m", ENTRY, f"members/{value}", f"{value}/{value}"]
+    else:
+        assert given[:6] == ["-m", ENTRY, ".", value, "--attempt", "1"]
+        assert given[6] == f"--input=imagenet={value}"
+
+
+ENTRY = "distdl.launchers.azureml.entry"
+
+
+def test_an_image_with_an_older_python_is_told_so_at_once() -> None:
+    """Every rank begins with `import distdl`, whatever started it."""
+    old = "import sys; sys.version_info = (3, 10, 12, 'final', 0); import distdl.worker"
+    done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "distdl: needs Python 3.11 or newer" in line and "is 3.10.12" in line
+
+
+def test_what_a_rank_starts_with_can_be_read_by_an_older_python() -> None:
+    for name in ("src/distdl/__init__.py", "launchers/mpi/rank.py", "launchers/__init__.py"):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
+
+
+def test_the_one_cuda_of_the_image_is_torchs() -> None:
+    """And the pages name the same one."""
+    lines = (needs.IMAGE / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    cuda = ".".join(pins["cuda-toolkit"].split(".")[:2])
+    wanted = [each for each in metadata.requires("torch") or () if each.startswith("cuda-toolkit[")]
+    if metadata.version("torch").split("+")[0] == pins["torch"]:  # and none by a torch for the CPU
+        assert all(f"=={pins['cuda-toolkit']};" in each for each in wanted)
+    text = (needs.IMAGE / "Dockerfile").read_text()
+    (base,) = re.findall(r"^FROM (.+)$", text, re.M)
+    assert "cuda" not in base and f"the CUDA they need, {cuda}:" in text
+    page = (ROOT / "docs/launchers/azureml.md").read_text()
+    assert set(re.findall(r"CUDA (\d+\.\d+)", page)) == {cuda}
+
+
+def test_every_variable_that_the_headers_name_is_read_somewhere() -> None:
+    """Of those that are ours or Azure's: a name that nothing reads looks like any other."""
+    named = re.compile(r"\b(?:AZURE|AZUREML|ARM|DISTDL)_[A-Z0-9_]*[A-Z0-9]\b")
+    pages = [*(ROOT / "conf").rglob("*.yaml"), ROOT / "launchers/azureml/provision.yaml"]
+    pages += [*(ROOT / "docs/launchers").glob("*.md"), *(ROOT / "docs").glob("azure_*.md")]
+    code = [*(ROOT / "src").rglob("*.py"), *(ROOT / "launchers").rglob("*.py")]
+    read = set(named.findall("\n".join(path.read_text() for path in code)))
+    for page in pages:
+        unread = set(named.findall(page.read_text())) - read
+        assert not unread, f"{page.relative_to(ROOT)} names {unread}, which nothing reads"
 
 
 def test_devices_of_a_size() -> None:
@@ -315,8 +471,8 @@ def test_names_of_secrets_are_what_a_key_vault_takes() -> None:
 def test_the_workspace_comes_from_settings_variables_and_config_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("AZURE_SUBSCRIPTION_ID", "AZURE_RESOURCE_GROUP", "AZUREML_WORKSPACE_NAME"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AZURE")]:
+        monkeypatch.delenv(name)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     with pytest.raises(UserError) as refused:
@@ -331,6 +487,12 @@ def test_the_workspace_comes_from_settings_variables_and_config_json(
     assert Workspace.find(None, None, None) == Workspace("s", "g", "w")
     monkeypatch.setenv("AZURE_RESOURCE_GROUP", "other")
     assert Workspace.find(None, None, "mine") == Workspace("s", "other", "mine")
+    for name in (
+        "AZURE_WORKSPACE_NAME",
+        "AZUREML_WORKSPACE_NAME",
+    ):
+        monkeypatch.setenv(name, name.lower())
+        assert Workspace.find(None, None, None).name == name.lower()
 
 
 def test_handles() -> None:

@@ -86,7 +86,7 @@ def test_every_problem_is_named_at_once() -> None:
         compute__max_node=3,
         workspace="a b",
         network__address_space="172.16.0.0/12",
-        compute__vm_size="Standard_NC24adsA100_v4",
+        compute__vm_size="NC24adsA100_v4",
         registry__sku="Basic",
         compute__min_nodes=9,
         resource_manager="http://example.com",

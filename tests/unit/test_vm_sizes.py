@@ -42,7 +42,7 @@ def test_facts_agree_with_the_name(size: vm_sizes.VmSize) -> None:
     assert (size.gpus > 0) == bool(size.gpu) == (size.gpu_memory_gb > 0) == bool(size.interconnect)
     assert not size.gpu or size.gpu in advice.GPUS
     assert size.quota_family and size.memory_gb > 0
-    low, dedicated = size.low_priority_price_per_hour, size.price_per_hour
+    low, dedicated = size.spot_price_per_hour, size.price_per_hour
     assert dedicated is None or (size.price_date and dedicated > 0)
     assert low is None or (dedicated is not None and 0 < low < dedicated)
     assert size.retired is None or date.fromisoformat(size.retired) < date(2026, 11, 21)
@@ -75,7 +75,7 @@ def row(size: vm_sizes.VmSize) -> str:
     network = network if size.sr_iov else "unusable"
     dedicated, low = (
         "?" if price is None else f"{price:.2f}"
-        for price in (size.price_per_hour, size.low_priority_price_per_hour)
+        for price in (size.price_per_hour, size.spot_price_per_hour)
     )
     cells = [f"`{size.name}`", gpus, str(size.cores), str(size.memory_gb), size.interconnect]
     cells += [network, dedicated, low, size.price_date, f"`{size.quota_family}`"]

@@ -25,7 +25,6 @@ only what is missing. One device is measured without a strategy: the others are 
   python -m distdl scale +experiment=resnet50_ddp launcher=slurm --devices 1,4 --nodes 2,4,8
 """
 FILE, PLOT = "scale.json", "scale.png"
-LOW_PRIORITY = "low_priority"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--strategy", action="append", help="may be repeated; without it ddp")
     parser.add_argument("--mode", default="weak,strong", help="weak or strong; without it both")
     parser.add_argument("--vm", help="an Azure VM size, for prices; that of launcher=azureml")
-    parser.add_argument("--low-priority", action="store_true", help="the low-priority price of it")
+    parser.add_argument("--spot", "--low-priority", action="store_true", help="its spot price")
     parser.add_argument("--between", type=float, help="Gbit/s of a node's network, to predict with")
     parser.add_argument(
         "--predict", type=int, metavar="N", help="on paper, up to N devices, as 4096"
@@ -109,20 +108,22 @@ def rented_of(options: argparse.Namespace, member: Member) -> Rented | None:
         UserError: There is no such size, or a price is asked for of none.
     """
     from distdl.commands._scale_rows import Rented
-    from distdl.launchers.azureml import vm_sizes
+    from distdl.launchers.azureml import needs, vm_sizes
 
     launcher = member.config.launcher
     name = options.vm or launcher.get("vm_size")
     if not name:
-        if options.low_priority:
+        if options.spot:
             remedy = "name its VM size too: --vm Standard_ND40rs_v2"
-            raise UserError(Problem("--low-priority", "there is no VM that has a price", remedy))
+            raise UserError(Problem("--spot", "there is no VM that has a price", remedy))
         return None
     size = vm_sizes.find(name)
+    if size is None and not options.vm:
+        return None  # trained on all the same; its price is unknown
     if size is None:
         raise UserError(Problem("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name)))
-    low = options.low_priority or (not options.vm and launcher.get("tier") == LOW_PRIORITY)
-    cost = size.low_priority_price_per_hour if low else size.price_per_hour
+    spot = options.spot or (not options.vm and launcher.get("tier") in needs.SPOT)
+    cost = size.spot_price_per_hour if spot else size.price_per_hour
     return Rented(size.name, size.gpus, cost, size.infiniband_gbps * 1e9 / 8)
 
 
