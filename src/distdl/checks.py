@@ -252,8 +252,13 @@ def secrets(value: Any, resolved: Resolved, path: Path) -> Found:
     if not reason:
         return []
     named = re.search(r"environment variable (\w+)$", reason)
-    name = named[1] if named else re.sub(r"\W", "_", key).upper()
+    # With its section before it, no key is a variable that a shell has: PATH, HOME, USER.
+    parts = [str(part) for part in path if isinstance(part, str)][-2:]
+    suggested = "_".join(parts if len(parts) > 1 else ["my", *parts])
+    name = named[1] if named else re.sub(r"\W", "_", suggested).upper()
     remedy = f"write {redact(path_text(path))}='${{oc.env:{name}}}' and export {name}"
     if path[:2] == ("launcher", "env"):
         remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
+    elif path[:2] == ("launcher", "inputs"):  # whose value would stand in the request
+        remedy = "give an address without it: azureml://datastores/NAME/paths/... keeps its own"
     return [(path, Problem(redact(path_text(path)), reason, remedy))]

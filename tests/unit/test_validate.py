@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -273,6 +275,9 @@ def test_batches_that_do_not_divide() -> None:
     assert messages(changes, topology=Size(devices=4)) == []
 
 
+SAS = "https://account.blob.core.windows.net/c?sv=1&sig=hunter2hunter2%3D"
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -280,7 +285,9 @@ def test_batches_that_do_not_divide() -> None:
         ("tracking.csv.password", "x"),
         ("tracking.csv.api_token", "${oc.env:API_TOKEN,hunter2hunter2}"),
         ("tracking.csv.uri", "https://me:hunter2hunter2@host/x"),
-        ("data.url", "https://account.blob.core.windows.net/c?sv=1&sig=hunter2hunter2%3D"),
+        ("data.url", SAS),
+        ("data.path", SAS),
+        ("data.home", SAS),
         ("data.note", "AKIAABCDEFGHIJKLMNOP"),
         ("data.keys", ["fine", {"secret": "hunter2hunter2"}]),
         ("tags", ["value-of-canary-1"]),
@@ -293,9 +300,18 @@ def test_literal_secrets_are_refused_without_being_repeated(
     monkeypatch.setenv("SAMPLE_CANARY_TOKEN", "value-of-canary-1")
     monkeypatch.setenv("API_TOKEN", "another-value")
     message = only({path: value})
-    assert "${oc.env:" in message and "export" in message
+    name = re.search(r"='\$\{oc\.env:(\w+)\}' and export \1$", message)
+    # None that a shell has, which would be lost: $PATH for a key called path.
+    assert name is not None and name[1] not in {*os.environ} - {"SAMPLE_CANARY_TOKEN"}
     for secret in ("hunter2", "AKIA", "value-of-canary"):
         assert secret not in message
+
+
+def test_a_signed_address_of_an_input_needs_no_variable() -> None:
+    """Whose value would stand in the request, so that it is refused in its turn."""
+    message = only({"launcher.inputs": {"imagenet": {"path": SAS}}})
+    assert "azureml://datastores/NAME/paths/... keeps its own" in message
+    assert "export" not in message and "hunter2" not in message
 
 
 def test_a_secret_reached_by_reference_is_a_literal_too(monkeypatch: pytest.MonkeyPatch) -> None:
