@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distdl import __main__ as command_line
 from distdl import compose, launch, planning
 from distdl import config as configs
 from distdl.errors import UserError
@@ -306,18 +307,29 @@ def test_what_is_shipped_and_what_is_documented_is_right() -> None:
 @pytest.mark.parametrize(
     "size", ["Standard_ND96isr_MI300X_v5", "Standard_ND128isr_NDR_GB200_v6", "Standard_F64s_v2"]
 )
-def test_a_size_that_distdl_does_not_know(size: str) -> None:
+def test_a_size_that_distdl_does_not_know(
+    size: str,
+    without_stage_2: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """What the user says is sent; what could not be checked is said."""
     accelerator = "cpu" if "F64" in size else "gpu"
-    node = defaults(vm_size=size)
-    assert list(checks.check(node, {**GPUS, "devices": 4, "accelerator": accelerator})) == []
-    (note,) = AzureMLLauncher.notes(node)
+    context = {**GPUS, "devices": 4, "accelerator": accelerator}
+    assert list(checks.check(defaults(vm_size=size), context)) == []
+    monkeypatch.chdir(tmp_path)
+    settings = ("launcher=azureml", f"launcher.vm_size={size}", "trainer.devices=4")
+    command = ("+experiment=resnet50_ddp", *settings, f"trainer.accelerator={accelerator}")
+    assert command_line.main([*command, "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    (note,) = re.findall(r"^note +(.+)$", said, re.M)
     assert note.startswith(f"distdl does not know the VM size {size}")
     assert "its GPUs and price cannot be checked" in note
-    sent = launcher(vm_size=size).request(spec(size=Resources(2, 4, accelerator)))
-    assert sent.job["resources"]["instance_type"] == size
-    assert sent.job["distribution"]["process_count_per_instance"] == 4
-    assert "price and quota: unknown here" in sent.render()
+    sent = next(yaml.safe_load_all(said.partition("# The job.")[2].partition("\n")[2]))
+    assert sent["resources"]["instance_type"] == size
+    assert sent["distribution"]["process_count_per_instance"] == 4
+    assert "price and quota: unknown here" in said
 
 
 def test_a_size_that_was_mistyped() -> None:
