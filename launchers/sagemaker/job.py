@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class SageMakerJob:
         self.poll_seconds = poll_seconds
         self.region = aws.found_region()
         self.why = ""
+        self._listed = JobState.UNKNOWN  # in the answer to `ask`
 
     @property
     def handle(self) -> str:
@@ -88,7 +90,35 @@ class SageMakerJob:
                     return {}
                 raise
 
+    @staticmethod
+    def ask(jobs: Sequence[SageMakerJob]) -> None:
+        """Asks for lists of a hundred jobs, the newest first, for the next `state` of each: no more
+        often than one by one would. Those that are in none of them are asked by themselves.
+
+        Raises:
+            UserError: AWS cannot be asked, or lets nobody here list jobs.
+        """
+        accounts: dict[tuple[Any, ...], dict[str, SageMakerJob]] = {}
+        for job in jobs:
+            accounts.setdefault((job.region, job.aws.profile), {})[job.name] = job
+        for missing in accounts.values():
+            aws, most = next(iter(missing.values())).aws, len(missing)
+            with explained():
+                listed = aws("sagemaker").get_paginator("list_training_jobs")
+                pages = listed.paginate(
+                    SortBy="CreationTime", SortOrder="Descending", MaxResults=100
+                )
+                for page in islice(pages, most):
+                    for summary in page["TrainingJobSummaries"]:
+                        if found := missing.pop(summary["TrainingJobName"], None):
+                            found._listed = state_of(summary)
+                    if not missing:
+                        break
+
     def state(self) -> JobState:
+        listed, self._listed = self._listed, JobState.UNKNOWN
+        if listed is not JobState.UNKNOWN:
+            return listed
         try:
             return state_of(self.describe())
         except UserError as error:

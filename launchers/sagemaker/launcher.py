@@ -28,6 +28,11 @@ class SageMakerLauncher(Settings):
     def aws(self) -> Aws:
         return Aws(self.region, self.profile)
 
+    @functools.cached_property
+    def _regions(self) -> dict[str, Aws]:
+        """Clients are slow to make: those of the jobs that were attached to, by region."""
+        return {}
+
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         return checks.check(node, context)
@@ -71,4 +76,5 @@ class SageMakerLauncher(Settings):
         found = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
         if found is None:
             raise UserError(Problem(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>"))
-        return SageMakerJob(found[2], Aws(found[1], self.aws.profile))
+        aws = self._regions.setdefault(found[1], Aws(found[1], self.aws.profile))
+        return SageMakerJob(found[2], aws)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,19 +138,45 @@ def look(number: str) -> Look | None:
         return Look(state[1], said, Path(log[1].replace("%%", "%")) if log else None)
     if "invalid job id" not in done.stderr.lower():
         raise Unreachable(done.stderr.strip() or "scontrol says nothing")
-    return remembered(number)
+    return remembered([number]).get(number)
 
 
-def remembered(number: str) -> Look | None:
-    """What the accounting says, of a job that the controller has forgotten (MinJobAge, 5 minutes);
-    None where no accounting is kept. Source: https://slurm.schedmd.com/sacct.html"""
-    try:
-        done = run("sacct", "-n", "-P", "-X", "-j", number, "-o", "State")
-    except Unreachable:
-        return None
-    words = done.stdout.split()  # "CANCELLED by 1000"; the last line is the newest start
-    states = [word for word in words if word.isupper()]
-    return Look(states[-1]) if done.returncode == 0 and states else None
+def look_at(numbers: Sequence[str]) -> dict[str, Look]:
+    """How several jobs stand, asked at once; those that Slurm has forgotten are absent.
+
+    Raises:
+        Unreachable: Slurm does not answer.
+    """
+    found: dict[str, Look] = {}
+    for some in in_questions(numbers):
+        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ",".join(some))
+        if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
+            raise Unreachable(done.stderr.strip() or "squeue says nothing")
+        for line in done.stdout.splitlines():
+            number, state, reason = line.split("|", 2)
+            found[number] = Look(state, "" if reason == "None" else reason)
+    return remembered([number for number in numbers if number not in found]) | found
+
+
+def remembered(numbers: Sequence[str]) -> dict[str, Look]:
+    """What the accounting says, of jobs that the controller has forgotten (MinJobAge, 5 minutes);
+    empty where no accounting is kept. Source: https://slurm.schedmd.com/sacct.html"""
+    found = {}
+    for some in in_questions(numbers):
+        try:
+            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", ",".join(some))
+        except Unreachable:
+            break
+        for line in done.stdout.splitlines() if done.returncode == 0 else ():
+            number, _, state = line.partition("|")  # of one number the last line is the newest
+            if words := state.split():  # "CANCELLED by 1000"
+                found[number] = Look(words[0])
+    return found
+
+
+def in_questions(numbers: Sequence[str]) -> Iterator[Sequence[str]]:
+    """So many at a time that they have room on a command line."""
+    return (numbers[start : start + 1000] for start in range(0, len(numbers), 1000))
 
 
 def cancel(number: str) -> None:

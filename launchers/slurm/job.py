@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,16 +64,31 @@ class SlurmJob:
     why: str = field(default="", init=False)
     killed: str = field(default="", init=False)
     failed: bool = field(default=False, init=False)  # by itself: Slurm did not end it
+    _answers: list[controller.Look | str | None] = field(default_factory=list, init=False)
 
     @property
     def handle(self) -> str:
         return f"slurm://{self.number}"
 
+    @staticmethod
+    def ask(jobs: Sequence[SlurmJob]) -> None:
+        """Asks Slurm once, for the next `state` of each."""
+        try:
+            found = controller.look_at([job.number for job in jobs])
+        except controller.Unreachable as error:
+            for job in jobs:
+                job._answers = [str(error)]
+            return
+        for job in jobs:
+            job._answers = [found.get(job.number)]
+
     def state(self) -> JobState:
         try:
-            found = controller.look(self.number)
+            found = self._answers.pop() if self._answers else controller.look(self.number)
         except controller.Unreachable as error:
-            self.why = str(error)
+            found = str(error)
+        if isinstance(found, str):
+            self.why = found
             return JobState.UNKNOWN
         self.why = "" if found else "Slurm does not know it, or has forgotten it (MinJobAge)"
         self.killed = f"ended by Slurm: {told(found)}" if found and found.state in KILLS else ""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, during which Ctrl-C may come
+    from distdl.entry import command
+
+    command()
+
 import argparse
 import importlib
 import itertools
@@ -40,10 +45,10 @@ HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for whatever the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if in_a_run(Path.cwd()):  # `python -m` looks there first, and the run may be somebody else's
-        sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
-    lightning_names.serve()
     try:
+        if in_a_run(Path.cwd()):  # `python -m` looks there first, and it may be somebody else's
+            sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
+        lightning_names.serve()
         if arguments and arguments[0] in COMMANDS:
             with stopping.raised() if arguments[0] in STARTING else nullcontext():
                 module = importlib.import_module(COMMANDS[arguments[0]][0])
@@ -226,7 +231,3 @@ def print_problems(error: UserError) -> None:
         print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
     if error.further:
         print(error.further, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

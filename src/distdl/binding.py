@@ -18,12 +18,15 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from distdl import kinds, lightning_1, lightning_names
+from distdl.entry import shadowing
+from distdl.importing import no_exit
 from distdl.own_code import editable, is_installed, make_importable
 from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
 from distdl.suggest import closest
 from distdl.targets import BUILT, Trust, nodes, target_problems
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+OURS = ("distdl/binding.py", "distdl/importing.py")
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs on to a model: only building it shows what they take.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
@@ -46,6 +49,7 @@ class Binding:
         self.before = {*sys.modules}
         self.facts: dict[str, Any] = {"model_configures_optimizers": None}
 
+    @no_exit()
     def run(self) -> None:
         self.look()
         for key in COMPONENTS:
@@ -141,6 +145,8 @@ class Binding:
             self.add(place, str(error), remedy)
             return None
         except (Exception, SystemExit) as error:
+            if shadowing(error, self.trust.folders):
+                raise  # and so will all that follow
             package = str(getattr(error, "name", None)).partition(".")[0]
             if isinstance(error, ModuleNotFoundError) and is_absent(package):
                 return self.absent(package, place)
@@ -274,7 +280,7 @@ def origin(error: BaseException) -> str:
     trace, place = error.__traceback__, ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if FilePath(name).is_file() and "distdl/binding" not in FilePath(name).as_posix():
+        if FilePath(name).is_file() and not FilePath(name).as_posix().endswith(OURS):
             place = f"see {name}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return place
@@ -285,7 +291,12 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
     lightning_names.serve()
     make_importable(request["trust"][0])  # and not what `python -m` puts there
     binding = Binding(request)
-    binding.run()
+    try:
+        binding.run()
+    except Exception as error:
+        if (found := shadowing(error, binding.trust.folders)) is None:
+            raise
+        binding.problems = [found]
     from distdl.redact import hide_shapes
 
     problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 FOR_AUTHORS = (DeprecationWarning, FutureWarning)  # of libraries
 # What was logged by imports before the run had a log.
@@ -33,6 +35,24 @@ def uncollected() -> Iterator[None]:
         gc.enable()
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries count at the end what has not been collected
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """For imports of the user's code: `os._exit` fails as `sys.exit` does. It would end the command
+    without a word, with the code 0 where that is what it was given."""
+    real, here = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != here:  # a child that was forked
+            real(status)
+        raise SystemExit(f"os._exit({status}) would end Python")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = real
 
 
 @contextmanager

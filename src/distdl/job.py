@@ -199,7 +199,8 @@ class Job(Protocol):
     that has ended: `exit_code`, where one process stands for it, and `killed`: what ended it from
     outside, in a sentence, empty if nothing did; and `first_end(logs)`, where its place alone saw
     the ranks end: of the one that ended badly first the rank, its exit code (-N for signal N) and
-    its host, or None. `logs` is the attempt's folder of logs.
+    its host, or None. `logs` is the attempt's folder of logs. A static `ask(jobs)` asks the place
+    once about several jobs of the class, and the next `state` of each is the answer to that.
     """
 
     @property

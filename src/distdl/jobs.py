@@ -7,7 +7,9 @@ believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory, shown, write_json
 from distdl.targets import Trust, target_problems
 
+# Folders of a run in which no other run lies; of copied code they may hold thousands.
+INSIDE = ("attempts", "checkpoints", "logs", "tracking")
+
 
 def record(attempt: Attempt, job: Job) -> None:
     """Notes the submitted job, for later shells."""
@@ -37,40 +42,72 @@ def own_trust(allow: Sequence[str] = ()) -> Trust:
     return Trust(folders, (*user_conf.allowed(), *allow))
 
 
-def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
-    """The job of an attempt, without running what the run's files name.
+class Places:
+    """The places of several attempts: each launcher is built once, however many jobs it has.
 
     Args:
         allow: As `project.allow`, from the command line.
-
-    Returns:
-        Its job; `Unasked` where asking its place would run code that is not trusted.
-
-    Raises:
-        UserError: Its launcher does not know it.
     """
-    from distdl.launchers.local import LocalLauncher
 
-    handle = attempt.job().get("handle")
-    if handle is None:  # it lived in a process on some machine, and wrote here
-        return LocalLauncher().attach(f"local://{attempt.path}")
-    written = attempt.launch()["where"]["launcher"]
-    trust = own_trust(allow)
-    found = resolve({"launcher": written})
-    node = found.section("launcher")
-    for _, refused in target_problems({"launcher": node}, trust):
-        why = f"{refused.what}; the run's launch.yaml says so, and its place was not asked"
-        return Unasked(str(handle), Problem(refused.path, why, refused.remedy))
-    secret = [name for _, name, _ in found.variables() if looks_secret(name)]
-    if secret:
-        why = f"the run's launch.yaml asks for ${secret[0]}, which no look at a run gives away"
-        return Unasked(str(handle), Problem("launcher", f"{why}: its place was not asked"))
-    if is_elsewhere(str(handle), attempt):
-        why = f"job.json names a job of another folder: {handle}"
-        return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
-    if trust.covers(str(node["_target_"])):
-        make_importable(trust.folders)
-    return instantiate(node).attach(str(handle))
+    def __init__(self, allow: Sequence[str] = ()) -> None:
+        self.trust = own_trust(allow)
+        self._known: dict[str, Launcher | Problem] = {}
+
+    def job(self, attempt: Attempt) -> Job:
+        """The job of an attempt, without running what the run's files name.
+
+        Returns:
+            Its job; `Unasked` where asking its place would run code that is not trusted.
+
+        Raises:
+            UserError: Its launcher does not know it.
+        """
+        from distdl.launchers.local import LocalLauncher
+
+        handle = attempt.job().get("handle")
+        if handle is None:  # it lived in a process on some machine, and wrote here
+            return LocalLauncher().attach(f"local://{attempt.path}")
+        written = attempt.launch()["where"]["launcher"]
+        if (key := repr(written)) not in self._known:
+            self._known[key] = self._launcher(written)
+        found = self._known[key]
+        if isinstance(found, Problem):
+            return Unasked(str(handle), found)
+        if is_elsewhere(str(handle), attempt):
+            why = f"job.json names a job of another folder: {handle}"
+            return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
+        return found.attach(str(handle))
+
+    def _launcher(self, written: Any) -> Launcher | Problem:
+        """What launch.yaml names, or why it is not asked."""
+        found = resolve({"launcher": written})
+        node = found.section("launcher")
+        for _, refused in target_problems({"launcher": node}, self.trust):
+            why = f"{refused.what}; the run's launch.yaml says so, and its place was not asked"
+            return Problem(refused.path, why, refused.remedy)
+        secret = [name for _, name, _ in found.variables() if looks_secret(name)]
+        if secret:
+            why = f"the run's launch.yaml asks for ${secret[0]}, which no look at a run gives away"
+            return Problem("launcher", f"{why}: its place was not asked")
+        if self.trust.covers(str(node["_target_"])):
+            make_importable(self.trust.folders)
+        return instantiate(node)
+
+
+def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
+    """As `Places.job`, of one attempt."""
+    return Places(allow).job(attempt)
+
+
+def ask(jobs: Iterable[Job]) -> None:
+    """Asks each place once about all of its jobs, where it can be asked so."""
+    kinds_of: dict[type, list[Job]] = {}
+    for job in jobs:
+        kinds_of.setdefault(type(job), []).append(job)
+    for kind, some in kinds_of.items():
+        if len(some) > 1 and hasattr(kind, "ask"):
+            with suppress(Exception):  # then each is asked by itself
+                kind.ask(some)
 
 
 def is_elsewhere(handle: str, attempt: Attempt) -> bool:
@@ -154,12 +191,17 @@ def instantiate(node: Any) -> Launcher:
         raise
 
 
+def is_settled(attempt: Attempt) -> bool:
+    """Whether its own files say how it stands, and no place has to be asked."""
+    if not attempt.job():
+        return True
+    return attempt.state().ended and bool(attempt.status().get("concluded"))
+
+
 def state(attempt: Attempt, job: Job | None = None) -> JobState:
     """How an attempt stands; what its place knows is put on record once it has ended."""
     recorded = attempt.state()
-    if not attempt.job():
-        return recorded
-    if recorded.ended and attempt.status().get("concluded"):
+    if is_settled(attempt):
         return recorded
     job = job or of(attempt)
     place = job.state()
@@ -198,6 +240,11 @@ def refuse_second(run: RunDirectory) -> None:
 
 def runs_below(folder: Path) -> list[RunDirectory]:
     """Every run in a folder of runs (or of sweeps), the newest first."""
-    found = [RunDirectory(path.parent) for path in folder.resolve().rglob("config.yaml")]
-    started = [run for run in found if run.last_attempt() is not None]
-    return sorted(started, key=lambda run: -(run.path / "config.yaml").stat().st_mtime)
+    found = []
+    for top, folders, files in os.walk(folder.resolve()):
+        if "config.yaml" in files:
+            run = RunDirectory(Path(top))
+            if run.last_attempt() is not None:
+                folders[:] = [name for name in folders if name not in INSIDE]
+                found.append((os.stat(os.path.join(top, "config.yaml")).st_mtime, run))
+    return [run for _, run in sorted(found, key=lambda one: -one[0])]

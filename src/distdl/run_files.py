@@ -7,6 +7,7 @@ ones carry a checksum. A file that is absent is no error here; one that is damag
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -19,6 +20,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from distdl.errors import Problem, UserError
@@ -124,11 +126,23 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
     """
     text = _as_written(path, remedy, sha256)
     try:
-        # By OmegaConf: to YAML itself 1e-3 is a string.
-        found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        if sha256 or text.startswith(STAMP):  # nothing is left to be looked for in it
+            found = yaml.load(text, _loader())
+        else:
+            found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
     return _complete(path, found, shape, remedy)
+
+
+@functools.cache
+def _loader() -> Any:
+    """libyaml's, ten times as fast, by OmegaConf's rules: to YAML itself 1e-3 is a string."""
+    rules = get_yaml_loader()
+    taken = {
+        name: getattr(rules, name) for name in ("yaml_implicit_resolvers", "yaml_constructors")
+    }
+    return type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), taken)
 
 
 def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> None:

@@ -135,7 +135,13 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
     )  # fmt: skip
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 2 and "did you mean trainer.max_epochs?" in done.stderr
-    assert "hydra" in imported and not imported & {"torch", "lightning", "mlflow", "scipy"}
+    assert "hydra" in imported and not imported & {
+        "torch",
+        "lightning",
+        "mlflow",
+        "scipy",
+        "matplotlib",
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,14 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from distdl import jobs
+from distdl.launchers.slurm import controller
+from distdl.launchers.slurm.job import SlurmJob
+from distdl.run_directory import RunDirectory
 from tests.cluster.slurm_cluster import SlurmCluster, free_ports, slurm, until
 from tests.conftest import (
     TINY,
@@ -267,3 +272,44 @@ def test_a_sweep_is_one_array(slurm: SlurmCluster, tmp_path: Path) -> None:
     code, said = verb(slurm, tmp_path, "logs", f"slurm://{number}_1")
     second = next(run for run in runs if f"{number}_1" in (run / JOB).read_text())
     assert code == 0 and said.strip() == whole_log(second).strip()
+
+
+def test_the_list_asks_slurm_once(
+    slurm: SlurmCluster, command: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    job = ("sbatch", "--parsable", "--output=/dev/null", "--wrap=true")
+    held, ended = slurm.run(*job, "--hold"), slurm.run(*job)
+    array = slurm.run(*job, "--hold", "--array=0-1")
+    slurm.until_state(ended, "COMPLETED")
+    numbers = {"held": held, "task": f"{array}_1", "ended": ended, "forgotten": "99999", "cut": "1"}
+    for name, number in numbers.items():
+        run = RunDirectory(tmp_path / "outputs/e" / name)
+        run.create("seed: 1\n", {})
+        where = {"launcher": {"_target_": "distdl.launchers.slurm.SlurmLauncher"}}
+        attempt = run.begin_attempt({"run_id": f"e/{name}", "where": where})
+        jobs.record(attempt, SlurmJob(number))
+    (attempt.path / "launch.yaml").write_text("where")
+    asked: list[str] = []
+    really = controller.run
+
+    def run_it(*words: str, **more: Any) -> Any:
+        asked.append(words[0])
+        return really(*words, **more)
+
+    def listed() -> dict[str, str]:
+        asked.clear()
+        rows = [line.split("\t") for line in command("jobs", "list").out.splitlines()]
+        return {row[0].rpartition("/")[2]: row[2] for row in rows}
+
+    monkeypatch.setattr(controller, "run", run_it)
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.env[name])
+    states = {"held": "PENDING", "task": "PENDING", "forgotten": "UNKNOWN", "cut": "DAMAGED"}
+    states |= {"ended": "SUCCEEDED"}
+    assert listed() == states and asked == ["squeue", "sacct"]
+    assert listed() == states and asked == ["squeue", "sacct"]
+    assert command("jobs", "status", "outputs/e/held").out.count("PENDING") == 1
+    slurm.run("scancel", held, array)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
+    gone = {"held": "UNKNOWN", "task": "UNKNOWN"}
+    assert listed() == states | gone and asked == ["squeue"], "not for each of them"

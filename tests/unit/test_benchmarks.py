@@ -16,6 +16,7 @@ import torch
 from benchmarks import (
     gpu,
     held_out,
+    listing,
     overhead,
     pair,
     run,
@@ -252,6 +253,11 @@ def test_the_proxy_lets_a_request_wait_and_passes_it_on() -> None:
         proxy.wait()
         behind.shutdown()
         behind.server_close()
+
+
+def test_a_folder_is_listed_as_torchvision_lists_it() -> None:
+    found = listing.main(classes=3, files=4, repeats=1)
+    assert "listing 12 images" in found.what and found.ratio > 0
 
 
 def test_arms_take_turns(tmp_path: Path) -> None:

@@ -445,9 +445,9 @@ def test_the_real_child_answers_through_noise(
 
 @pytest.mark.usefixtures("real_child")
 def test_the_real_child_may_die(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project / "deadly.py").write_text("import os\nos._exit(7)\n")
+    (project / "deadly.py").write_text("import os\nos.abort()\n")
     answer = _child_of(project, "deadly.f", monkeypatch)
-    assert "ended Python (exit code 7)" in answer["problems"][0][1]
+    assert "ended Python (exit code -6)" in answer["problems"][0][1]
 
 
 def _child_of(
@@ -483,5 +483,9 @@ def test_an_import_that_ends_python_or_goes_elsewhere(
     monkeypatch.chdir(project)
     message = only({"callbacks.x": {"_target_": "leaves.f"}}, project)
     assert "callbacks.x._target_: leaves.f cannot be imported: SystemExit" in message
+    (project / "ends.py").write_text("import os\n\nos._exit(0)\n")  # which shows no traceback
+    message = only({"callbacks.x": {"_target_": "ends.f"}}, project)
+    assert "ends.f cannot be imported: SystemExit: os._exit(0) would end Python" in message
+    assert "ends.py, line 3" in message
     assert _child_of(project, "moves.f", monkeypatch, "_ask_here")["problems"] == []
     assert Path.cwd() == project

@@ -19,6 +19,7 @@ LIGHT = [
     "checks",
     "compose",
     "config",
+    "entry",
     "errors",
     "failures",
     "importing",

@@ -16,7 +16,7 @@ from distdl import walltime
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.slurm import SlurmLauncher, controller, script
-from distdl.launchers.slurm.job import STATES, state_of
+from distdl.launchers.slurm.job import STATES, SlurmJob, state_of
 from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
@@ -198,6 +198,23 @@ def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_handle_of_slurm(handle: str) -> None:
     with pytest.raises(UserError, match="no job of Slurm's"):
         SlurmLauncher().attach(handle)
+
+
+def test_what_the_accounting_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = "7|COMPLETED\n8_1|NODE_FAIL\n8_1|CANCELLED by 1000\n"
+    known = {"squeue": "5|RUNNING|None\n6_0|PENDING|Resources\n", "sacct": kept}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        assert len(words[-1]) < 100_000, "a command line has room for so much"
+        return subprocess.CompletedProcess(words, 0, known[words[0]], "")
+
+    monkeypatch.setattr(controller, "run", run)
+    numbers = ["5", "6_0", "7", "8_1", *map(str, range(100, 40_000))]
+    many = [SlurmJob(number) for number in numbers]
+    SlurmJob.ask(many)
+    states = [job.state() for job in many[:5]]
+    assert states == ["RUNNING", "PENDING", "SUCCEEDED", "CANCELLED", "UNKNOWN"]
+    assert "has forgotten it" in many[4].why and many[0].why == ""
 
 
 def test_states() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from distdl import jobs
 from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.launchers.sagemaker import SageMakerLauncher, job, uploads
@@ -163,6 +164,20 @@ def test_status_and_list_from_a_later_shell(launcher, run, aws) -> None:
     assert gone.state() is JobState.UNKNOWN
     with pytest.raises(UserError, match="knows no such job"):
         gone.wait()
+
+
+def test_several_are_asked_for_at_once(launcher, run, aws, monkeypatch) -> None:
+    names = [launcher.submit(launcher.request(spec(run))).handle for _ in range(3)]
+    later = SageMakerLauncher()
+    found = [later.attach(handle) for handle in (*names, f"sagemaker://{REGION}/never-was")]
+    asked, really = [], job.SageMakerJob.describe
+    monkeypatch.setattr(
+        job.SageMakerJob, "describe", lambda one: (asked.append(one.name), really(one))[1]
+    )
+    jobs.ask(found)
+    assert [one.state() for one in found] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
+    assert asked == ["never-was"] and len({id(one.aws) for one in found}) == 1
+    assert found[0].state() is JobState.SUCCEEDED and len(asked) == 2, "the next look is a new one"
 
 
 def test_a_place_that_cannot_be_reached_is_unknown(launcher, run, aws, monkeypatch) -> None:

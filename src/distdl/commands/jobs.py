@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from distdl import failures, jobs
@@ -108,8 +109,8 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
     folder = Path(text)
     below = [] if (folder / "config.yaml").is_file() else jobs.runs_below(folder)
     runs = below or [RunDirectory.open(text)]
-    attempts = [attempt_of(run, number) for run in runs]
-    return [(jobs.of(attempt, allow), attempt) for attempt in attempts]
+    attempts, places = [attempt_of(run, number) for run in runs], jobs.Places(allow)
+    return [(places.job(attempt), attempt) for attempt in attempts]
 
 
 def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
@@ -127,6 +128,7 @@ def state_of(job: Job, attempt: Attempt | None) -> JobState:
 
 
 def status(found: list[Target]) -> int:
+    jobs.ask(job for job, attempt in found if not (attempt and jobs.is_settled(attempt)))
     unknown = False
     problems: list[Problem] = []
     for job, attempt in found:
@@ -236,20 +238,25 @@ def fetch(found: list[Target], to: Path | None) -> int:
 
 
 def list_runs(folder: Path) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     runs = jobs.runs_below(folder)
     if not runs:
         raise UserError(Problem(str(folder), "there are no runs", "python -m distdl jobs list DIR"))
-    table = Table("run", "attempt", "state", "where", "started", "metrics")
+    attempts, places = [attempt_of(run, None) for run in runs], jobs.Places()
+    asked: dict[Attempt, Job] = {}
+    for attempt in attempts:
+        with suppress(Exception):  # its row says what is wrong with it
+            if not jobs.is_settled(attempt):
+                asked[attempt] = places.job(attempt)
+    jobs.ask(asked.values())
+    rows = [("run", "attempt", "state", "where", "started", "metrics")]
     unasked: dict[str, None] = {}
-    for run in runs:
-        attempt = attempt_of(run, None)
+    for run, attempt in zip(runs, attempts, strict=True):
         try:
-            job = jobs.of(attempt)
+            settled = jobs.is_settled(attempt)
+            job = None if settled else asked.get(attempt) or places.job(attempt)
             state = str(jobs.state(attempt, job))
             run.check_config()
+            attempt.check_launch()
             if isinstance(job, jobs.Unasked):
                 unasked[job.why] = None
             cells = (attempt.job().get("handle") or jobs.place_of(attempt), *facts_of(attempt))
@@ -259,15 +266,25 @@ def list_runs(folder: Path) -> int:
         except Exception as error:  # one that is out of reach, or damaged, must not hide the others
             state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", "")
         row = (shown(run.path), str(attempt.number), state, *cells)
-        table.add_row(*map(plain, row))
-    if sys.stdout.isatty():  # brackets are text here
-        Console(markup=False, emoji=False).print(table)
-    else:  # for `cut`, `awk` and a spreadsheet
-        for cells in zip(*(column.cells for column in table.columns), strict=True):
-            print(*cells, sep="\t")
+        rows.append(tuple(map(plain, row)))  # type: ignore[arg-type]
+    show(rows)
     for why in unasked:
         print(f"note: {plain(why)}", file=sys.stderr)
     return 0
+
+
+def show(rows: Sequence[Sequence[str]]) -> None:
+    if not sys.stdout.isatty():  # for `cut`, `awk` and a spreadsheet
+        for row in rows[1:]:
+            print(*row, sep="\t")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(markup=False, emoji=False).print(table)  # brackets are text here
 
 
 def facts_of(attempt: Attempt) -> tuple[str, str]:

@@ -88,17 +88,16 @@ class FolderImages(EncodedImages):
         paths: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):
-            found = [
-                os.path.join(inner, file)
-                for inner, _, files in sorted(folders.walk(folder, name))
-                for file in sorted(files)
-                if file.lower().endswith(EXTENSIONS)
-            ]
+            found: list[bytes] = []
+            for inner, _, files in sorted(folders.walk(folder, name)):
+                beside = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
+                images = [file for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
+                found += [beside + file for file in map(os.fsencode, images)]
             if not found:
                 raise UserError(
                     Problem("data.root", f"{folder / name} holds no image", ", ".join(EXTENSIONS))
                 )
-            paths += [os.fsencode(os.path.relpath(path, folder)) for path in found]
+            paths += found
             labels += [label] * len(found)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.array(labels, dtype=np.int64)
