@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from distdl import __version__, lightning_names, stopping, words
+from distdl import __version__, leaving, lightning_names, stopping, words
 from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
 from distdl.suggest import closest
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if in_a_run(Path.cwd()):  # `python -m` looks there first, and the run may be somebody else's
         sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
     lightning_names.serve()
+    if not arguments or arguments[0] not in COMMANDS or arguments[0] in STARTING:
+        leaving.outlive_readers()
     try:
         if arguments and arguments[0] in COMMANDS:
             with stopping.raised() if arguments[0] in STARTING else nullcontext():
