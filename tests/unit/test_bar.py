@@ -32,7 +32,7 @@ METRICS = {
 def drawn(width: int, info: list[str], **fields: Any) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     line = Line(console)
-    line.add_task("epoch 12/90", total=5005)
+    line.add_task(fields.pop("title", "epoch 12/90"), total=5005)
     time.sleep(0.002)
     line.update(line.task_ids[0], completed=1234, info=info, **fields)
     line.tasks[0].start_time -= 754  # type: ignore[operator]
@@ -57,6 +57,8 @@ def test_count_and_time_stay_and_what_fits_is_whole() -> None:
     assert f"{LONG} 18.39  mae 3.065" in drawn(220, users)
     assert "1,234 samples/s" in drawn(160, users)
     assert " 25 % 12:34<" in drawn(80, [], percent=True), "bytes of 140 GB say nothing"
+    text = drawn(60, ["12 MB of 9 GB"], title="uploading to https://a.blob.core.windows.net/c/x")
+    assert text.startswith("uploading to https:… 1234/5005 12:34<") and "12 MB" in text
     assert duration(3723) == "1:02:03"
 
 

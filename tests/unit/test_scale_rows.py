@@ -105,7 +105,7 @@ def test_others_numbers_stand_beside_their_own_model_only(
     for target, same in (
         ("torchvision.models.resnet50", True),
         ("torchvision.models.wide_resnet50_2", False),
-        ("mine.Net", False),
+        ("mine.seresnet50", False),
     ):
         two.config = OmegaConf.create({"model": {"network": {"_target_": target}}})
         assert two.is_resnet50 is same

@@ -42,7 +42,9 @@ def drawn(task: Task, width: int) -> Table:
     if task.fields.get("percent"):
         count = "" if task.total is None else f"{task.percentage:.0f} %"
     left = "-:--" if task.time_remaining is None else duration(task.time_remaining)
-    fixed = [task.description, count, f"{duration(task.elapsed or 0)}<{left}"]
+    times = f"{duration(task.elapsed or 0)}<{left}"
+    title, most = task.description, max(NAME, width // 3)
+    fixed = [title if len(title) <= most else f"{title[: most - 1]}…", count, times]
     room = width - len(" ".join(fixed)) - 1
     info = fitting(task.fields.get("info", ()), room - 1)
     bar = min(WIDE, (room - len(info) - 2) // NARROW * NARROW)  # not another width at each number
