@@ -120,9 +120,10 @@ class LocalJob:
             os.kill(pid, signal.SIGINT)
 
     def _here(self) -> JobState:
-        from distdl import worker
+        from distdl import leaving, worker
 
         assert self._request is not None
+        leaving.name_who_stays()
         os.environ.update(self._request.env)
         return self._ended(worker.main(self._request.spec.worker()[2:]))
 

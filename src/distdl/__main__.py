@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from distdl import __version__, lightning_names, stopping, words
+from distdl import __version__, leaving, lightning_names, stopping, words
 from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
 from distdl.suggest import closest
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if in_a_run(Path.cwd()):  # `python -m` looks there first, and it may be somebody else's
             sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
         lightning_names.serve()
+        if not arguments or arguments[0] not in COMMANDS or arguments[0] in STARTING:
+            leaving.outlive_readers()
         if arguments and arguments[0] in COMMANDS:
             with stopping.raised() if arguments[0] in STARTING else nullcontext():
                 module = importlib.import_module(COMMANDS[arguments[0]][0])

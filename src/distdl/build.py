@@ -54,10 +54,14 @@ class Built:
     own_optimizer: bool = False
 
     @property
+    def data(self) -> str:
+        """What `data._target_` names, or the model that has its loaders itself."""
+        return str((self.config.get("data") or self.config.model).get("_target_"))
+
+    @property
     def has_trained(self) -> bool:
         """Whether an attempt of this run, an earlier one too, is a training."""
-        tasks = (attempt.launch()["where"]["task"]["_target_"] for attempt in self.run.attempts())
-        return TRAIN in tasks
+        return any(attempt.task == TRAIN for attempt in self.run.attempts())
 
 
 def build(

@@ -90,6 +90,16 @@ def longer(config: DictConfig) -> str:
     return " ".join(f"{key}=<more>" for key in given or limits[:2])
 
 
+def unit_of(data: Any) -> str:
+    """What a second is counted in: the data that come with distdl are images, others may be
+    anything.
+
+    Args:
+        data: What `data._target_` names, or the module of its class.
+    """
+    return "img/s" if str(data).startswith("distdl.") else "samples/s"
+
+
 def where_of(config: DictConfig) -> DictConfig:
     """Where it runs: the keys of WHERE alone, as a nested config."""
     plain = OmegaConf.create(_without_clock(OmegaConf.to_container(config, resolve=False)))

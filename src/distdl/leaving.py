@@ -5,10 +5,16 @@ The truth about a run stands in status.json and errors/; an exit code must only 
 
 from __future__ import annotations
 
+import functools
+import io
+import logging
 import os
+import signal
+import stat
 import sys
+import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distdl.job import EXIT_CANCELLED, EXIT_PREEMPTED
 
@@ -17,6 +23,69 @@ AGREED = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # that are still writing.
 KILLS_OTHERS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
+
+
+log = logging.getLogger(__name__)
+
+
+class Outliving(io.FileIO):
+    """A pipe whose reader may go (`distdl ... | head -3`) without taking the training along."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())  # what writes there by itself, in C, goes on as well
+            os.close(nothing)
+            if self.fileno() == 1:
+                log.warning("nobody reads the output any more: the run goes on, in its log")
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """From here on, a pipe that stdout or stderr leads into may be closed at its other end."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            number = stream.fileno()
+        except (AttributeError, OSError):  # there is none, or it is no file
+            continue
+        raw = getattr(getattr(stream, "buffer", None), "raw", None)
+        if isinstance(raw, Outliving) or not stat.S_ISFIFO(os.fstat(number).st_mode):
+            continue
+        stream.flush()
+        stays = io.TextIOWrapper(
+            io.BufferedWriter(Outliving(number, "w", closefd=False)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, stays)
+
+
+@functools.cache
+def name_who_stays(seconds: float = 5) -> None:
+    """Python waits at its end for threads that are no daemons: after some seconds says for which,
+    since the run is over by then."""
+
+    def ends() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it now, and without a traceback
+        threading.Thread(target=wait, daemon=True).start()
+
+    def wait() -> None:
+        time.sleep(seconds)
+        stay = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
+        which = ", ".join(name for name in stay if name != threading.main_thread().name)
+        print(
+            f"the run has ended; its process waits for threads of your code: {which} "
+            "(Thread(daemon=True) is not waited for; Ctrl-C ends it now)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    threading._register_atexit(ends)  # type: ignore[attr-defined]  # before it waits; atexit: after
 
 
 def leave(code: int, launcher: str) -> NoReturn:

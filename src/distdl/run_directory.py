@@ -74,6 +74,15 @@ class Attempt:
         """
         return run_files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
 
+    @property
+    def task(self) -> str:
+        """What `task._target_` names.
+
+        Raises:
+            Damaged: launch.yaml does not say.
+        """
+        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_"))
+
     def check_launch(self) -> None:
         """Whether `launch` can be read.
 
@@ -341,6 +350,18 @@ class RunDirectory:
 
     def last_attempt(self) -> Attempt | None:
         return (self.attempts() or [None])[-1]  # type: ignore[list-item]
+
+    def main_attempt(self) -> Attempt | None:
+        """The newest that does what the run was started for; a test of it is an errand.
+
+        Raises:
+            Damaged: A launch.yaml does not say what.
+        """
+        attempts = self.attempts()
+        if len(attempts) < 2:
+            return attempts[0] if attempts else None
+        task = attempts[0].task
+        return next(each for each in reversed(attempts) if each.task == task)
 
     def refuse_under_way(self) -> None:
         """

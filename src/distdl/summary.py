@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl import batches, optim
 from distdl.build import Built
-from distdl.config import TRAIN, longer, plain
+from distdl.config import TRAIN, longer, plain, unit_of
 from distdl.environment import Environment
 from distdl.job import Resources
 from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
@@ -128,7 +128,7 @@ def print_end(
     speed = metrics.get("perf/images_per_second")
     print(
         f"time    {minutes} min {seconds} s"
-        + (f"  {speed:,.1f} img/s (median)" if speed else "")
+        + (f"  {speed:,.1f} {unit_of(built.data)} (median)" if speed else "")
         + (
             f"  data_wait {100 * metrics['perf/data_wait']:.0f} %"
             if "perf/data_wait" in metrics

@@ -36,7 +36,7 @@ from distdl.bundle import Bundle
 from distdl.errors import UserError
 from distdl.importing import FOR_AUTHORS, log_early, uncollected
 from distdl.job import EXIT_REFUSED, JobState
-from distdl.leaving import leave
+from distdl.leaving import leave, outlive_readers
 from distdl.own_code import make_importable
 from distdl.redact import RedactingFilter, redact
 from distdl.resolve import resolve
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
     stop = stop or StopRequest()
     stop.install()
+    outlive_readers()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     rank = 0
     state = JobState.FAILED

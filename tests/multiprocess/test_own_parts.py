@@ -73,8 +73,8 @@ def test_killed_inside_an_epoch_it_goes_on_exactly(trained: dict[str, Any], name
 
 
 def test_a_bar_of_lightnings_takes_the_place_of_ours(trained: dict[str, Any]) -> None:
-    assert "img/s  data_wait" not in trained["together"]["output"]
-    assert "img/s  data_wait" in trained["swa"]["output"]
+    assert "samples/s  data_wait" not in trained["together"]["output"]
+    assert "samples/s  data_wait" in trained["swa"]["output"]
 
 
 def test_what_a_module_logs_as_its_losses_is_shown_with_each_rate(trained: dict[str, Any]) -> None:

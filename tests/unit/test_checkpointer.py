@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def fit(
     arguments = {"monitor": "val/acc1", "name": "val/acc1", "epochs": len(values), **more}
     ours = checkpointing(folder, monitor=arguments.pop("monitor"), mode=mode)
     others = arguments.pop("callbacks", [])
-    module = Scripted(arguments.pop("name"), values)
+    module = arguments.pop("module", Scripted)(arguments.pop("name"), values)
     data: Any = DataLoader(torch.zeros(4))
     trainer = Trainer(
         accelerator="cpu",
@@ -162,6 +162,35 @@ def fit(
     )
     trainer.fit(module, data, data, ckpt_path=resume, weights_only=True if resume else None)
     return ours
+
+
+class Draws(Scripted):
+    drawn: ClassVar[list[float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+class EndsEarly(Callback):
+    """As a Timer does, `trainer.max_time`'s too."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 2
+
+
+def test_a_resume_of_what_was_cut_draws_the_same_numbers(tmp_path: Path) -> None:
+    """Lightning validates where a time limit ends it, and so moves the generators."""
+    torch.manual_seed(0)
+    fit(tmp_path / "whole", [0.1], module=Draws)
+    whole = Draws.drawn.copy()
+    torch.manual_seed(0)
+    Draws.drawn.clear()
+    fit(tmp_path / "cut", [0.1], module=Draws, callbacks=[EndsEarly()])
+    assert Draws.drawn == whole[:2]
+    newest = CheckpointStore(tmp_path / "cut/checkpoints").newest()
+    fit(tmp_path / "cut", [0.1], module=Draws, resume=newest)
+    assert Draws.drawn == whole and len(whole) == 4
 
 
 class LogsEachStep(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, following, jobs, validate
+from distdl import compose, following, jobs, leaving, validate
 from distdl import config as configs
 from distdl.commands import resume
 from distdl.commands.jobs import list_runs, status, targets
@@ -181,6 +182,45 @@ def test_an_evicted_rank_waits_for_its_node_to_go() -> None:
     env = {"DISTDL_LINGER_SECONDS": "0.5"}
     assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 75
     assert time.monotonic() - started > 0.5
+
+
+def test_a_reader_that_has_read_enough_ends_no_training(monkeypatch, caplog) -> None:
+    """`distdl ... | head -3`."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        leaving.outlive_readers()
+        once = sys.stdout
+        leaving.outlive_readers()
+        assert sys.stdout is once
+        print("seen", flush=True)
+        assert os.read(reading, 100) == b"seen\n"
+        os.close(reading)
+        for _ in range(2):
+            print("not seen", flush=True)
+        monkeypatch.undo()
+
+
+def test_a_thread_that_keeps_the_process_is_named() -> None:
+    code = (
+        "import threading, time; from distdl import leaving; leaving.name_who_stays(0.05);"
+        "threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "waits for threads of your code: my-pump (" in done.stderr
+
+
+def test_a_test_that_failed_is_no_failed_training(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    run.create("seed: 1\n", {})
+    tasks = {"train": JobState.SUCCEEDED, "test": JobState.FAILED}
+    for task, state in tasks.items():
+        where = {"launcher": {}, "task": {"_target_": f"distdl.tasks.{task}"}}
+        run.begin_attempt({**LAUNCH, "where": where}).end(state, metrics={"val/loss": 0.5})
+    assert list_runs(tmp_path / "outputs") == 0
+    cells = capsys.readouterr().out.strip().split("\t")
+    assert cells[:3] == ["outputs/e/r", "1", "SUCCEEDED (test: FAILED)"]
 
 
 def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -102,7 +102,7 @@ def test_the_page_says_what_the_run_is(run: Path, capsys: pytest.CaptureFixture[
         "commit 3f2c1b9a8d7e with local changes",
         "python -m distdl data=<x>",
         "43.21 % (best 50.00 %)",
-        "2,030 img/s (median)",
+        "2,030 samples/s (median)",
         "25.0 % of the time (median)",
         "2 min 40 s",
         "RuntimeError: <oops>",
@@ -170,7 +170,7 @@ def test_every_metric_is_in_one_chart_and_only_one() -> None:
     names = ["epoch", "train/loss", "val/loss", "train/acc", "val/acc", "lr-SGD", "perf/data_wait"]
     names += ["perf/other", "mine", "a/b/c", "system/gpu0_percent", "system/node2/gpu1_power_watts"]
     names += ["system/node2/strange", "system/memory_gib"]
-    found = charts({n: data.Series([1], [1.0], [1.0]) for n in names})
+    found = charts({n: data.Series([1], [1.0], [1.0]) for n in names}, "img/s")
     drawn = [n for chart in found for n in chart.lines]
     drawn += [n for chart in found if chart.second for n in [chart.second[0]]]
     assert sorted(drawn) == sorted(set(names) - {"epoch"})

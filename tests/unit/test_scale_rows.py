@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from distdl.commands import _scale_plot, _scale_rows, _scale_table
 from distdl.commands._scale_rows import Rented
@@ -82,7 +83,42 @@ def test_advice() -> None:
     assert "without communication being the cause" in of(member(bench(2, rate=120)))
     unseen = of(member(bench(2, rate=120, trace=None)))
     assert "ddp on 1 x 2 (weak): do this" in unseen and "without communication" not in unseen
+    assert "most efficient" not in of(member(bench(2, rate=230)))
     assert "cheapest: single" in of(member(bench(2)), rented=Rented("VM", 1, 1.0, 0))
+
+
+def test_more_than_there_is_was_disturbed() -> None:
+    """Neither advice nor a prediction is held against it."""
+    two = member(bench(2, rate=230))
+    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+    (said,) = _scale_rows.disturbed(rows)
+    assert said.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
+    assert _scale_table.gaps(rows, {}) == []
+
+
+def test_others_numbers_stand_beside_their_own_model_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import matplotlib.pyplot as plt
+
+    two = member(bench(2))
+    for target, same in (
+        ("torchvision.models.resnet50", True),
+        ("torchvision.models.wide_resnet50_2", False),
+        ("mine.seresnet50", False),
+    ):
+        two.config = OmegaConf.create({"model": {"network": {"_target_": target}}})
+        assert two.is_resnet50 is same
+    drawn: list[Any] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+    _scale_plot.draw(tmp_path / "a.png", rows, {}, "Scaling", False)
+    monkeypatch.undo()
+    (axes,) = drawn[0].axes
+    assert not axes.texts and axes.get_xlim()[1] < 3
+    plt.close(drawn[0])
+    _scale_table.print_rows(rows, None)
+    assert "samples/s" in capsys.readouterr().out  # of data that are no images of distdl's
 
 
 def test_labels_of_the_reference_lines_do_not_touch(tmp_path: Path) -> None:
@@ -127,7 +163,7 @@ def test_nothing_is_cut_off_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Faster together than alone, and a strategy with a long name.
     two = member(bench(2, rate=260), "ddp strategy.comm_hook=bf16")
     rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
-    _scale_plot.draw(tmp_path / "scale.png", rows, {}, "Scaling on a CPU, 32-true")
+    _scale_plot.draw(tmp_path / "scale.png", rows, {}, "Scaling on a CPU, 32-true", True)
     monkeypatch.undo()
     (figure,) = drawn
     (axes,) = figure.axes
@@ -149,9 +185,9 @@ def test_the_plot_names_only_what_is_in_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(plt, "close", drawn.append)
     two = member(bench(2, rate=160))
     rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
-    _scale_plot.draw(tmp_path / "a.png", rows, {"ddp": {1: 1.0, 2: 0.8}}, "Scaling")
+    _scale_plot.draw(tmp_path / "a.png", rows, {"ddp": {1: 1.0, 2: 0.8}}, "Scaling", True)
     ahead = {2**i: 0.97**i for i in range(13)}
-    _scale_plot.draw(tmp_path / "b.png", rows, {"ddp": ahead}, "Scaling")
+    _scale_plot.draw(tmp_path / "b.png", rows, {"ddp": ahead}, "Scaling", True)
     monkeypatch.undo()
     near, far = drawn
     legends = [[t.get_text() for t in f.legends[0].get_texts()] for f in drawn]

@@ -119,7 +119,7 @@ def assemble(
             "devices_per_node": resources.devices,
             "world_size": resources.world_size,
             "precision": str(config.trainer.get("precision") or "32-true"),
-            "data": str((config.get("data") or {}).get("_target_", config.model["_target_"])),
+            "data": context.data,
             "batch": sizes.batch,
             "accumulate": sizes.accumulate,
             "global_batch": sizes.global_batch,

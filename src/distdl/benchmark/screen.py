@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from distdl.benchmark.clock import PHASES
+from distdl.config import unit_of
 
 NAMES = {"data": "data wait"}
 
@@ -31,9 +32,9 @@ def show(found: dict[str, Any]) -> None:
     def row(name: str, *values: str) -> None:
         table.add_row(name, *values)
 
-    sides = (real, held)
-    row("img/s", *(f"{s['images_per_second']:,.1f}" for s in sides))
-    row("img/s per device", *(f"{s['images_per_second'] / count:,.1f}" for s in sides))
+    sides, unit = (real, held), unit_of(setting["data"])
+    row(unit, *(f"{s['images_per_second']:,.1f}" for s in sides))
+    row(f"{unit} per device", *(f"{s['images_per_second'] / count:,.1f}" for s in sides))
     row(
         "  slowest to fastest window",
         *(f"{min(s['windows']):,.1f} - {max(s['windows']):,.1f}" for s in sides),

@@ -87,6 +87,7 @@ class Checkpointer(Callback):
         self._half_a_step = self._validates = False
         self._saved_at = time.monotonic()
         self._reason = ""
+        self._rng: dict[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
         self._guards = False
         self._common: float = 0
@@ -171,6 +172,12 @@ class Checkpointer(Callback):
         whole = not loop._should_accumulate()  # half an optimizer step is not saved
         inside = not loop._num_ready_batches_reached()
         validates = loop._should_check_val_fx(data_fetcher)
+        if validates and trainer.should_stop:
+            trainer.should_stop = False
+            due = loop._should_check_val_fx(data_fetcher)
+            trainer.should_stop = True
+            # Only because it ends here: whoever goes on from here never had this validation.
+            self._rng = None if due else going_on.rng_state()
         if validates and whole:
             self._validates = inside
             self._batch_ended(trainer)
@@ -309,7 +316,7 @@ class Checkpointer(Callback):
             "rates": self.rates,
             "world_size": trainer.world_size,
             **self.best.state(),
-            "rng": cluster.gather(going_on.rng_state()),
+            "rng": cluster.gather(self._rng or going_on.rng_state()),
             **going_on.of_parameters(pl_module, self._half_a_step),
         }
         if self._validates or (trainer.validating and self._reason == "signal"):

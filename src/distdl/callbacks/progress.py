@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import sys
 import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich import console, progress
+from rich import console
 
 from distdl.callbacks.metrics import StepMetrics
+from distdl.config import unit_of
 from distdl.data.images import default_workers
+from distdl.prepare.bar import Line
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +23,8 @@ DATA_WAIT_LIMIT = 0.1
 
 
 class Progress(Callback):
-    """img/s, data_wait, loss, lr, memory and what the module logs with `prog_bar=True`, at every
-    log step. Beside a progress bar of Lightning's it says nothing.
+    """Samples a second, data_wait, loss, lr, memory and what the module logs with `prog_bar=True`,
+    at every log step. Beside a progress bar of Lightning's it says nothing.
 
     Args:
         bar: True or False; None: a bar when the output is a terminal.
@@ -30,7 +34,7 @@ class Progress(Callback):
     def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2) -> None:
         self.bar, self.refresh_seconds = bar, refresh_seconds
         self._console = console.Console(stderr=True)
-        self._progress: progress.Progress | None = None
+        self._line: Line | None = None
         self._drawn = 0.0
         self._hinted = False
         self._hot = 0
@@ -48,25 +52,28 @@ class Progress(Callback):
         return self._console.is_terminal if self.bar is None else self.bar
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self._draws:
-            self._open(f"epoch {trainer.current_epoch + 1}", trainer.num_training_batches)
+        self._close()
+        last = trainer.max_epochs
+        of = f"/{last}" if last and last > 0 else ""
+        self._open(trainer, f"epoch {trainer.current_epoch + 1}{of}", trainer.num_training_batches)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if self._draws and trainer.is_global_zero:
             now = time.monotonic()
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             if now - self._drawn >= self.refresh_seconds or done == trainer.num_training_batches:
-                if self._progress is None:  # gone on in the middle of an epoch
+                if self._line is None:  # gone on in the middle of an epoch, or after a debugger
                     self.on_train_epoch_start(trainer, trainer.lightning_module)
                 self._drawn = now
-                assert self._progress is not None
-                self._progress.update(self._task, completed=done)
+                assert self._line is not None
+                self._line.update(self._line.task_ids[0], completed=done)
 
     def on_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Called by StepMetrics on global rank 0."""
-        text = describe(metrics, logged_by(trainer, "train/loss" in metrics))
-        if self._progress is not None:
-            self._progress.update(self._task, info=text)
+        logged = logged_by(trainer, "train/loss" in metrics)
+        parts = described(metrics, logged, unit_of(type(trainer.datamodule).__module__))  # type: ignore[attr-defined]
+        if self._line is not None:
+            self._line.update(self._line.task_ids[0], info=parts)
         elif not self._draws:
             batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             total = trainer.num_training_batches
@@ -76,7 +83,7 @@ class Progress(Callback):
                 step,
                 batch,
                 total,
-                text,
+                "  ".join(parts),
             )
         # The first batches of an epoch always wait; three logs in a row are a habit.
         self._hot = self._hot + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
@@ -86,14 +93,30 @@ class Progress(Callback):
             advice = remedy(trainer.datamodule)  # type: ignore[attr-defined]
             log.warning("%.0f %% of the time is spent waiting for data: %s", share, advice)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, "validate", sum(trainer.num_val_batches))
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        if self._line is not None:
+            self._line.advance(self._line.task_ids[-1])
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._line is not None and len(self._line.task_ids) > 1:  # the epoch may go on
+            self._line.remove_task(self._line.task_ids[-1])
+        else:
+            self._close()
         if trainer.is_global_zero and not trainer.sanity_checking:
             values = {
                 k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val")
             }
             shown = "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
-            self._close()
             log.info("epoch %d  %s", trainer.current_epoch + 1, shown)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, "test", sum(trainer.num_test_batches))
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        self.on_validation_batch_end()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
@@ -104,26 +127,42 @@ class Progress(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
-    def _open(self, title: str, total: float) -> None:
-        self._close()
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[info]}"),
-            console=self._console,
-            transient=True,
-        )
-        finite = total if total != float("inf") else None
-        self._task = self._progress.add_task(title, total=finite, info="")
-        self._progress.start()
+    def _open(self, trainer: Trainer, title: str, total: float) -> None:
+        """Draws a task, in the place of the one that it is a part of."""
+        if not (self._draws and trainer.is_global_zero):
+            return
+        if self._line is None:
+            self._line = Line(self._console)
+            self._line.start()
+            give_way(self)
+        self._line.add_task(title, total=None if math.isinf(total) else total)
 
     def _close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        line, self._line = self._line, None
+        DRAWN.discard(self)
+        if line is not None:
+            line.stop()
+
+
+# Bars on the screen, that a debugger or a question of the user's code takes away. The next batch
+# draws it again.
+DRAWN: set[Progress] = set()
+ASKS = ("builtins.breakpoint", "builtins.input", "sys.settrace")
+
+
+def give_way(bar: Progress) -> None:
+    DRAWN.add(bar)
+    _listen()
+
+
+@functools.cache  # for good: Python keeps such hooks
+def _listen() -> None:
+    def hear(event: str, args: Any) -> None:
+        if event in ASKS:
+            for bar in list(DRAWN):
+                bar._close()
+
+    sys.addaudithook(hear)
 
 
 def remedy(datamodule: Any) -> str:
@@ -151,8 +190,10 @@ def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
     return {k: float(v) for k, v in shown.items() if not k.startswith(("val", "test"))}
 
 
-def describe(metrics: dict[str, float], logged: dict[str, float] | None = None) -> str:
-    """One line: `loss 6.91  lr 0.1  312 img/s  data_wait 1 %  mem 3.2 GiB`; rates that differ are
+def described(
+    metrics: dict[str, float], logged: dict[str, float] | None = None, unit: str = "samples/s"
+) -> list[str]:
+    """`loss 6.91`, `lr 0.1`, `312 img/s`, `data_wait 1 %`, `mem 3.2 GiB`; rates that differ are
     all shown, and what the module has `logged`."""
     parts = []
     if "train/loss" in metrics:
@@ -162,7 +203,7 @@ def describe(metrics: dict[str, float], logged: dict[str, float] | None = None) 
     if rates:
         parts.append(f"lr {'/'.join(dict.fromkeys(rates))}")
     if "perf/images_per_second" in metrics:
-        parts.append(f"{metrics['perf/images_per_second']:,.0f} img/s")
+        parts.append(f"{metrics['perf/images_per_second']:,.0f} {unit}")
     parts.append(f"data_wait {100 * metrics.get('perf/data_wait', 0):.0f} %")
     parts.append(f"mem {metrics.get('perf/memory_gib', 0):.1f} GiB")
-    return "  ".join(parts)
+    return parts

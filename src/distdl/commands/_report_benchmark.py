@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from distdl.commands import _report_plots as plots
+from distdl.config import unit_of
 
 FILE = "benchmark.json"
 # As distdl.benchmark.clock.PHASES: a report imports no torch.
@@ -23,7 +24,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         *(("try", remedy) for remedy in said["remedies"]),
         (
             "speed",
-            f"{real['images_per_second']:,.1f} img/s with real input, "
+            f"{real['images_per_second']:,.1f} {unit_of(setting.get('data'))} with real input, "
             f"{held['images_per_second']:,.1f} with held input",
         ),
         (

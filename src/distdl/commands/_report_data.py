@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from distdl.config import TRAIN
+from distdl.config import TRAIN, unit_of
 from distdl.run_directory import RunDirectory
 from distdl.run_files import Damaged
 from distdl.tracking.records import journals, read
@@ -55,6 +55,11 @@ class Run:
     @property
     def state(self) -> str:
         return self.attempts[-1].state if self.attempts else "UNKNOWN"
+
+    @property
+    def unit(self) -> str:
+        """Of what `perf/images_per_second` counts."""
+        return unit_of(mapping(_parsed(self.config).get("data")).get("_target_"))
 
 
 def load(path: Path) -> Run:
@@ -155,7 +160,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
                 rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
     speed = run.series.get("perf/images_per_second")
     if speed:
-        rows.append(("throughput", f"{_median(speed.values):,.0f} img/s (median)"))
+        rows.append(("throughput", f"{_median(speed.values):,.0f} {run.unit} (median)"))
     wait = run.series.get("perf/data_wait")
     if wait:
         rows.append(("data_wait", f"{100 * _median(wait.values):.1f} % of the time (median)"))
@@ -215,8 +220,12 @@ def read_json(path: Path, run: Path) -> dict[str, Any]:
 
 
 def _yaml(path: Path, run: Path) -> dict[str, Any]:
+    return _parsed(_read(path, run))
+
+
+def _parsed(text: str) -> dict[str, Any]:
     try:
-        return mapping(yaml.safe_load(_read(path, run)))
+        return mapping(yaml.safe_load(text))
     except (ValueError, RecursionError, yaml.YAMLError):
         return {}
 

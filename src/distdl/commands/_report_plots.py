@@ -54,8 +54,13 @@ class Chart:
     second: tuple[str, Series, str, float] | None = None
 
 
-def charts(series: dict[str, Series]) -> list[Chart]:
-    """Every metric in one chart: those that are known first, then the user's own, by prefix."""
+def charts(series: dict[str, Series], unit: str) -> list[Chart]:
+    """Every metric in one chart: those that are known first, then the user's own, by prefix.
+
+    Args:
+        series: By name.
+        unit: Of the throughput.
+    """
     left = {k: v for k, v in sorted(series.items()) if k not in ("epoch", "val/samples")}
     # Single points, which have a section of their own.
     left = {k: v for k, v in left.items() if not k.startswith("benchmark/")}
@@ -76,15 +81,15 @@ def charts(series: dict[str, Series]) -> list[Chart]:
     if "perf/images_per_second" in left and wait:
         del left["perf/data_wait"]
         second = ("data_wait (right)", wait, "% of the time", 100.0)
-        take("Throughput", lambda k: k == "perf/images_per_second", unit="img/s", second=second)
-    take("Throughput", lambda k: k == "perf/images_per_second", unit="img/s")
+        take("Throughput", lambda k: k == "perf/images_per_second", unit=unit, second=second)
+    take("Throughput", lambda k: k == "perf/images_per_second", unit=unit)
     take("data_wait", lambda k: k == "perf/data_wait", unit="% of the time", scale=100.0)
     take("Learning rate", _matches(r"lr$|lr[-/]"))
     take("Device memory", lambda k: k == "perf/memory_gib", unit="GiB")
     for prefix in dict.fromkeys(_prefix(k) for k in left):
         take(prefix, _has_prefix(prefix))
     left = system
-    for title, part, unit in (
+    for title, part, of in (
         ("Processor, memory, disk", ("cpu_percent", "memory_percent", "disk_percent"), "%"),
         ("GPU", (r"gpu\d+_percent",), "%"),
         ("GPU memory", (r"gpu\d+_memory_gib",), "GiB"),
@@ -94,7 +99,7 @@ def charts(series: dict[str, Series]) -> list[Chart]:
         ("Other system metrics", (".*",), ""),
     ):
         pattern = rf"system/(node\d+/)?({'|'.join(part)})$"
-        take(title, _matches(pattern), unit=unit, by_time=True)
+        take(title, _matches(pattern), unit=of, by_time=True)
     return found
 
 

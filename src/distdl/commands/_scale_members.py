@@ -22,6 +22,7 @@ WEAK, STRONG = "weak", "strong"
 MODES = (WEAK, STRONG)
 FILE = "benchmark.json"
 BASE = "single"
+RESNET50 = re.compile(r"(?<![a-z_])resnet50(?![a-z0-9_])", re.IGNORECASE)
 # Without them a result is none.
 NEEDED = {"device", "model", "setting", "real", "held", "verdict"}
 
@@ -60,6 +61,11 @@ class Member:
     @property
     def name(self) -> str:
         return self.run.path.name
+
+    @property
+    def is_resnet50(self) -> bool:
+        """Whether others' numbers of that network stand beside this one's."""
+        return bool(RESNET50.search(configs.to_yaml(self.config.model)))
 
     def state(self) -> JobState | None:
         """None: it was never started."""

@@ -16,7 +16,13 @@ FAR = 6.0  # times the devices of the last published number: room for its name i
 DOTS = (0, (1, 5))
 
 
-def draw(path: Path, rows: Sequence[Row], ahead: dict[str, dict[int, float]], title: str) -> None:
+def draw(
+    path: Path,
+    rows: Sequence[Row],
+    ahead: dict[str, dict[int, float]],
+    title: str,
+    published_too: bool,
+) -> None:
     """Writes a PNG.
 
     Args:
@@ -24,6 +30,7 @@ def draw(path: Path, rows: Sequence[Row], ahead: dict[str, dict[int, float]], ti
         rows: Measured; those without an efficiency are not in it.
         ahead: Strategy to devices to predicted efficiency (weak scaling), beyond what was measured.
         title: Above it.
+        published_too: Whether Azure's numbers, which are of ResNet-50, are of this model.
     """
     import matplotlib
 
@@ -44,9 +51,9 @@ def draw(path: Path, rows: Sequence[Row], ahead: dict[str, dict[int, float]], ti
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(11.0, 7.0), layout=layout)
         try:
-            ends = references(axes)
+            ends = references(axes) if published_too else []
             counts = measured(axes, rows) | predicted(axes, rows, ahead)
-            most = max([32, *counts])
+            most = max([*counts, *(int(last) for last, _, _ in ends)])
             ticks = [2**i for i in range(most.bit_length()) if 2**i <= most]
             ticks = sorted({*ticks, *counts}) if len(ticks) < 8 else ticks
             axes.set_xscale("log", base=2)
@@ -55,7 +62,8 @@ def draw(path: Path, rows: Sequence[Row], ahead: dict[str, dict[int, float]], ti
             axes.set_xlim(0.93, most * 1.07)
             # What is faster together than alone (caches, a machine that was busy) is not cut off.
             axes.set_ylim(0, max(TOP, 1.04 * axes.dataLim.y1))
-            label_right(axes, ends)
+            if ends:
+                label_right(axes, ends)
             axes.set_xlabel("devices")
             axes.set_ylabel("efficiency: each device's speed, % of one alone")
             axes.set_title(title, loc="left", fontsize=12, fontweight="bold")

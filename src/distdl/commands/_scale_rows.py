@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distdl.benchmark.verdict import looked_at
+from distdl.config import unit_of
 from distdl.errors import UserError
 from distdl.scaling import Link, Links, Prediction, Setting, predict
 from distdl.scaling.setting import STRATEGIES
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # An efficiency below it is worth advice.
 GOOD = 0.9
+# More of one device's speed than this no device has: one that was measured alone was slowed.
+MOST = 1.05
 DATA_BOUND = "data-bound"
 
 
@@ -24,7 +27,8 @@ class Row:
     """One member in one mode.
 
     Args:
-        rate: Images per second of all devices, with real input: the median of the windows.
+        unit: Of the rate: images or samples per second.
+        rate: Of all devices, with real input: the median of the windows.
         spread: From the slowest to the fastest window, as a share of it.
         efficiency: Of one device's rate, what each still does; None: one device was not measured.
         communication: Share of a step in which a rank only communicates (held input); None: nobody
@@ -38,6 +42,7 @@ class Row:
     nodes: int
     devices: int
     global_batch: int
+    unit: str
     rate: float
     spread: float
     step_seconds: float
@@ -52,6 +57,10 @@ class Row:
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices
+
+    @property
+    def is_disturbed(self) -> bool:
+        return (self.efficiency or 0) > MOST
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,7 @@ def rows(
                     nodes=member.nodes,
                     devices=member.devices,
                     global_batch=setting["global_batch"],
+                    unit=unit_of(setting.get("data")),
                     rate=rate,
                     spread=(max(own["real"]["windows"]) - min(own["real"]["windows"])) / rate,
                     step_seconds=own["real"]["step_seconds"]["median"],
@@ -238,10 +248,11 @@ def advise(found: Sequence[Row]) -> list[str]:
     said: list[str] = []
     if not several:
         return ["measure more than one device: --devices 1,2,4"]
+    several = [r for r in several if not r.is_disturbed]
     slow = [r for r in several if r.bound == DATA_BOUND]
     if slow:
         said.append(f"input first, it binds at {at(slow[0])}: {slow[0].remedies[0]}")
-    best = max(several, key=lambda r: (r.efficiency or 0, r.world_size))
+    best = max(several, key=lambda r: (r.efficiency or 0, r.world_size), default=None)
     for mode in dict.fromkeys(r.mode for r in several):
         same = [r for r in several if r.mode == mode]
         inside = [r.efficiency or 0 for r in same if r.nodes == 1]
@@ -276,8 +287,19 @@ def advise(found: Sequence[Row]) -> list[str]:
         said.append(f"cheapest: {at(cheap)}, ${dollars(cheap.price or 0)} an epoch")
         if fast is not cheap:
             said.append(f"fastest: {at(fast)}, ${dollars(fast.price or 0)} an epoch")
-    said.append(f"most efficient of several: {at(best)}, {100 * (best.efficiency or 0):.0f} %")
+    if best is not None:
+        said.append(f"most efficient of several: {at(best)}, {100 * (best.efficiency or 0):.0f} %")
     return said
+
+
+def disturbed(found: Sequence[Row]) -> list[str]:
+    """Rows that no advice is given on."""
+    return [
+        f"{at(r)}: {100 * (r.efficiency or 0):.0f} % is a disturbed measurement, one device alone "
+        "was slowed by something: measure again on a quiet machine, under another name="
+        for r in found
+        if r.is_disturbed
+    ]
 
 
 def at(row: Row) -> str:

@@ -24,7 +24,15 @@ def print_rows(rows: Sequence[Row], rented: Rented | None) -> None:
             title=f"{mode} scaling: {what}", title_justify="left", box=None, pad_edge=False
         )
         table.add_column("strategy", no_wrap=True)
-        names = ["nodes x devices", "batch", "img/s", "spread", "step", "efficiency", "predicted"]
+        names = [
+            "nodes x devices",
+            "batch",
+            rows[0].unit,
+            "spread",
+            "step",
+            "efficiency",
+            "predicted",
+        ]
         names += ["communication", "data wait", "verdict"]
         for name in [*names, *(["$ an epoch"] if rented else [])]:
             table.add_column(name, justify="right", no_wrap=True)
@@ -68,7 +76,7 @@ def gaps(rows: Sequence[Row], ahead: Mapping[str, Mapping[int, float]]) -> list[
     """
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for row in rows:
-        if row.predicted is None or row.efficiency is None:
+        if row.predicted is None or row.efficiency is None or row.is_disturbed:
             continue
         gap, key = abs(row.efficiency - row.predicted.efficiency), (row.strategy, row.mode)
         if gap <= row.spread * row.efficiency + CLOSE or gap <= worst.get(key, (0.0, ""))[0]:

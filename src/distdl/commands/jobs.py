@@ -259,6 +259,10 @@ def list_runs(folder: Path) -> int:
             attempt.check_launch()
             if isinstance(job, jobs.Unasked):
                 unasked[job.why] = None
+            main = run.main_attempt() or attempt
+            if main.number != attempt.number:  # how a test ended says nothing of the training
+                state = f"{jobs.state(main)} ({attempt.task.rpartition('.')[2]}: {state})"
+                attempt = main
             cells = (attempt.job().get("handle") or jobs.place_of(attempt), *facts_of(attempt))
         except Damaged as damaged:
             file, what = damaged.problems[0].path, damaged.problems[0].what

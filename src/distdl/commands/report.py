@@ -177,7 +177,7 @@ def _figures(run: data.Run) -> list[Figure]:
 
     start = min(s.times[0] for s in run.series.values())
     figures = []
-    for chart in charts(run.series):
+    for chart in charts(run.series, run.unit):
         svg, legend = draw(chart, start)
         # matplotlib escapes the texts that it writes into an SVG.
         shown = [(label.removeprefix("system/"), colour) for label, colour in legend]

@@ -152,7 +152,7 @@ def show(
     rows = _scale_rows.rows(measured, rented, between, every)
     _scale_table.print_rows(rows, rented)
     ahead = further(measured, rented, between, options.predict)
-    notes += _scale_table.gaps(rows, ahead)
+    notes += [*_scale_rows.disturbed(rows), *_scale_table.gaps(rows, ahead)]
     advice = _scale_rows.advise(rows)
     for line in notes:
         print(f"note    {line}")
@@ -173,7 +173,7 @@ def show(
     print(f"table   {shown(folder / FILE)}")
     if any(row.world_size > 1 and row.efficiency for row in rows):
         title = f"Scaling on {first['device']}, {first['setting']['precision']}"
-        _scale_plot.draw(folder / PLOT, rows, ahead, title)
+        _scale_plot.draw(folder / PLOT, rows, ahead, title, measured[0].is_resnet50)
         print(f"plot    {shown(folder / PLOT)}")
     else:  # an older one shows what is no longer in the table
         (folder / PLOT).unlink(missing_ok=True)

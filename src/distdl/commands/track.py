@@ -108,8 +108,14 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
     if total < LONG or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda n: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from distdl.prepare.bar import Bar
 
-    with Progress("points", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("points", total=total)
-        yield lambda n: bar.advance(task, n)
+    done = 0
+    with Bar("points") as bar:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            bar(done, total)
+
+        yield advance

@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, Task
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 LINE_SECONDS = 10.0
 DRAWN_SECONDS = 0.1
+# Columns: of the drawn bar at least and at most, and of a name that is cut.
+NARROW, WIDE, NAME = 5, 40, 17
+
+
+class Line(Progress):
+    """One line of any width, of the task that was added last. What it is, how far and how long
+    come first; then as many of the task's `info` as fit, each whole; the bar takes what is left."""
+
+    def __init__(self, console: Console) -> None:
+        # Whoever sends stdout into a file wants it there, and not beside the bar.
+        super().__init__(console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+
+    def get_renderables(self) -> Iterable[Table]:
+        return [drawn(task, self.console.width) for task in self.tasks[-1:]]
+
+
+def drawn(task: Task, width: int) -> Table:
+    """A task in one line.
+
+    Args:
+        task: Its fields are `info`, the most important part first, and `percent`: that counts as
+            well as `12/40`, which says nothing where it is bytes.
+        width: Of the terminal, in columns.
+    """
+    count = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
+    if task.fields.get("percent"):
+        count = "" if task.total is None else f"{task.percentage:.0f} %"
+    left = "-:--" if task.time_remaining is None else duration(task.time_remaining)
+    times = f"{duration(task.elapsed or 0)}<{left}"
+    title, most = task.description, max(NAME, width // 3)
+    fixed = [title if len(title) <= most else f"{title[: most - 1]}…", count, times]
+    room = width - len(" ".join(fixed)) - 1
+    info = fitting(task.fields.get("info", ()), room - 1)
+    bar = min(WIDE, (room - len(info) - 2) // NARROW * NARROW)  # not another width at each number
+    cells: list[Text | ProgressBar] = [
+        Text(text, style, no_wrap=True, overflow="ellipsis")
+        for text, style in zip([*fixed, info], ("", "green", "cyan", ""), strict=True)
+    ]
+    if bar >= NARROW:
+        total, pulse = task.total or 100, task.total is None
+        cells.insert(1, ProgressBar(total, task.completed, width=bar, pulse=pulse))
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row(*cells)
+    return table
+
+
+def fitting(parts: Sequence[str], room: int) -> str:
+    """As many parts as fit into so many columns; long names are cut where not all of them fit."""
+    if len(whole := "  ".join(parts)) <= room:
+        return whole
+    text = ""
+    for part in parts:
+        name, _, value = part.rpartition(" ")
+        if len(name) > NAME:
+            part = f"{name[: NAME // 2]}…{name[-(NAME // 2) :]} {value}"
+        longer = f"{text}  {part}" if text else part
+        text = longer if len(longer) <= room else text
+    return text
 
 
 class Bar:
@@ -23,12 +86,8 @@ class Bar:
         self.title, self.start = title, start
         self._console = Console(stderr=True)
         self._began = self._told = self._drawn = time.monotonic()
-        columns = (
-            *(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()),
-            *(TextColumn("{task.fields[info]}"), TextColumn("left"), TimeRemainingColumn()),
-        )
-        self._progress = Progress(*columns, console=self._console, transient=True)
-        self._task = self._progress.add_task(title, total=None, completed=start, info="")
+        self._progress = Line(self._console)
+        self._task = self._progress.add_task(title, total=None, completed=start, percent=True)
 
     @property
     def seconds(self) -> float:
@@ -39,7 +98,7 @@ class Bar:
         now = time.monotonic()
         if now - self._drawn >= DRAWN_SECONDS and self._console.is_terminal:
             self._drawn = now
-            self._progress.update(self._task, completed=done, total=total, info=info)
+            self._progress.update(self._task, completed=done, total=total, info=info.split("  "))
         elif now - self._told >= LINE_SECONDS and not self._console.is_terminal:
             self._told = now
             speed = (done - self.start) / max(self.seconds, 1e-9)

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import logging
+
+from lightning.pytorch.callbacks import Timer
+
 from distdl.build import Built
+from distdl.callbacks.metrics import steps_of
+from distdl.run_directory import shown
 from distdl.starting import start
 from distdl.tasks.needs import needs
+
+log = logging.getLogger(__name__)
 
 
 def train(context: Built) -> dict[str, float]:
     """Fits the module and returns the last value of every metric."""
     start(context, context.checkpoint, context.trainer.fit)
+    tell_of_time(context)
     metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
     speeds = sorted(context.metrics.images_per_second)
     if speeds:
         metrics["perf/images_per_second"] = speeds[len(speeds) // 2]
     latest = context.metrics.latest
     return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}
+
+
+def tell_of_time(context: Built) -> None:
+    """Where a time limit has ended the training, says so: it looks like any other end."""
+    trainer, limit = context.trainer, context.config.trainer.get("max_time")
+    timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
+    if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):
+        return
+    what = f"trainer.max_time={limit} is used up" if limit else "the Timer's time is used up"
+    more = f": python -m distdl resume {shown(context.run.path)} trainer.max_time=<more>"
+    log.warning(
+        "%s, in all attempts together: the training ended at step %d, in epoch %d%s",
+        what,
+        steps_of(trainer),
+        trainer.current_epoch,
+        f". To go on{more}" if limit else "",
+    )
 
 
 train.check = needs("training_step", "train_dataloader")  # type: ignore[attr-defined]
