@@ -119,12 +119,13 @@ def unwritable(folder: FilePath) -> str:
     """Why no folder can be made at a path; "" if one can."""
     if folder == FilePath():
         return "is empty (a variable that is not set?)"
-    for part in (folder.absolute(), *folder.absolute().parents):
-        if part.exists():
-            if not part.is_dir():
-                return f"{part} is a file"
-            return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
-    return ""
+    try:
+        part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    except OSError as error:
+        return f"cannot be made: {error.strerror}"
+    if not part.is_dir():
+        return f"{part} is a file"
+    return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
 
 
 def nothing(resolved: Resolved) -> Found:

@@ -259,8 +259,12 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     """Every rank into a file of its own; rank 0, and the errors of the others, on screen too."""
     attempt.logs.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
-    for old in [h for h in root.handlers if h.name == HANDLER]:
-        root.removeHandler(old)
+    # A basicConfig in the user's code, imported before this, would show each line once more.
+    screens = (sys.stderr, sys.stdout)
+    for old in [*root.handlers]:
+        plain = type(old) is logging.StreamHandler and old.stream in screens
+        if old.name == HANDLER or plain:
+            root.removeHandler(old)
     file = logging.FileHandler(attempt.logs / f"rank_{rank}.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = ScreenHandler()

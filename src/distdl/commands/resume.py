@@ -161,9 +161,10 @@ def told_of_code_elsewhere(config: DictConfig, before: dict[str, Any]) -> Iterat
         here = planning.root_of(config)
         refused = any("_target_" in problem.path for problem in error.problems)
         if refused and root and str(root) != str(here):
+            others = [p for p in error.problems if "_target_" not in p.path]
             what = f"the run was started with the code of {root}, and this project is {here}"
             remedy = f"cd {root}, or if you trust it: project.root={root}"
-            raise type(error)(*error.problems, Problem("project.root", what, remedy)) from None
+            raise type(error)(Problem("project.root", what, remedy), *others) from None
         raise
 
 
