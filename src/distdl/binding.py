@@ -59,6 +59,10 @@ class Binding:
             lightnings.trainer(self, self.config["trainer"])
         if not self.local:
             self.left_behind()
+        # What refers to a wrong value is wrong with it: said once, where it is written.
+        refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
+        told = {place for place, *_ in self.problems}
+        self.problems = [each for each in self.problems if refers.get(each[0]) not in told]
 
     def look(self) -> None:
         """Imports every target and asks for its kind, before anything is built to be looked at."""

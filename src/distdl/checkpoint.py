@@ -199,9 +199,10 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
             Problem(where, "no such checkpoint", "name a .ckpt file or a run directory")
         )
     # A file from elsewhere has no manifest, and that is no damage.
-    if path.name and manifest_of(path).exists() and (damage := damage_of(path)):
-        raise UserError(Problem(where, f"this checkpoint is damaged: {damage}"))
-    if not looks_like_one(path):
+    if path.name and manifest_of(path).exists():
+        if damage := damage_of(path):
+            raise UserError(Problem(where, f"this checkpoint is damaged: {damage}"))
+    elif not looks_like_one(path):
         what = "is no checkpoint, or not all of one"
         remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
         raise UserError(Problem(where, what, remedy))

@@ -164,16 +164,28 @@ def whole(words: Sequence[str]) -> tuple[int, str]:
     if first.endswith(("=", ":")) and second and "=" not in second:
         return 2, f"{first.rstrip(':=')}={second}"
     if "=" in first and _is_open(first):
-        for count in range(2, len(words) + 1):
-            if not _is_open(joined := " ".join(words[:count])):
-                return count, joined
+        return _closed(words)
+    if "=" in first and first.endswith(",") and second and "=" not in second:
+        count, joined = whole([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
+        return count + 1, joined
     return 1, first
+
+
+def _closed(words: Sequence[str]) -> tuple[int, str]:
+    """As `whole`, of a first word with open brackets or quotes."""
+    for count in range(2, len(words) + 1):
+        if "=" in words[count - 1]:  # the next one
+            break
+        if not _is_open(joined := " ".join(words[:count])):
+            return count, joined
+    return 1, words[0]
 
 
 def _is_open(text: str) -> bool:
     return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
 
 
+_KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
 _SIGNS = ("=", ":", "==", ":=")
 # What word processors and web pages make of quotes, dashes and blanks.
 _QUOTES = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a"
@@ -235,6 +247,9 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
             problems.append(Problem(word, "is no override", f"write {shlex.quote(typed)}"))
             if typed.startswith("-"):
                 break  # what follows is its value
+        elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
+            joined = f"{word}={left.pop(0)}"
+            problems.append(Problem(word, "is no override", f"write {shlex.quote(joined)}"))
         elif not commands:
             problems.append(Problem(word, "is no override", "write key=value, or group=option"))
         else:

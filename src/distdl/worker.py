@@ -19,11 +19,11 @@ if __name__ == "__main__":  # before the slow imports: a signal during set-up mu
         die_with_parent()
 
 import argparse
+import contextlib
 import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -131,7 +131,8 @@ def perform(
     lightning_names.serve()
     make_importable(mine)
     allow = OmegaConf.select(config, "project.allow") or ()
-    kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
+    with contextlib.chdir("."):  # an import may go elsewhere, and paths to type are from here
+        kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
     stop.check()
     resources = attempt.resources()
     birth.refuse_missing_device(here, resources.accelerator)
@@ -195,7 +196,7 @@ def perform(
         cluster.disconnect(failed)
 
 
-@contextmanager
+@contextlib.contextmanager
 def lightnings_refusals() -> Iterator[None]:
     """What Lightning's own code raises is for the user to change: a UserError in its place, without
     the traceback, which the log file has."""
