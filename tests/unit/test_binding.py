@@ -291,7 +291,7 @@ def test_what_names_a_dtype_is_one(project: Path, monkeypatch: pytest.MonkeyPatc
         "kind": "torch.float64",
         "other": "bfloat16",
         "name": "float32",
-        "loose": "half",
+        "loose": "float64",
         "either": "float16",
         "inner": {**LINEAR, "dtype": "torch.float64"},
     }
