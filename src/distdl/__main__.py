@@ -11,7 +11,6 @@ import argparse
 import importlib
 import itertools
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,7 +20,6 @@ from typing import NoReturn
 from distdl import __version__, leaving, lightning_names, stopping, words
 from distdl.errors import Problem, UserError
 from distdl.own_code import in_a_run
-from distdl.suggest import closest
 
 # Verbs that are no training run: module and one line for --help.
 COMMANDS = {
@@ -77,7 +75,8 @@ def run(arguments: list[str]) -> int:
     from distdl import environment
 
     # Before the options, which are those of a command that is misspelt.
-    check_words(list(itertools.takewhile(lambda word: not word.startswith("-"), arguments)))
+    first = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
+    words.check([*first], COMMANDS)
     options = parse(arguments)
     if options.help or not arguments:
         from distdl.help import text
@@ -87,7 +86,7 @@ def run(arguments: list[str]) -> int:
     if options.version:
         print(f"distdl {__version__}")
         return 0
-    check_words(options.overrides)
+    words.check(options.overrides, COMMANDS)
     if options.cfg:
         return show_config(options)
     started_by = environment.detect()
@@ -128,7 +127,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         option = message.rpartition("unrecognized arguments: ")[2].split()[0]
         if option.startswith("-"):
-            remedy = words.for_option(option) or "--help lists the options"
+            from distdl.schema import known_paths
+
+            remedy = words.for_option(option, known_paths()) or "--help lists the options"
             raise UserError(Problem(option, "is no option of distdl", remedy))
         raise UserError(message)
 
@@ -183,29 +184,6 @@ def sweep(overrides: list[str], config_dirs: list[str]) -> int:
     from distdl import sweeps
 
     return sweeps.main(overrides, config_dirs)
-
-
-def check_words(overrides: list[str]) -> None:
-    """A word without `=` is a misspelt verb, or another tool's, or a piece of an override."""
-    problems, left = [], list(overrides)
-    while left:
-        count, override = words.whole(left)
-        word, left = left[0], left[count:]
-        if count > 1:
-            what = "the shell takes it for several words"
-            problems.append(Problem(override, what, f"write {shlex.quote(override)}"))
-        elif ("=" not in word and not word.startswith("~")) or word.startswith("="):
-            close = closest(word, COMMANDS)
-            remedy = words.for_verb(word, left) or (
-                f"did you mean: python -m distdl {close}"
-                if close
-                else f"write key=value, or first one of the commands {', '.join(COMMANDS)}"
-            )
-            problems.append(Problem(word, "is no command and no override", remedy))
-            if close or words.for_verb(word, left):
-                break  # what follows is that command's
-    if problems:
-        raise UserError(*problems)
 
 
 def hydra_itself(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path as FilePath
@@ -62,6 +63,10 @@ class Binding:
             lightnings.trainer(self, self.config["trainer"])
         if not self.local:
             self.left_behind()
+        # What refers to a wrong value is wrong with it: said once, where it is written.
+        refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
+        told = {place for place, *_ in self.problems}
+        self.problems = [each for each in self.problems if refers.get(each[0]) not in told]
 
     def look(self) -> None:
         """Imports every target and asks for its kind, before anything is built to be looked at."""
@@ -137,10 +142,15 @@ class Binding:
         package = target.partition(".")[0]
         if is_absent(package):
             return self.absent(package, place)
+        typed = sys.argv
         try:
+            sys.argv = [target]  # what parses it when it is imported speaks by that name
             return kinds.locate(target)
         except kinds.NoSuchName as error:
-            near = closest(error.missing, [n for n in dir(error.found) if not n.startswith("_")])
+            modules = (m.name for m in pkgutil.iter_modules(getattr(error.found, "__path__", ())))
+            near = closest(
+                error.missing, [*modules, *(n for n in vars(error.found) if n[0] != "_")]
+            )
             remedy = f"did you mean {error.reached}.{near}?" if near else ""
             self.add(place, str(error), remedy)
             return None
@@ -151,8 +161,12 @@ class Binding:
             if isinstance(error, ModuleNotFoundError) and is_absent(package):
                 return self.absent(package, place)
             remedy = lightning_1.replaced(error) + origin(error)
+            if isinstance(error, SystemExit):
+                remedy += ': put what only a script does under if __name__ == "__main__":'
             self.add(place, f"{target} cannot be imported: {said(error)}", remedy)
             return None
+        finally:
+            sys.argv = typed
 
     def absent(self, package: str, place: Path) -> None:
         if self.local:
@@ -207,6 +221,7 @@ class Binding:
                 what, remedy = f"missing, {target} needs it", f"write {path_text(place)}=..."
             elif "{}" in what:
                 what = what.replace("{}", self.show(place))
+                remedy = remedy.replace("{}", f"{path_text(path)}.")
             self.add(place, what, remedy)
         if signature.any_keyword and not partial and target.startswith(_BUILT_ON_META):
             self.build(target, node, path)
@@ -277,10 +292,12 @@ def origin(error: BaseException) -> str:
     """File and line where an import or a check failed, for the user to look at."""
     if isinstance(error, SyntaxError):
         return f"see {error.filename}, line {error.lineno}"
-    trace, place = error.__traceback__, ""
+    trace, place, leaves = error.__traceback__, "", isinstance(error, SystemExit)
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if FilePath(name).is_file() and not FilePath(name).as_posix().endswith(OURS):
+        ours = FilePath(name).as_posix().endswith(OURS)
+        # What ends Python is argparse's, and who asked for that the user's.
+        if FilePath(name).is_file() and not ours and not (leaves and is_installed(FilePath(name))):
             place = f"see {name}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return place

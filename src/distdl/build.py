@@ -28,6 +28,7 @@ from distdl.formats import AnyCheckpoint
 from distdl.job import Resources
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.schedules import length_of
+from distdl.signatures import with_dtypes
 from distdl.stopping import StopRequest
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,11 @@ def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
 
 def make(node: Any) -> Any:
     """Instantiates a `_target_` node with plain Python containers, or as it says (`_convert_`); its
-    errors are its own."""
+    errors are its own. `torch.float32`, or `float32`, is one where a dtype is asked for."""
+    if isinstance(node, DictConfig):
+        given = plain(node)
+        typed = with_dtypes(given)
+        node = node if typed == given else typed
     try:
         return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
     except InstantiationException as error:

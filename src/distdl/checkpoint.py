@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -178,6 +179,10 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
         UserError: There is none, or it is damaged.
     """
     path, where = Path(named), f"{key}={named}" if key else str(named)
+    if path == Path():
+        raise UserError(
+            Problem(where, "names no checkpoint", "name a .ckpt file or a run directory")
+        )
     if own and f"{named}.ckpt" in ALIASES:
         path = own / f"{named}.ckpt"
         if not path.exists():
@@ -194,9 +199,30 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
             Problem(where, "no such checkpoint", "name a .ckpt file or a run directory")
         )
     # A file from elsewhere has no manifest, and that is no damage.
-    if manifest_of(path).exists() and (damage := damage_of(path)):
-        raise UserError(Problem(where, f"this checkpoint is damaged: {damage}"))
+    if path.name and manifest_of(path).exists():
+        if damage := damage_of(path):
+            raise UserError(Problem(where, f"this checkpoint is damaged: {damage}"))
+    elif not looks_like_one(path):
+        what = "is no checkpoint, or not all of one"
+        remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
+        raise UserError(Problem(where, what, remedy))
     return path
+
+
+def looks_like_one(path: Path) -> bool:
+    """Whether a file begins and ends as a checkpoint does, or a folder holds what may be a sharded
+    one; nothing of it is unpickled."""
+    if path.is_dir():
+        known = (".metadata", "latest", "*/*_model_states.pt")  # of FSDP's and DeepSpeed's
+        return any(found for pattern in known for found in path.glob(pattern))
+    with path.open("rb") as file:
+        head = file.read(9)
+    if path.suffix == ".safetensors":
+        return head[8:] == b"{"
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("data.pkl") for name in archive.namelist())
+    return head[:1] == b"\x80"  # torch.save before 1.6, a bare pickle
 
 
 def files_of(path: Path) -> list[Path]:

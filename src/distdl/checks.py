@@ -107,7 +107,7 @@ def names(resolved: Resolved) -> Found:
     if isinstance(output, str) and (odd := unprintable(str(FilePath(output).absolute()))):
         what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
         found.append((("output_dir",), Problem("output_dir", what, "choose another folder")))
-    if isinstance(output, str) and (refused := unwritable(FilePath(output))):
+    if isinstance(output, str) and (refused := unwritable(output)):
         found.append((("output_dir",), Problem("output_dir", refused, "choose another folder")))
     for problem in variable_problems(resolved.section("launcher")):
         path = ("launcher", *problem.path.split(".", 1))
@@ -115,16 +115,20 @@ def names(resolved: Resolved) -> Found:
     return found
 
 
-def unwritable(folder: FilePath) -> str:
+def unwritable(output: str) -> str:
     """Why no folder can be made at a path; "" if one can."""
-    if folder == FilePath():
+    folder = FilePath(output.strip())
+    if not output.strip():
         return "is empty (a variable that is not set?)"
-    for part in (folder.absolute(), *folder.absolute().parents):
-        if part.exists():
-            if not part.is_dir():
-                return f"{part} is a file"
-            return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
-    return ""
+    if "://" in output:
+        return f"{output} is no folder: runs lie in one, which may be a mount of that"
+    try:
+        part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    except OSError as error:
+        return f"cannot be made: {error.strerror}"
+    if not part.is_dir():
+        return f"{part} is a file"
+    return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
 
 
 def nothing(resolved: Resolved) -> Found:

@@ -131,11 +131,12 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    words.check(overrides)
     parser = OverridesParser.create()
     parsed, problems = [], []
     for text in overrides:
         try:
-            parsed.append(parser.parse_override(text))
+            parsed.append(parser.parse_override(quoted(text)))
         except HydraException as error:
             remedy = "write key=value, +key=value, group=option or ~key"
             key, equals, value = text.partition("=")
@@ -144,14 +145,25 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
                 if lacking := words.open_brackets(value):
                     closed = text.rstrip(", ") + lacking
                     remedy = f"it lacks {lacking}: {redact(repr(closed))}"
+                elif (typed := words.meant(text)) != text:
+                    remedy = f"write {redact(shlex.quote(typed))}"
                 elif not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
-                    quoted = value.replace('"', '\\"')
+                    escaped = value.replace('"', '\\"')
                     remedy += "\n    a text with special characters: "
-                    remedy += redact(f"""'{key}="{quoted}"'""")
-            problems.append(Problem(key, f"{redact(repr(text))} is no override", remedy))
+                    remedy += redact(f"""'{key}="{escaped}"'""")
+            problems.append(Problem(key.strip(), f"{redact(repr(text))} is no override", remedy))
     if problems:
         raise UserError(*problems)
     return parsed
+
+
+def quoted(text: str) -> str:
+    """An override with quotes around what is of other letters than ASCII's, which Hydra takes
+    nowhere else: `data.root=/home/müller/x`."""
+    key, equals, value = text.partition("=")
+    if value.isascii() or words.is_quoted(value):
+        return text
+    return key + equals + re.sub(r"[\w./:-]*[^\W\x00-\x7f][\w./:-]*", r'"\g<0>"', value)
 
 
 def is_group(key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -141,14 +142,24 @@ def reach(launcher: Launcher, request: Request) -> None:
 
 
 def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
-    """Writes the run, if it is new, and its next attempt."""
-    root = root_of(planned.config)
+    """Writes the run, if it is new, and its next attempt.
+
+    Raises:
+        UserError: It is under way, or its folder cannot be written: nothing of it is left.
+    """
+    root, new = root_of(planned.config), not planned.run.exists
     jobs.refuse_second(planned.run)
-    if not planned.run.exists:
-        recipe = configs.to_yaml(planned.recipe)
-        planned.run.create(recipe, provenance.collect(command, root))
-    record = launch_record(planned, root)
-    attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
+    try:
+        if new:
+            recipe = configs.to_yaml(planned.recipe)
+            planned.run.create(recipe, provenance.collect(command, root))
+        record = launch_record(planned, root)
+        attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
+    except OSError as error:  # a full disk, a quota, what no permission shows
+        if new:
+            shutil.rmtree(planned.run.path, ignore_errors=True)
+        what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
+        raise UserError(Problem("output_dir", what, "choose another: output_dir=FOLDER")) from error
     if code is not None:
         with kept(attempt):
             Bundle.write(planned.run, attempt, code)

@@ -8,6 +8,7 @@ most mistakes are found without importing Lightning, and unknown ones are found 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,27 +17,47 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from distdl import words
 from distdl.errors import Problem
 from distdl.ranges import AboveZero, Count, NotNegative, Positive
-from distdl.suggest import did_you_mean, strategy_for
+from distdl.suggest import did_you_mean, respelt, strategy_for, written
 
 Path = tuple[str | int, ...]
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-MinusOneOrMore = Annotated[int, Field(ge=-1)]
-# "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
-Time = str | dict[str, Any]
-Limit = Annotated[int, Field(ge=0)] | NotNegative | None
 
-
-def _nonzero(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 devices cannot train")
+def _named(value: str) -> str:
+    """`None` is how Python spells null, and nothing is what a variable leaves that is not set."""
+    if value.strip() in ("", "None"):
+        raise ValueError("null or a text")
     return value
 
 
-Precision = Literal[
-    16, 32, 64, "16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
-    "32-true", "64-true", "transformer-engine", "transformer-engine-float16",
-]  # fmt: skip
+Text = Annotated[str, AfterValidator(_named)]
+Name = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), AfterValidator(_named)
+]
+MinusOneOrMore = Annotated[int, Field(ge=-1)]
+# "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
+Time = Text | dict[str, Any]
+Limit = Annotated[int, Field(ge=0)] | NotNegative | None
+
+
+def _devices(value: Any) -> Any:
+    numbers = value if isinstance(value, list) else [value]
+    counted = [type(n) is int and n >= 0 for n in numbers]
+    if value not in ("auto", -1) and (value == 0 or not counted or not all(counted)):
+        raise ValueError("a number of devices of each node, 1 or more, -1 or auto for all of them")
+    return value
+
+
+def _precision(value: Any) -> Any:
+    if value is not None and str(value) not in _LIGHTNINGS:
+        raise ValueError("32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true")
+    return value
+
+
+_LIGHTNINGS = (
+    *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
+    *("64-true", "transformer-engine", "transformer-engine-float16"),
+)
+Precision = Annotated[Any, AfterValidator(_precision)]
 
 
 class _Fixed(BaseModel):
@@ -51,7 +72,7 @@ class _Open(BaseModel):
 class Project(_Fixed):
     """Where the user's own code is, and whose classes a config may name."""
 
-    root: str | None = None
+    root: Text | None = None
     allow: list[str] = []
     max_snapshot_mb: AboveZero = 300
 
@@ -61,11 +82,11 @@ class Checkpoint(_Fixed):
     every_minutes: AboveZero | None = None
     every_n_epochs: Positive = 1
     keep_last: Positive = 1
-    monitor: str | None = None
+    monitor: Text | None = None
     mode: Literal["min", "max"] = "max"
     sharded: bool = False
     background: bool = True
-    resume_from: str | None = None
+    resume_from: Text | None = None
     trust_pickle: bool = False
 
 
@@ -73,13 +94,9 @@ class TrainerArguments(_Open):
     """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: (
-        Literal["auto"]
-        | Annotated[int, Field(ge=-1), AfterValidator(_nonzero)]
-        | Annotated[list[Count], Field(min_length=1)]
-    ) = "auto"
+    devices: Annotated[Any, AfterValidator(_devices)] = "auto"
     num_nodes: Positive = 1
-    precision: Precision | None = None
+    precision: Precision = None
     fast_dev_run: bool | Count = False
     max_epochs: MinusOneOrMore | None = None
     min_epochs: Count | None = None
@@ -102,7 +119,7 @@ class TrainerArguments(_Open):
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
     inference_mode: bool = True
-    profiler: str | dict[str, Any] | None = None
+    profiler: Text | dict[str, Any] | None = None
     detect_anomaly: bool = False
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: Count = 0
@@ -134,9 +151,16 @@ class Component(_Open):
     args: list[Any] = Field([], alias="_args_")
 
 
+def _some(value: Any) -> Any:
+    if type(value) is int and value < 1:
+        raise ValueError("an integer of at least 1")
+    return value
+
+
 class Data(Component):
     batch_size: Positive = 1
     num_workers: Count | None = None
+    image_size: Annotated[Any, AfterValidator(_some)] = None  # of others it may be a pair
 
 
 class Optimizer(Component):
@@ -144,6 +168,10 @@ class Optimizer(Component):
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
     lr_reference_batch: Positive = 256
     decay_norm_and_bias: bool = False
+
+
+class Schedule(Component):
+    warmup_epochs: NotNegative = 0.0
 
 
 class Config(_Fixed):
@@ -163,7 +191,7 @@ class Config(_Fixed):
     model: Component | None = None
     data: Data | None = None
     optimizer: Optimizer | None = None
-    schedule: Component | None = None
+    schedule: Schedule | None = None
     strategy: Component | None = None
     launcher: Component | None = None
     tracking: dict[str, Component | None] | None = None
@@ -186,6 +214,7 @@ def known_paths() -> Iterator[str]:
         "trainer": TrainerArguments,
         "data": Data,
         "optimizer": Optimizer,
+        "schedule": Schedule,
     }
     for key in Config.model_fields:
         yield key
@@ -230,9 +259,7 @@ def check(
         for path, sentences in found.items():
             expected = " or ".join(dict.fromkeys(sentences))
             what = f"must be {expected}, not {show(path)}"
-            problems.append(
-                (path, Problem(path_text(path), what, _quoting(path, expected, values)))
-            )
+            problems.append((path, Problem(path_text(path), what, _remedy(path, expected, values))))
         return problems
     return []
 
@@ -290,17 +317,49 @@ def _sentence(message: str) -> str:
     if message.startswith("a valid dictionary"):
         return "a mapping"
     if message.startswith("String should match pattern"):
-        return "made of letters, digits, dots, underscores and dashes"
-    if message.startswith("List should have at least 1 item"):
-        return "a list with at least one item"
+        return "made of letters from a to z, digits, dots, underscores and dashes"
+    if message.startswith("String should have at most"):
+        return "of at most 200 characters"
     return message.replace("a valid ", "a ").replace("a integer", "an integer")
 
 
-def _quoting(path: Path, expected: str, values: Mapping[str, Any]) -> str:
-    value = _at(values, path)
+# Numbers of bits, and of what libraries call them.
+_PRECISIONS = {
+    r"(float|fp|f)?16|half|amp|mixed|16-mix\w*": "16-mixed or bf16-mixed, with weights of 32 bit",
+    r"bf(loat)?16(-mix\w*)?": "bf16-mixed, with weights of 32 bit, or bf16-true",
+    r"t?(float|fp|f)?32|full|single|float|high(est)?": "32-true",
+    r"(float|fp|f)?64|double": "64-true",
+}
+
+
+def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
+    value, text = _at(values, path), path_text(path)
     if path == ("strategy",) and isinstance(value, str):
         return strategy_for(value)
+    if path == ("trainer", "precision"):
+        name = str(value).lower().removeprefix("torch.").replace("_", "-")
+        found = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))
+        return next((f"write {text}={ours}" for ours in found), "")
     if expected == "a string" and isinstance(value, (int, float)):
         # Without the inner quotes Hydra reads digits as a number again.
-        return f"""write {path_text(path)}='"{value}"'"""
-    return ""
+        return f"""write {text}='"{value}"'"""
+    other = respelt(value)
+    fits = repr(other) != repr(value) and path not in _refused(_changed(values, path, other))
+    return written(text, other) if fits else ""
+
+
+def _refused(values: Any) -> list[Path]:
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        return [_real_path(values, item["loc"])[0] for item in error.errors()]
+    return []
+
+
+def _changed(values: Any, path: Path, value: Any) -> Any:
+    """A copy with another value in one place."""
+    if not path:
+        return value
+    copy: Any = list(values) if isinstance(values, list) else dict(values)
+    copy[path[0]] = _changed(values[path[0]], path[1:], value)
+    return copy

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
+import sys
 import textwrap
 import types
 import typing
@@ -18,7 +20,8 @@ from typing import Any, Literal, Union
 
 from annotated_types import Ge, Gt
 
-from distdl.suggest import closest
+from distdl import kinds
+from distdl.suggest import closest, respelt, written
 
 # Classes that keep their **kwargs for another class than their base.
 VAR_KEYWORD_GOES_TO = {
@@ -27,6 +30,8 @@ VAR_KEYWORD_GOES_TO = {
         "torch.distributed.fsdp.FullyShardedDataParallel"
     ),
 }
+UNIONS = (Union, types.UnionType)
+DTYPE = "a dtype of torch"
 # Arguments that such a class passes itself.
 _OWN = {"module", "device_ids", "process_group"}
 
@@ -176,8 +181,10 @@ def bind(
             listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 24 else ""
             yield name, "unknown argument", f"did you mean {{}}{near}?" if near else listed
         elif name in called.hints and not _fits(value, called, name):
-            expected = _name_of(called.hints[name])
-            yield name, f"must be {expected}, not {{}}", ""
+            expected, other = _name_of(called.hints[name]), respelt(value)
+            meant = repr(other) != repr(value) and _fits(other, called, name)
+            remedy = written(f"{{}}{name}", other) if meant else near_dtype(value, expected)
+            yield name, f"must be {expected}, not {{}}", remedy
     if partial:
         return
     for name, parameter in called.parameters.items():
@@ -201,7 +208,7 @@ def matches(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return matches(value, hint.__origin__) and all(_within(value, b) for b in hint.__metadata__)
-    if origin in (Union, types.UnionType):
+    if origin in UNIONS:
         return any(matches(value, member) for member in typing.get_args(hint))
     if origin is Literal:
         return value in typing.get_args(hint)
@@ -215,7 +222,59 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is str:
         return isinstance(value, str)
+    if hint == _dtype():
+        return dtype_named(value) is not None
     return True
+
+
+def _dtype() -> Any:
+    torch: Any = sys.modules.get("torch")  # who names its types has imported it
+    return torch and torch.dtype
+
+
+def dtype_named(value: Any) -> str | None:
+    """`torch.float32` for that and for `float32`; None for what names no dtype."""
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    found = getattr(sys.modules.get("torch"), name, None)
+    return f"torch.{name}" if found is not None and isinstance(found, _dtype()) else None
+
+
+def near_dtype(value: Any, expected: str) -> str:
+    """What a name may have meant that is no dtype's, where one is expected."""
+    if DTYPE not in expected:
+        return ""
+    torch: Any = sys.modules["torch"]
+    names = [name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)]
+    short = re.sub(r"^(torch\.|fp(?=\d)|f(?=\d))", "", str(value))
+    near = closest(short, names) or (f"float{short}" if f"float{short}" in names else "")
+    return f"did you mean torch.{near}?" if near else "such as torch.float32"
+
+
+def _takes_dtype(called: Takes, name: str) -> bool:
+    """Whether an argument is a dtype: by its annotation, or by its default where it has none."""
+    hint, default = called.hints.get(name), called.parameters[name].default
+    members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    if hint is inspect.Parameter.empty:  # as of torch's own layers
+        return isinstance(default, _dtype()) or (name.endswith("dtype") and default is None)
+    if isinstance(hint, str):  # a name beside it is one that only a type checker sees
+        return "torch.dtype" in hint and "str" not in hint
+    return _dtype() in members and str not in members
+
+
+def with_dtypes(node: Any) -> Any:
+    """A plain node in which what names a dtype is one, where one is asked for."""
+    if isinstance(node, list):
+        return [with_dtypes(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    new = {key: with_dtypes(value) for key, value in node.items()}
+    texts = [key for key, value in node.items() if dtype_named(value)]
+    if texts and "_target_" in node and node.get("_recursive_") is not False:
+        called = takes(kinds.locate(node["_target_"])) or Takes()
+        for key in texts:
+            if key in called.parameters and _takes_dtype(called, key):
+                new[key] = {"_target_": "hydra.utils.get_object", "path": dtype_named(node[key])}
+    return new
 
 
 def _within(value: Any, bound: Any) -> bool:
@@ -233,8 +292,10 @@ def _name_of(hint: Any) -> str:
             if isinstance(b, (Ge, Gt))
         ]
         return _name_of(hint.__origin__) + "".join(bounds)
+    if hint == _dtype():
+        return DTYPE
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    if typing.get_origin(hint) in (Union, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         return " or ".join(_name_of(member) for member in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return " or ".join(map(repr, typing.get_args(hint)))

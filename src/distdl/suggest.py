@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import SequenceMatcher
+from typing import Any
 
 _CLOSE = 0.65  # "lrr" and "lr" score 0.8; "epochs" and "max_epochs" 0.75; unrelated words below 0.6
 _OTHER_SECTION = 0.05  # a name in the section that the user wrote beats an equal one elsewhere
@@ -30,6 +32,12 @@ def did_you_mean(path: str, known: Iterable[str]) -> str:
     Returns:
         "did you mean optimizer.lr?", or "" where nothing is close.
     """
+    names = nearest(path, known)
+    return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def nearest(path: str, known: Iterable[str]) -> list[str]:
+    """The same as a list, the nearest first; empty where nothing is close."""
     section, _, leaf = path.rpartition(".")
     scored: list[tuple[float, str]] = []
     for candidate in dict.fromkeys(known):
@@ -44,9 +52,38 @@ def did_you_mean(path: str, known: Iterable[str]) -> str:
         scored.append((score, candidate))
     best = max((score for score, _ in scored), default=0.0)
     if best < _CLOSE - _OTHER_SECTION:
-        return ""
-    names = [name for score, name in scored if best - score < 0.01][:2]
-    return f"did you mean {' or '.join(names)}?"
+        return []
+    return [name for score, name in scored if best - score < 0.01][:2]
+
+
+_SPELT = {
+    **dict.fromkeys(("none", "null", "nil"), None),
+    **dict.fromkeys(("yes", "on", "true"), True),
+    **dict.fromkeys(("no", "off", "false"), False),
+}
+
+
+def respelt(value: Any) -> Any:
+    """What somebody means who writes 3.0, '3', 'None' or 'yes'; the value itself if nothing else.
+
+    Whoever asks looks whether that fits.
+    """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        word = value.strip().strip("'\"").lower()
+        if word in _SPELT:
+            return _SPELT[word]
+        with suppress(ValueError, OverflowError):
+            return respelt(number) if (number := float(word)) % 1 == 0 else number
+    return value
+
+
+def written(path: str, value: Any) -> str:
+    """How an override gives a plain value."""
+    names = {None: "null", True: "true", False: "false"}
+    plain = value is None or isinstance(value, bool)
+    return f"write {path}={names[value] if plain else value}"
 
 
 # Lightning's names of strategies, as its messages and documents advise them, in our words. However

@@ -17,6 +17,7 @@ from typing import Any
 
 from distdl.errors import Problem
 from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.suggest import closest
 
 ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
 # Single names outside those packages that many configs need and that can do no harm.
@@ -88,7 +89,9 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         path: Of the node, whose section may ask for more.
     """
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
-        return f"is no dotted path of a class or function: {target!r}", "write package.module.Class"
+        dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
+        dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"
+        return f"is no dotted path of a class or function: {target!r}", f"write {dotted}"
     if trust.covers(target) or target in HARMLESS:
         return None
     package, *inner = target.split(".")
@@ -96,6 +99,10 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
         if package in sys.stdlib_module_names:
             return what, ""  # hardly ever meant, and never advised
+        homes = [home for folder in trust.folders for home in FilePath(folder).glob("*")]
+        own = [home.stem for home in homes if home.suffix == ".py" or any(home.glob("*.py"))]
+        if near := closest(package, own):
+            return what, f"did you mean {'.'.join((near, *inner))}?"
         return what, f"if you trust it: project.allow=[{package}]"
     if any(part.startswith("_") for part in inner):
         return f"{target} is private to {package}", advice(target)

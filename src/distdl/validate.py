@@ -116,7 +116,7 @@ def refuse(
     """
     found = problems_of(config, topology=topology, local=local, project_root=project_root)
     told = {problem.path for problem in found}
-    found += [problem for problem in further if problem.path not in told]
+    found += [problem for problem in further if problem.path.partition("=")[0] not in told]
     if found:
         raise Unchecked(*_tidy(found))
 

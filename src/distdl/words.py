@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
+
+from distdl.errors import Problem, UserError
+from distdl.suggest import closest, nearest
 
 _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
 _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
@@ -40,6 +46,29 @@ _KEYS = {
     "dataset": "data=NAME and data.<argument>=...",
     "datamodule": "data=NAME and data.<argument>=...",
 }  # fmt: skip
+# What goes by many names, and by none that is spelt like ours.
+for _ours, _theirs in {
+    "trainer.devices=N": "gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices",
+    "trainer.num_nodes=N": "nnodes n_nodes",
+    "trainer.max_epochs=N": "epoch epochs n_epochs num_epochs num_train_epochs",
+    "trainer.max_steps=N": "steps num_steps iterations max_iters",
+    "trainer.precision=16-mixed, bf16-mixed or 32-true": "fp16 bf16 amp half dtype mixed_precision",
+    "trainer.gradient_clip_val=...": "grad_clip clip_grad clip max_grad_norm gradient_clip",
+    "trainer.accumulate_grad_batches=N": "accumulate grad_accum gradient_accumulation_steps",
+    "data.batch_size=N, of each device": "bs bsz train_batch_size per_device_train_batch_size",
+    "data.num_workers=N": "workers nworkers",
+    "data.root=FOLDER": "data_dir data_path data_root dataset_path",
+    "optimizer.lr=...": "learning_rate base_lr max_lr",
+    "optimizer.weight_decay=...": "wd l2",
+    "optimizer=NAME": "optim opt",
+    "schedule.warmup_epochs=N": "warmup warmup_steps",
+    "callbacks=[default,early_stopping] callbacks.early_stopping.patience=N": "patience",
+    "output_dir=FOLDER": "out output save_dir log_dir out_dir work_dir default_root_dir",
+    "experiment_name=NAME and name=NAME": "run_name exp_name project_name",
+    "python -m distdl resume RUN": "resume resume_run",
+    _KEYS["logger"]: "wandb comet neptune clearml mlflow tensorboard csv",
+}.items():
+    _KEYS |= dict.fromkeys(_theirs.split(), _ours)
 # Options of the command line.
 _OPTIONS = {
     "--config-name": "experiment=NAME takes conf/experiment/NAME.yaml",
@@ -49,6 +78,8 @@ _OPTIONS = {
     "--config": "experiment=NAME takes conf/experiment/NAME.yaml",
     "--ckpt_path": _START,
     "--experimental-rerun": "python -m distdl resume RUN",
+    "--debug": "debug=cpu",
+    "--resume": "python -m distdl resume RUN",
     "--run": "python -m distdl key=value ... starts a run",
 }
 # Verbs of others.
@@ -84,14 +115,22 @@ def for_component(collection: str, name: str) -> str:
     return "" if name in (first, "none") else f"{collection}=[{first},{name}]"
 
 
-def for_option(option: str) -> str:
-    """What to write instead of `--config-name` or `--trainer.max_epochs`."""
+def for_option(option: str, known: Iterable[str]) -> str:
+    """What to write instead of `--config-name` or `--max_epochs=3`; "" for what nobody knows.
+
+    Args:
+        known: Every key of the config.
+    """
     name, equals, value = option.partition("=")
     if name in _OPTIONS:
         return _OPTIONS[name]
-    if not equals and "." not in name:
-        return ""
-    return f"values are written without dashes: {name.lstrip('-')}={value or '...'}"
+    key = name.lstrip("-").replace("-", "_")
+    if not (meant := for_key(key)):
+        names = [key] if key in (known := [*known]) else nearest(key, known)
+        if not names and not equals and "." not in key:
+            return ""
+        meant = f"{names[0] if names else key}={value or '...'}"
+    return f"values are written without dashes: {meant}"
 
 
 def for_verb(verb: str, rest: Sequence[str]) -> str:
@@ -118,14 +157,109 @@ def whole(words: Sequence[str]) -> tuple[int, str]:
     """
     first, *rest = words
     second = rest[0] if rest else ""
-    if second == "=" and len(rest) > 1:
+    if second in _SIGNS and len(rest) > 1:
         return 3, f"{first}={rest[1]}"
-    if "=" not in first and second.startswith("=") and len(second) > 1:
-        return 2, first + second
-    if first.endswith("=") and second and "=" not in second:
-        return 2, first + second
-    if "=" in first and open_brackets(first):
-        for count in range(2, len(words) + 1):
-            if not open_brackets(joined := " ".join(words[:count])):
-                return count, joined
+    if "=" not in first and second.startswith(("=", ":=")) and second not in _SIGNS:
+        return 2, f"{first}={second.lstrip(':=')}"
+    if first.endswith(("=", ":")) and second and "=" not in second:
+        return 2, f"{first.rstrip(':=')}={second}"
+    if "=" in first and _is_open(first):
+        return _closed(words)
+    if "=" in first and first.endswith(",") and second and "=" not in second:
+        count, joined = whole([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
+        return count + 1, joined
     return 1, first
+
+
+def _closed(words: Sequence[str]) -> tuple[int, str]:
+    """As `whole`, of a first word with open brackets or quotes."""
+    for count in range(2, len(words) + 1):
+        if "=" in words[count - 1]:  # the next one
+            break
+        if not _is_open(joined := " ".join(words[:count])):
+            return count, joined
+    return 1, words[0]
+
+
+def _is_open(text: str) -> bool:
+    return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
+
+
+_KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
+_SIGNS = ("=", ":", "==", ":=")
+# What word processors and web pages make of quotes, dashes and blanks.
+_QUOTES = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a"
+_TYPESET = str.maketrans(
+    {
+        **dict.fromkeys(_QUOTES, '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
+        **dict.fromkeys("\u00a0\u3000", " "),
+        **dict.fromkeys("\u200b\ufeff", ""),
+        "\uff1d": "=",
+        "\uff1a": ":",
+        "\uff0c": ",",
+    }
+)
+
+
+def is_quoted(text: str) -> bool:
+    """Whether a text has quotes, the typographic ones among them."""
+    return any(letter in text for letter in f"'\"{_QUOTES}")
+
+
+def meant(word: str) -> str:
+    """A word as it should have been typed: `seed=4` for `seed : 4` or `seed==4`, plain quotes and
+    dashes, `data.root=/home/me/x` for `data.root=~/x`; the word itself if nothing is odd."""
+    text = word.translate(_TYPESET).strip()
+    if text.startswith("-"):
+        name = text.lstrip("-")
+        return text if word.startswith("-") else f"{'-' if len(name) == 1 else '--'}{name}"
+    found = re.fullmatch(r"([\w.@/+~]+)\s*(?:(?:==|:=|=)\s*(.*)|:\s*([^\s=/\\][^=]*))", text, re.S)
+    if not found:
+        return text
+    key, value = found[1], found[2] if found[3] is None else found[3]
+    if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # the shell would take them
+        value = value[1:-1]
+    return f"{key}={os.path.expanduser(value)}"
+
+
+def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
+    """Overrides as the shell gave them, before they are parsed.
+
+    Args:
+        commands: What may be misspelt instead.
+
+    Raises:
+        UserError: A word without `=` is a misspelt verb, or another tool's, or a piece of an
+            override.
+    """
+    problems, left, commands = [], list(words), [*commands]
+    while left:
+        count, override = whole(left)
+        word, left = left[0], left[count:]
+        if (count == 1 and "=" in word[1:]) or word.startswith("~"):
+            continue
+        typed, verb, close = meant(override), for_verb(word, left), closest(word, commands)
+        if count > 1:
+            what = "the shell takes it for several words"
+            problems.append(Problem(typed, what, f"write {shlex.quote(typed)}"))
+        elif typed != word and ("=" in typed or typed.startswith("-")):
+            problems.append(Problem(word, "is no override", f"write {shlex.quote(typed)}"))
+            if typed.startswith("-"):
+                break  # what follows is its value
+        elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
+            joined = f"{word}={left.pop(0)}"
+            problems.append(Problem(word, "is no override", f"write {shlex.quote(joined)}"))
+        elif not commands:
+            problems.append(Problem(word, "is no override", "write key=value, or group=option"))
+        else:
+            remedy = verb or (
+                f"did you mean: python -m distdl {close}"
+                if close
+                else f"write key=value, or first one of the commands {', '.join(commands)}"
+            )
+            problems.append(Problem(word, "is no command and no override", remedy))
+            if close or verb:
+                break  # what follows is that command's
+    if problems:
+        raise UserError(*problems)

@@ -19,11 +19,11 @@ if __name__ == "__main__":  # before the slow imports: a signal during set-up mu
         die_with_parent()
 
 import argparse
+import contextlib
 import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -132,7 +132,8 @@ def perform(
     lightning_names.serve()
     make_importable(mine)
     allow = OmegaConf.select(config, "project.allow") or ()
-    kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
+    with contextlib.chdir("."):  # an import may go elsewhere, and paths to type are from here
+        kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
     stop.check()
     resources = attempt.resources()
     birth.refuse_missing_device(here, resources.accelerator)
@@ -196,7 +197,7 @@ def perform(
         cluster.disconnect(failed)
 
 
-@contextmanager
+@contextlib.contextmanager
 def lightnings_refusals() -> Iterator[None]:
     """What Lightning's own code raises is for the user to change: a UserError in its place, without
     the traceback, which the log file has."""
@@ -260,8 +261,12 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     """Every rank into a file of its own; rank 0, and the errors of the others, on screen too."""
     attempt.logs.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
-    for old in [h for h in root.handlers if h.name == HANDLER]:
-        root.removeHandler(old)
+    # A basicConfig in the user's code, imported before this, would show each line once more.
+    screens = (sys.stderr, sys.stdout)
+    for old in [*root.handlers]:
+        plain = type(old) is logging.StreamHandler and old.stream in screens
+        if old.name == HANDLER or plain:
+            root.removeHandler(old)
     file = logging.FileHandler(attempt.logs / f"rank_{rank}.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = ScreenHandler()

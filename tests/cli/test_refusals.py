@@ -50,6 +50,18 @@ TEXT = {
         ["model.api_token: holds a secret as plain text", "${oc.env:"],
     ),
     "what distdl sets itself": (["+trainer.callbacks=[]"], ["trainer.callbacks: is set by distdl"]),
+    "number out of range": (
+        ["data.image_size=0"],
+        ["data.image_size: must be an integer of at least 1"],
+    ),
+    "rate out of range": (
+        ["schedule.warmup_epochs=-1"],
+        ["schedule.warmup_epochs: must be greater than or equal to 0, not -1"],
+    ),
+    "a training of nothing": (
+        ["trainer.limit_train_batches=0"],
+        ["trainer.limit_train_batches: 0 is a training of no batches"],
+    ),
 }
 
 CLASSES = {
@@ -65,13 +77,26 @@ CLASSES = {
         ["+callbacks.ours._target_=distdl.callbacks.Progres"],
         ["callbacks.ours._target_: distdl.callbacks has no 'Progres'"],
     ),
-    "number out of range": (
-        ["data.image_size=0"],
-        ["data.image_size: must be an integer of at least 1"],
+    "number out of range, as the class says": (
+        ["data.num_classes=0"],
+        ["data.num_classes: must be an integer of at least 1, not 0"],
     ),
-    "rate out of range": (
-        ["schedule.warmup_epochs=-1"],
-        ["schedule.warmup_epochs: must be a number"],
+    "3.0 for 3": (["data.train_samples=3.0"], ["write data.train_samples=3"]),
+    "another type": (
+        ["optimizer.nesterov=yes"],
+        ["optimizer.nesterov: must be true or false, not 'yes'", "write optimizer.nesterov=true"],
+    ),
+    "no dtype": (
+        ["+callbacks.half._target_=own.Casts", "+callbacks.half.dtype=fp16"],
+        ["callbacks.half.dtype: must be a dtype of torch or null, not 'fp16'", "torch.float16?"],
+    ),
+    "a module's name": (
+        ["+callbacks.other._target_=own.cast.Casts"],
+        ["callbacks.other._target_: own has no 'cast'", "did you mean own.casts?"],
+    ),
+    "clipping by the Trainer": (
+        ["model._target_=own.Manual", "trainer.gradient_clip_val=1"],
+        ["trainer.gradient_clip_val: the model steps its optimizers itself", "clip_gradients"],
     ),
 }
 BAD = {**TEXT, **CLASSES}
@@ -82,12 +107,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("refused")
 
 
+OWN = """
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+class Casts(Callback):
+    def __init__(self, dtype: torch.dtype | None = None): self.dtype = dtype
+
+class Manual(LightningModule):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.automatic_optimization = False
+"""
+
+
 @pytest.fixture(scope="module", params=[TEXT, CLASSES], ids=["text", "classes"])
 def all_wrong(
-    request: pytest.FixtureRequest, folder: Path
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """Every mistake of one table, and what the command said to them."""
     typed = [word for words, _ in request.param.values() for word in words]
+    if request.param is CLASSES:
+        root = tmp_path_factory.mktemp("project")
+        (root / "own").mkdir()
+        (root / "own/casts.py").touch()
+        (root / "own/__init__.py").write_text(OWN)
+        typed.append(f"project.root={root}")
     return request.param, distdl(*typed, cwd=folder)
 
 
@@ -153,6 +198,7 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("experiment=resnet50", ["did you mean experiment=resnet50_"]),
         ("optimizer.lr=[1", ["'optimizer.lr=[1' is no override"]),
         ("name=a=b", ["'name=a=b' is no override"]),
+        ("optimizer=Adam", ["optimizer: no option 'Adam'", "did you mean optimizer=adamw?"]),
         ("~nothing_here", ["nothing_here"]),
         # What users of Hydra, lightning-hydra-template and LightningCLI type.
         ("hydra/launcher=joblib", ["hydra/launcher: ", "launcher=slurm"]),
@@ -183,6 +229,42 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("seed = 3", ["seed=3: the shell takes it for several words", "write seed=3"]),
         ("seed= 3", ["write seed=3"]),
         ("seed =3", ["write seed=3"]),
+        ("resume outputs/x/y seed = 3", ["there is no such folder"]),
+        ("-m optimizer.lr=0.1, 0.2", ["write optimizer.lr=0.1,0.2"]),
+        (["trainer.max_epochs = 3"], ["trainer.max_epochs: ", "write trainer.max_epochs=3"]),
+        (["\tseed=3"], ["seed: ", "write seed=3"]),
+        ("seed:3", ["seed:3: is no override", "write seed=3"]),
+        ("trainer.max_epochs: 3", ["write trainer.max_epochs=3"]),
+        ("seed==3", ["'seed==3' is no override", "write seed=3"]),
+        ("seed 3", ["seed: is no override", "write seed=3"]),
+        ("optimizer.lr=\u201c0.1\u201d", ["write optimizer.lr=0.1"]),
+        ("tags=[\u201ea b\u201c,c]", ["""write 'tags=["a b",c]'"""]),
+        ("trainer.max_epochs=\u20131", ["write trainer.max_epochs=-1"]),
+        ("\u2013m seed=1,2", ["write -m"]),
+        ("\u2014cfg job", ["write --cfg"]),
+        ("name=größe", ["name: must be made of letters from a to z", "not 'größe'"]),
+        ("data=imagenet data.root=~/x", [f"write data.root={Path.home()}/x"]),
+        ("output_dir=s3://mine/runs", ["s3://mine/runs is no folder", "choose another"]),
+        # Values that Python or another tool writes in another way.
+        ("seed=abc", ["seed: must be an integer, not 'abc'"]),
+        ("trainer.max_epochs=3.0", ["trainer.max_epochs: ", "write trainer.max_epochs=3"]),
+        ("data.batch_size=1e3", ["data.batch_size: ", "write data.batch_size=1000"]),
+        ("data.num_workers=None", ["data.num_workers: ", "write data.num_workers=null"]),
+        ("checkpoint.monitor=None", ["checkpoint.monitor: ", "write checkpoint.monitor=null"]),
+        ("checkpoint.resume_from=None", ["resume_from: ", "write checkpoint.resume_from=null"]),
+        ("trainer.detect_anomaly=yes", ["write trainer.detect_anomaly=true"]),
+        ("trainer.precision=torch.float32", ["write trainer.precision=32-true"]),
+        ("trainer.precision=fp16", ["trainer.precision: ", "16-mixed or bf16-mixed"]),
+        ("trainer.devices=0", ["trainer.devices: must be a number of devices of each node"]),
+        # Keys as others name them.
+        ("--devices 2", ["written without dashes: trainer.devices=..."]),
+        ("--max_epochs=3", ["written without dashes: trainer.max_epochs=3"]),
+        ("--batch-size=32", ["written without dashes: data.batch_size=32"]),
+        ("gpus=2", ["gpus: unknown key", "trainer.devices=N"]),
+        ("nodes=2", ["nodes: unknown key", "trainer.num_nodes?"]),
+        ("epochs=3", ["epochs: unknown key", "trainer.max_epochs=N"]),
+        ("learning_rate=0.1", ["learning_rate: unknown key", "optimizer.lr=..."]),
+        ("patience=3", ["patience: ", "callbacks.early_stopping.patience=N"]),
         ("optimizer.betas=[0.9, 0.99]", ["write 'optimizer.betas=[0.9, 0.99]'"]),
         ("optimizer.betas=[0.1", ["it lacks ]: 'optimizer.betas=[0.1]'"]),
         ("early_stopping.patience=3", ["callbacks=[default,early_stopping]"]),
@@ -193,6 +275,13 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("output_dir=/dev/null", ["output_dir: /dev/null is a file"]),
         ("output_dir=/dev/null/runs", ["output_dir: /dev/null is a file"]),
         ("task=test task.checkpoint=nowhere.ckpt", ["task.checkpoint=nowhere.ckpt: no such check"]),
+        (
+            f"checkpoint.resume_from={__file__}",
+            ["is no checkpoint, or not all of one", "Lightning"],
+        ),
+        ("task=test task.checkpoint=", ["task.checkpoint=: names no checkpoint"]),
+        (f"name={'a' * 201}", ["name: must be of at most 200 characters"]),
+        (f"output_dir={'a' * 300}", ["output_dir: cannot be made: File name too long"]),
         ("checkpoint.resume_from=nowhere.ckpt", ["resume_from=nowhere.ckpt: no such checkpoint"]),
         ("--cfg job --resolve name=${nope}", ["'nope' not found"]),
         ("--cfg job -p modle", ["the config has no 'modle'"]),
@@ -205,7 +294,8 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
             "prepar folder --source x",
             ["distdl: 1 problem", "did you mean: python -m distdl prepare"],
         ),
-        ("model resnet18", ["model: is no command and no override", "resnet18: is no command"]),
+        ("model resnet18", ["model: is no override", "write model=resnet18"]),
+        ("model._target_=mine:Net", ["model._target_: is no dotted path", "write mine.Net"]),
         ("--frobnicate", ["--frobnicate: is no option of distdl"]),
         ("--cfg nonsense", ["invalid choice: 'nonsense'"]),
         ("--config-dir nowhere", ["--config-dir: ", "nowhere is no folder"]),
@@ -215,9 +305,10 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
 )
 @pytest.mark.usefixtures("no_child")
 def test_refused_before_anything_is_imported(typed, read, command, tmp_path) -> None:
-    said = command(*typed.split())
+    said = command(*(typed.split() if isinstance(typed, str) else typed))
     assert (said.code, said.out) == (2, "") and "Traceback" not in said.err
-    assert said.err.startswith("distdl: ") and said.err.count("\n  ") <= 4
+    assert said.err.startswith("distdl: 1 problem, nothing was started\n  ")
+    assert said.err.count("\n  ") <= 4
     for words in read:
         assert words in said.err, said.err
     assert list(tmp_path.iterdir()) == [], "a refused command writes no file"
@@ -242,6 +333,46 @@ def test_broken_configs_of_the_users_own(file, content, typed, read, command, tm
     said = command(typed)
     assert (said.code, said.out) == (2, "") and read in said.err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.usefixtures("no_child")
+def test_what_each_stage_could_find_is_told_at_once(command) -> None:
+    wrong = ("data.image_size=0", "trainer.limit_train_batches=0", "schedule.warmup_epochs=-1")
+    said = command("checkpoint.resume_from=nowhere", *wrong)
+    assert said.code == 2 and said.err.startswith("distdl: 4 problems, nothing was started\n")
+    for key in ("checkpoint.resume_from=nowhere", *(each.partition("=")[0] for each in wrong)):
+        assert f"\n  {key}: " in said.err
+
+
+def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, tmp_path) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("distdl.run_directory.write_text", full)  # config.yaml, the last file
+    said = command("trainer.accelerator=cpu", "name=x", "output_dir=here")
+    assert (said.code, said.out) == (2, "") and said.err == (
+        "distdl: 1 problem, nothing was started\n"
+        "  output_dir: here/default/x cannot be written: No space left on device\n"
+        "      choose another: output_dir=FOLDER\n"
+    )
+    assert not (tmp_path / "here/default/x").exists()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert f"output_dir: {tmp_path}/here is not yours to write" in command("output_dir=here/a").err
+
+
+def test_inside_a_run_and_beside_it(command, without_stage_2, monkeypatch, tmp_path) -> None:
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\nseed: 3\n")
+    (tmp_path / "outputs/a/b/checkpoints").mkdir(parents=True)
+    (tmp_path / "outputs/a/b/config.yaml").touch()
+    (tmp_path / "outputs/a/b/checkpoints/last.ckpt").touch()
+    for inside in ("checkpoints/last.ckpt", "checkpoints/none.ckpt", "config.yaml"):
+        said = command("resume", f"outputs/a/b/{inside}")
+        assert said.code == 2 and "did you mean outputs/a/b?" in said.err
+    monkeypatch.chdir("outputs")
+    said = command("experiment=mine")
+    assert said.code == 2 and f"{tmp_path}/conf has it: cd {tmp_path}" in said.err
+    assert said.err.startswith("distdl: 1 problem, nothing was started\n")
 
 
 def test_an_unknown_machine_is_one_problem(folder) -> None:

@@ -16,8 +16,11 @@ from typing import Any
 
 import hydra.utils
 import pytest
+import torch
+from omegaconf import OmegaConf
 from sample_config import sample
 
+from distdl import build
 from distdl import validate as validation
 from distdl.binding import Binding
 from distdl.errors import Problem, UserError
@@ -137,6 +140,9 @@ class Size:
     num_nodes = 1
     devices = 2
     accelerator = "cpu"
+
+
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
 
 
 def messages(
@@ -268,6 +274,41 @@ def test_values_of_the_environment_are_not_printed(
     node = {"_target_": "mine.Plain", "width": "${oc.env:SAMPLE_WIDTH}"}
     message = only({"callbacks.x": node}, project)
     assert message == "callbacks.x.width: must be an integer, not ${oc.env:SAMPLE_WIDTH}"
+
+
+def test_what_names_a_dtype_is_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "typed.py").write_text(
+        "from __future__ import annotations\n"
+        "import torch\n"
+        "class Typed(torch.nn.Linear):\n"
+        "    def __init__(self, kind: torch.dtype, other: torch.dtype | None = None,\n"
+        "        name: str = '', loose=torch.half, either: torch.dtype | str = '', inner=None):\n"
+        "        super().__init__(1, 1)\n"
+        "        self.given = [kind, other, name, loose, either, inner and inner.weight.dtype]\n"
+    )
+    node: dict[str, Any] = {
+        "_target_": "typed.Typed",
+        "kind": "torch.float64",
+        "other": "bfloat16",
+        "name": "float32",
+        "loose": "float64",
+        "either": "float16",
+        "inner": {**LINEAR, "dtype": "torch.float64"},
+    }
+    monkeypatch.syspath_prepend(project)
+    given = build.make(OmegaConf.create(node)).given
+    assert given == [
+        torch.float64,
+        torch.bfloat16,
+        "float32",
+        torch.float64,
+        "float16",
+        torch.float64,
+    ]
+    wrong = {**node, "kind": "float23", "other": 32, "inner": None}
+    text = "\n".join(messages({"callbacks.typed": wrong}, root=project))
+    assert "callbacks.typed.kind: must be a dtype of torch, not 'float23'" in text
+    assert "did you mean torch.float32?" in text and "callbacks.typed.other: must be" in text
 
 
 def test_partial_and_unbuilt_nodes(project: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distdl import checkpoint
 from distdl.checkpoint import CheckpointStore, damage_of, find, manifest_of
@@ -171,8 +172,14 @@ def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
     path = save(store, 1)
     assert find(tmp_path / "run") == path and find(str(path)) == path
     foreign = tmp_path / "foreign.ckpt"
-    foreign.write_bytes(b"from elsewhere")
+    torch.save({}, foreign)
     assert find(foreign) == foreign  # it has no manifest, and that is no damage
+    torch.save({}, foreign, _use_new_zipfile_serialization=False)
+    assert find(foreign) == foreign
+    for content in (b"", b"from elsewhere", b"PK\3\4 and cut off"):
+        foreign.write_bytes(content)
+        with pytest.raises(UserError, match="is no checkpoint, or not all of one"):
+            find(foreign, "checkpoint.resume_from")
     cut(path)
     with pytest.raises(UserError, match=r"is damaged: step_1\.ckpt has 7 bytes"):
         find(path)

@@ -13,6 +13,7 @@ import pytest
 from distdl import __main__ as command_line
 from distdl import compose
 from distdl.validate import problems_of
+from distdl.words import check
 from tests.conftest import ROOT
 
 FOLDERS = (".", "docs", "examples", "benchmarks")
@@ -86,7 +87,7 @@ DISTINCT = {(command.folder, command.words, *command.files): command for command
 def compose_all(words: list[str]) -> Iterator[tuple[str, list[object]]]:
     """Every config that a command line means, with what stage 1 finds wrong with it."""
     options = command_line.parse(words)
-    command_line.check_words(options.overrides)
+    check(options.overrides)
     jobs = [options.overrides]
     swept = compose.sweep_keys(options.overrides)
     assert bool(swept) == options.multirun, f"-m and several values belong together: {words}"

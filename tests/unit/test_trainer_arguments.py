@@ -45,8 +45,8 @@ NODES = [f"max_time={DELTA}", f"val_check_interval={DELTA}", f"profiler={SIMPLE}
 TAKEN = [*TEXT.split(), *NODES]
 REFUSED = {
     "accelerator=tpu": "must be 'auto', 'cpu', 'gpu', 'cuda' or 'mps'",
-    "devices=0": "0 devices cannot train",
-    "precision=fp8": "must be 16,",
+    "devices=0": "must be a number of devices",
+    "precision=fp8": "must be 32-true,",
     "precision=transformer-engine": "needs the package transformer_engine",
     "max_time=12:00:00": "trainer.max_time: Lightning refuses it: MisconfigurationException",
     "max_time={minute:1}": "'minute' is an invalid keyword",

@@ -159,11 +159,16 @@ def told_of_code_elsewhere(config: DictConfig, before: dict[str, Any]) -> Iterat
     except UserError as error:
         root = (before.get("project") or {}).get("root")
         here = planning.root_of(config)
-        refused = any("_target_" in problem.path for problem in error.problems)
+        refused = [p for p in error.problems if p.path.endswith("_target_")]
         if refused and root and str(root) != str(here):
-            what = f"the run was started with the code of {root}, and this project is {here}"
+            names = (OmegaConf.select(config, problem.path) for problem in refused)
+            what = (
+                f"the run was started with the code of {root}, and this project, {here}, "
+                f"has no {', '.join(dict.fromkeys(map(str, names)))}"
+            )
             remedy = f"cd {root}, or if you trust it: project.root={root}"
-            raise type(error)(*error.problems, Problem("project.root", what, remedy)) from None
+            others = [p for p in error.problems if p not in refused]
+            raise type(error)(Problem("project.root", what, remedy), *others) from None
         raise
 
 

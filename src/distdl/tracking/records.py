@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,9 @@ def find_run(text: str) -> Path:
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file() or journals(path):
         return path
+    if inside := [p for p in path.absolute().parents if (p / "config.yaml").is_file()]:
+        near = os.path.relpath(inside[0])
+        raise UserError(Problem(text, "is no run, it lies in one", f"did you mean {near}?"))
     if not path.exists():
         named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
         remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"
