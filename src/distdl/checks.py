@@ -16,8 +16,9 @@ from distdl.job import unprintable, variable_problems
 from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
 from distdl.resources import replicas
-from distdl.schema import TRAINER_OWNED, Path, path_text
+from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import did_you_mean, strategy_for
+from distdl.targets import nodes
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
@@ -75,6 +76,22 @@ def removed(resolved: Resolved) -> Found:
     if words := strategy_for(name := str(given.get("accelerator"))):
         gone["accelerator"] = f"{name} is a strategy", f"{words}, and trainer.accelerator=auto"
     return [(("trainer", key), Problem(f"trainer.{key}", *said)) for key, said in gone.items()]
+
+
+def class_paths(resolved: Resolved) -> Found:
+    """Nodes as LightningCLI writes them."""
+    found: Found = []
+    values = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
+    for path, node in nodes(values, key="class_path"):
+        if "init_args" in node or "_target_" not in node:
+            text, given = path_text(path), node.get("init_args")
+            keys = "".join(f", {key}: ..." for key in (given if isinstance(given, dict) else ()))
+            remedy = f"{text}: {{_target_: {node['class_path']}{keys}}}"
+            if "_target_" in node and len(path) == 1:
+                remedy += f", and under defaults: - override /{text}: null"
+            problem = Problem(text, "class_path and init_args are LightningCLI's words", remedy)
+            found.append((path, problem))
+    return found
 
 
 def unknown(resolved: Resolved) -> Found:

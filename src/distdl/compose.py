@@ -14,7 +14,7 @@ from distdl import user_conf, words
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
 from distdl.schema import LAYERS
-from distdl.suggest import closest, strategy_for
+from distdl.suggest import closest
 
 PRIMARY = "distdl"
 
@@ -48,13 +48,11 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     from yaml import YAMLError
 
     with hydra_session(config_dirs):
-        prepared = prepare_overrides(overrides)
         try:
+            prepared = prepare_overrides(overrides)
             config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            text = first_lines(error)
-            asked = re.search(r"find 'strategy/(\w+)'", text)  # in a file of the user's
-            raise UserError(Problem("", text, strategy_for(asked[1]) if asked else "")) from error
+            raise UserError(_of_a_file(first_lines(error))) from error
     OmegaConf.set_readonly(config.hydra, None)
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
@@ -99,6 +97,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     problems: list[Problem] = []
     layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
     options: list[str] = []
+    inner: list[str] = []
     values: list[str] = []
     for override in parse_overrides(overrides):
         line = str(override.input_line)
@@ -113,13 +112,32 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
             problems += _unknown_options(override)
             if key in LAYERS:
                 layers[key].append("+" + body)
+            elif "/" in key:
+                inner.append(body)
             else:
                 options.append(body if key in default_groups() else "+" + body)
         else:
             values.append("++" + body)
+    for layer, chosen in layers.items():
+        if len(chosen) > 1:
+            names = ", ".join(each.partition("=")[2] for each in chosen)
+            remedy = f"choose one; a file builds on another by `- {names.split(', ')[0]}` under "
+            problems.append(Problem(layer, f"chosen twice: {names}", f"{remedy}its defaults"))
     if problems:
         raise UserError(*problems)
-    return [*options, *layers["experiment"], *layers["debug"], *values]
+    ordered = [*options, *layers["experiment"], *layers["debug"]]
+    return [*options, *_inner(inner, ordered), *ordered[len(options) :], *values]
+
+
+def _inner(inner: list[str], ordered: list[str]) -> list[str]:
+    """`model/net=wide`: an addition where no file's defaults choose one of that group."""
+    from hydra import compose as hydra_compose
+
+    if not inner:
+        return []
+    config = hydra_compose(PRIMARY, overrides=ordered, return_hydra_config=True)
+    chosen = config.hydra.runtime.choices
+    return [each if each.partition("=")[0] in chosen else f"+{each}" for each in inner]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
@@ -237,21 +255,50 @@ def _unknown_options(override: Any) -> Iterable[Problem]:
         chosen = [str(v) for v in (value if isinstance(value, list) else [value])]
     for option in chosen:
         option = "null" if option == "None" else option
-        if option in known or "/" in option or option.startswith("$"):
+        folder, _, name = option.rpartition("/")
+        if option in known or option.startswith("$"):
             continue
-        close = closest(option, known)
-        hint = f"did you mean {group}={close}? " if close else ""
-        if group == "strategy" and (ours := strategy_for(option)):
-            hint = f"{ours}; "
-        if elsewhere := user_conf.elsewhere(group, option):
-            hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
-        if group == "trainer" and not close:
-            hint = f"{words.SIZE}; "
-        yield Problem(group, f"no option {option!r}", f"{hint}available: {', '.join(known)}")
+        if not folder or name not in group_options(f"{group}/{folder}"):
+            yield _no_option(group, option)
+
+
+def _no_option(group: str, option: str, where: str = "") -> Problem:
+    """An option that a group does not have, and what was meant by it."""
+    known = group_options(group)
+    named = re.sub(rf"^(.*/)?{group}/|\.ya?ml$", "", option)  # a path: conf/experiment/ours.yaml
+    close = "none" if option == "null" and "none" in known else closest(named, known)
+    close = named if named in known else close
+    hint = f"did you mean {group}={close}? " if close else ""
+    if said := words.for_choice(group, option):
+        return Problem(group, f"no option {option!r}{where}", said)
+    if elsewhere := user_conf.elsewhere(group, named):
+        hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
+    return Problem(group, f"no option {option!r}{where}", f"{hint}available: {', '.join(known)}")
+
+
+def _of_a_file(text: str) -> Problem:
+    """What Hydra says of the defaults of a file, in our words where we have them."""
+    if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
+        remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
+        return Problem(f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy)
+    found = re.match(r"(?:In '([\w/]+)': )?Could not (find|override) '([\w/.-]+)'", text)
+    if found is None:
+        return Problem("", text)
+    file, verb, asked = found.groups()
+    where = f", in {file}.yaml" if file and file != PRIMARY else ""
+    group, _, option = asked.rpartition("/") if verb == "find" else (asked, "", "")
+    last = group.rpartition("/")[2]
+    hydras = group.startswith("hydra")
+    if verb == "find" and is_group(group) and not hydras:
+        return _no_option(group, option, where)
+    said = words.for_choice(last, option) or words.for_key(group if hydras else last, option)
+    if where and last in default_groups():
+        said = f"in the file: - override /{last}: {option}"
+    return Problem(last, f"no group of that name{where}", said) if said else Problem("", text)
 
 
 def first_lines(error: Exception) -> str:
     """Hydra's message without its tail of search paths."""
     text = str(error).strip() or type(error).__name__
     text = text.split("\nConfig search path:")[0].split("\nSet the environment variable")[0]
-    return text.split("\nfull_key:")[0].strip()
+    return re.split(r"\n\s*full_key:", text)[0].strip()

@@ -22,6 +22,7 @@ from omegaconf.errors import (
 )
 
 import distdl.config  # noqa: F401  (it registers ${input:NAME})
+from distdl import words
 from distdl.errors import Problem
 from distdl.redact import looks_secret, redact
 from distdl.schema import Path, path_text
@@ -143,7 +144,8 @@ def _explain(error: Exception, written: str, path: Path, resolved: Resolved) -> 
     if isinstance(error, InterpolationKeyError):
         found = re.search(r"Interpolation key '([^']*)'", message)
         name = found[1] if found else written
-        near = did_you_mean(name, _paths(resolved.written))
+        others = (known for known in _paths(resolved.written) if known != text)
+        near = words.for_key(name) or did_you_mean(name, others)
         return name, Problem(text, f"refers to {name}, which is not in the config", near)
     if match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
         key = f"launcher.inputs.{match[1]}"

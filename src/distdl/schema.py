@@ -286,11 +286,14 @@ def _real_path(values: Any, location: Path) -> tuple[Path, Path]:
 
 def _unknown(path: Path, value: Any, known: Iterable[str]) -> list[tuple[Path, Problem]]:
     """One problem for an unknown key, or for each value below it: `optimiser: {lr: 1}`."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and path[0] not in LAYERS:
         return [p for key, item in value.items() for p in _unknown((*path, key), item, known)]
     text = path_text(path)
+    if path[0] in LAYERS:
+        what = "its keys land below it, not beside model and data"
+        return [((path[0],), Problem(str(path[0]), what, "its first line: # @package _global_"))]
     where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
-    remedy = words.for_key(text) or did_you_mean(text, known)
+    remedy = words.for_key(text, value) or did_you_mean(text, known)
     return [(path, Problem(text, f"unknown key {where}", remedy))]
 
 
@@ -304,7 +307,7 @@ def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
         option = words.for_component(str(path[0]), str(path[-1]))
-        remedy = near or f"write +{text}._target_=package.Class"
+        remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
         if option:
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
         return path, Problem(text, what, remedy)

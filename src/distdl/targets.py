@@ -46,16 +46,19 @@ class Trust:
         return under(target, self.allow) or lies_in(target, self.folders)
 
 
-def nodes(values: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+def nodes(
+    values: Any, path: Path = (), key: str = "_target_"
+) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every mapping with a `_target_`, at any depth, also inside lists, outermost first."""
+    items: Any = ()
     if isinstance(values, dict):
-        if "_target_" in values:
+        if key in values:
             yield path, values
-        for key, value in values.items():
-            yield from nodes(value, (*path, str(key)))
+        items = ((str(name), value) for name, value in values.items())
     elif isinstance(values, list):
-        for index, value in enumerate(values):
-            yield from nodes(value, (*path, index))
+        items = enumerate(values)
+    for name, value in items:
+        yield from nodes(value, (*path, name), key)
 
 
 def under(name: str, prefixes: Sequence[str]) -> bool:

@@ -91,9 +91,9 @@ def problems_of(
         *checks.secrets(resolved.written, resolved, ()),
     ]
     # What did not resolve is None by now and must not be told a second time.
-    broken = [path for path, _ in resolved.problems]
-    found = [item for item in found if not any(item[0][: len(path)] == path for path in broken)]
-    found += [*resolved.problems, *checks.forwarded(resolved, here), *checks.sent(resolved, here)]
+    broken = [*resolved.problems, *checks.class_paths(resolved)]
+    found = [item for item in found if not any(item[0][: len(path)] == path for path, _ in broken)]
+    found += [*broken, *checks.forwarded(resolved, here), *checks.sent(resolved, here)]
     return _tidy([_safe(problem, resolved) for _, problem in found])
 
 

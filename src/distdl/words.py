@@ -7,15 +7,19 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.suggest import closest, nearest
+from distdl.suggest import closest, nearest, strategy_for
 
 _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
 _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
 _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
 _TASKS = "choose one: task=train, task=validate or task=test"
-SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
+_SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
+_NOWHERE = "not there yet: best.ckpt loads by Module.load_from_checkpoint in a script of yours"
+
+_SAVING = "checkpoint.monitor=METRIC checkpoint.mode=max, checkpoint.keep_last=N"
 
 # A key, or the section that it is in. Trainer arguments have tables of their own.
 _KEYS = {
@@ -30,17 +34,23 @@ _KEYS = {
     "hydra": "distdl writes its own logs and folders; of hydra only hydra.searchpath is read",
     "ckpt_path": _START,
     "resume_from_checkpoint": _START,
-    "logger": "tracking=mlflow, tensorboard or csv; several: tracking=[mlflow,tensorboard]",
-    "loggers": "tracking=mlflow, tensorboard or csv; several: tracking=[mlflow,tensorboard]",
+    "logger": "tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]",
+    "loggers": "tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]",
     "seed_everything": "seed=N",
     "task_name": "experiment_name=NAME",
     "hparams_search": _SWEEP,
     "optimized_metric": "checkpoint.monitor=METRIC checkpoint.mode=max chooses best.ckpt",
     "train": _TASKS,
     "test": _TASKS,
+    "paths.data_dir": "where it is used: data.root=FOLDER, or as your class calls it",
     "paths": "output_dir=FOLDER for the runs, data.root=FOLDER for the data",
     "extras": "tags=[...] labels a run; its config is kept in any case",
-    "model_checkpoint": "checkpoint.every_n_epochs=N, checkpoint.keep_last=N",
+    "print_config": "--cfg job prints it",
+    "model_checkpoint": _SAVING,
+    "callbacks.model_checkpoint": _SAVING,
+    "callbacks.model_summary": "trainer.enable_model_summary=true",
+    "callbacks.rich_progress_bar": "+callbacks.bar._target_="
+    "lightning.pytorch.callbacks.RichProgressBar",
     "lr_scheduler": "schedule=NAME and schedule.<argument>=...",
     "scheduler": "schedule=NAME and schedule.<argument>=...",
     "dataset": "data=NAME and data.<argument>=...",
@@ -69,6 +79,19 @@ for _ours, _theirs in {
     _KEYS["logger"]: "wandb comet neptune clearml mlflow tensorboard csv",
 }.items():
     _KEYS |= dict.fromkeys(_theirs.split(), _ours)
+# Options of groups.
+_CHOICES = {
+    "trainer=cpu": "trainer.accelerator=cpu",
+    "trainer=gpu": "trainer.accelerator=gpu trainer.devices=1",
+    "trainer=mps": "trainer.accelerator=mps",
+    "trainer=ddp": "strategy=ddp trainer.accelerator=gpu trainer.devices=N",
+    "trainer=ddp_sim": "strategy=ddp trainer.accelerator=cpu trainer.devices=2",
+    "debug=default": "trainer.max_epochs=1 trainer.accelerator=cpu trainer.detect_anomaly=true",
+    "debug=fdr": "debug=step, or trainer.fast_dev_run=true",
+    "task=fit": "task=train",
+    "task=eval": "task=test task.checkpoint=FILE",
+    "task=predict": _NOWHERE,
+}
 # Options of the command line.
 _OPTIONS = {
     "--config-name": "experiment=NAME takes conf/experiment/NAME.yaml",
@@ -80,6 +103,7 @@ _OPTIONS = {
     "--experimental-rerun": "python -m distdl resume RUN",
     "--debug": "debug=cpu",
     "--resume": "python -m distdl resume RUN",
+    "--print_config": "--cfg job",
     "--run": "python -m distdl key=value ... starts a run",
 }
 # Verbs of others.
@@ -87,6 +111,7 @@ _VERBS = {
     **dict.fromkeys(("train", "fit", "run", "launch", "start"), "python -m distdl {}"),
     **dict.fromkeys(("test", "eval", "evaluate"), "python -m distdl resume RUN task=test"),
     **dict.fromkeys(("validate", "val"), "python -m distdl resume RUN task=validate"),
+    "predict": _NOWHERE,
     "sweep": "python -m distdl -m {}",
     "multirun": "python -m distdl -m {}",
     "list": "python -m distdl jobs list",
@@ -96,15 +121,27 @@ _VERBS = {
 }
 
 
-def for_key(key: str) -> str:
+def for_key(key: str, value: Any = None) -> str:
     """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has."""
     name, _, rest = key.partition(".")
+    if name in ("logger", "loggers"):  # `logger=wandb`, `logger.wandb.group=x`
+        asked, _, argument = rest.partition(".")
+        if option := for_component("tracking", asked or str(value)):
+            option = option.replace("[mlflow,", "").rstrip("]")
+            return f"{option} tracking.{rest}=..." if argument else option
     for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
         if option := for_component(collection, name):
             return f"{option} {collection}.{key}=..." if rest else option
     while key and key not in _KEYS:
         key = key.rpartition(".")[0] if "." in key else key.rpartition("/")[0]
     return _KEYS.get(key, "")
+
+
+def for_choice(group: str, option: str) -> str:
+    """What to write instead of `trainer=gpu`; "" for an option that nobody has."""
+    ours = strategy_for(option) if group in ("trainer", "strategy") else ""
+    rest = ours or (_SIZE if group == "trainer" else _KEYS.get(f"{group}.{option}", ""))
+    return _CHOICES.get(f"{group}={option}", rest)
 
 
 def for_component(collection: str, name: str) -> str:
@@ -135,6 +172,7 @@ def for_option(option: str, known: Iterable[str]) -> str:
 
 def for_verb(verb: str, rest: Sequence[str]) -> str:
     """What to write instead of `distdl train`; `rest` follows it."""
+    verb = "train" if verb.endswith(".py") else verb
     return _VERBS.get(verb, "").format(" ".join(rest) or "experiment=NAME")
 
 

@@ -215,7 +215,7 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ),
         ("+trainer.logger=true", ["trainer.logger: is set by distdl", "tracking="]),
         ("+trainer.resume_from_checkpoint=x", ["checkpoint.resume_from=FILE"]),
-        ("trainer=gpu", ["trainer: no option 'gpu'", "trainer.accelerator=cpu or gpu"]),
+        ("trainer=gpu", ["trainer: no option 'gpu'", "trainer.accelerator=gpu trainer.devices=1"]),
         ("task_name=mine", ["task_name: ", "experiment_name=NAME"]),
         ("test=True", ["test: ", "task=test"]),
         ("paths.data_dir=x", ["paths.data_dir: ", "data.root=FOLDER"]),
@@ -429,3 +429,109 @@ def test_nothing_that_is_typed_ends_in_a_traceback(
     assert count == "distdl: 1 problem, nothing was started", said.err
     assert told.strip()
     assert list(tmp_path.iterdir()) == []
+
+
+# The commands of lightning-hydra-template's README and of LightningCLI's pages, in a project that
+# was taken over (conf/model/net.yaml, conf/data/points.yaml, conf/experiment/example.yaml).
+TEMPLATE = [
+    ("trainer=cpu", "trainer: no option 'cpu'", "trainer.accelerator=cpu"),
+    ("trainer=mps", "trainer: ", "trainer.accelerator=mps"),
+    ("trainer=ddp trainer.devices=4", "trainer: ", "strategy=ddp trainer.accelerator=gpu"),
+    ("trainer=ddp_sim", "trainer: ", "strategy=ddp trainer.accelerator=cpu trainer.devices=2"),
+    ("logger=csv", "logger: ", "tracking=csv"),
+    ("logger=many_loggers", "logger: ", "several: tracking=[mlflow,tensorboard]"),
+    ("logger.csv.name=x", "logger.csv.name: ", "tracking=csv tracking.csv.name=..."),
+    ("debug=default", "debug: ", "trainer.detect_anomaly=true"),
+    ("debug=fdr", "debug: ", "debug=step, or trainer.fast_dev_run=true"),
+    ("debug=profiler", "debug: ", "did you mean debug=profile?"),
+    ("callbacks=null", "callbacks: ", "did you mean callbacks=none?"),
+    ("callbacks=rich_progress_bar", "callbacks: ", "lightning.pytorch.callbacks.RichProgressBar"),
+    ("callbacks=[default,model_summary]", "callbacks: ", "trainer.enable_model_summary=true"),
+    ("callbacks.model_checkpoint.monitor=a", "model_checkpoint: ", "checkpoint.monitor=METRIC"),
+    ("callbacks.model_summary.max_depth=2", "model_summary: ", "trainer.enable_model_summary=true"),
+    ("optimized_metric=val/acc_best", "optimized_metric: ", "checkpoint.monitor=METRIC"),
+    ("extras.print_config=false", "extras.print_config: ", "tags=[...]"),
+    ("data.data_dir=${paths.data_dir}", "data.data_dir: refers to paths.", "data.root=FOLDER"),
+    ("model.lr=${task_name}", "model.lr: refers to task_name", "experiment_name=NAME"),
+    ("task=eval", "task: ", "task=test task.checkpoint=FILE"),
+    ("task=predict", "task: ", "Module.load_from_checkpoint"),
+    ("predict --ckpt_path=x", "predict: is no command", "Module.load_from_checkpoint"),
+    ("src/train.py experiment=example", "src/train.py: ", "python -m distdl experiment=example"),
+    ("--print_config", "--print_config: ", "--cfg job"),
+    ("experiment=example +experiment=example", "chosen twice: example, example", "`- example` und"),
+    ("debug=step debug=limit", "debug: chosen twice: step, limit", "choose one"),
+    ("experiment=conf/experiment/example.yaml", "experiment: ", "mean experiment=example?"),
+    ("experiment=configs/experiment/example.yaml", "experiment: ", "mean experiment=example?"),
+    ("data=conf/data/points.yaml", "data: no option", "did you mean data=points?"),
+    ("experiment=team/example", "experiment: no option 'team/example'", "available: example,"),
+    ("model/net=wide_", "model/net: no option 'wide_'", "did you mean model/net=wide?"),
+    ("+model.class_path=a.Net +model.init_args.c=1", "model: class_path", "{_target_: a.Net, c:"),
+    ("+callbacks.x.class_path=a.B", "callbacks.x: class_path", "callbacks.x: {_target_: a.B}"),
+]  # fmt: skip
+# What is pasted into a file: its content after the first line -> what is read.
+PASTED = {
+    "cli": (
+        "model: {class_path: a.Net, init_args: {width: 3}}",
+        "model: class_path and init_args are LightningCLI's words",
+        "model: {_target_: a.Net, width: ...}, and under defaults: - override /model: null",
+    ),
+    "list": (
+        "callbacks: [{class_path: a.B}]",
+        "pasted.yaml: a list",
+        "callbacks: {NAME: {_target_",
+    ),
+    "trainer": ("defaults: [override /trainer: gpu]", "trainer: no opt", "trainer.accelerator=gpu"),
+    "logger": ("defaults: [override /logger: csv]", "logger: no group of that", "tracking=NAME"),
+    "paths": ("defaults: [paths: default]", "paths: no group of that", "output_dir=FOLDER"),
+    "data": ("defaults: [data: points]", "in experiment/pasted.yaml", "- override /data: points"),
+    "no package": ("model: {a: 1}\ndata: {b: 2}", "experiment: its keys", "# @package _global_"),
+    "optuna": ("defaults: [override /hydra/sweeper: optuna]", "sweeper: ", "a sweep is -m"),
+    "callbacks": (
+        "callbacks: {model_checkpoint: {monitor: a}}",
+        "callbacks.model_checkpoint: ",
+        "checkpoint.monitor=METRIC",
+    ),
+}
+
+
+@pytest.fixture
+def taken_over(tmp_path: Path, no_child: None) -> Path:
+    files = {
+        "model/net": "defaults: [net: small]\n_target_: mine.Net\nlr: 1\n",
+        "model/net/small": "width: 1\n",
+        "model/net/wide": "width: 2\n",
+        "data/points": "_target_: mine.Points\ndata_dir: x\n",
+        "experiment/example": "# @package _global_\n"
+        "defaults: [override /model: net, override /data: points]\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def check_one(said: Any, told: str, remedy: str) -> None:
+    assert said.code == 2 and "Traceback" not in said.err, said
+    assert said.err.startswith("distdl: 1 problem, nothing was started\n"), said.err
+    assert told in said.err and remedy in said.err.partition(told)[2], said.err
+    assert "Available options" not in said.err and "full_key" not in said.err
+
+
+@pytest.mark.parametrize(("typed", "told", "remedy"), TEMPLATE, ids=[t for t, _, _ in TEMPLATE])
+def test_what_users_of_the_template_type(typed, told, remedy, command, taken_over) -> None:
+    check_one(command(*typed.split()), told, remedy)
+    assert not (taken_over / "outputs").exists()
+
+
+@pytest.mark.parametrize(("text", "told", "remedy"), PASTED.values(), ids=PASTED)
+def test_what_is_pasted_into_an_experiment(text, told, remedy, command, taken_over) -> None:
+    head = "" if "its keys" in told else "# @package _global_\n"
+    (taken_over / "conf/experiment/pasted.yaml").write_text(f"{head}{text}\n")
+    check_one(command("experiment=pasted"), told, remedy)
+
+
+@pytest.mark.parametrize("model", ["net", "resnet18"])
+def test_a_group_within_an_option_is_chosen_or_added(model, command, taken_over) -> None:
+    said = command("model/net=wide", f"model={model}", "--cfg", "job", "-p", "model.net")
+    assert (said.code, said.out) == (0, "width: 2\n"), said
