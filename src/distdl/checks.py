@@ -18,6 +18,7 @@ from distdl.resolve import Resolved
 from distdl.resources import replicas
 from distdl.schema import TRAINER_OWNED, Path, path_text
 from distdl.suggest import did_you_mean, strategy_for
+from distdl.tracking import services as tracking
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
@@ -125,6 +126,12 @@ def unwritable(folder: FilePath) -> str:
                 return f"{part} is a file"
             return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
     return ""
+
+
+def services(resolved: Resolved, here: bool) -> Found:
+    """Trackers whose package is not installed, where the workers run here."""
+    problems = tracking.missing(resolved.section("tracking")) if here else []
+    return [(tuple(problem.path.split(".", 1)), problem) for problem in problems]
 
 
 def nothing(resolved: Resolved) -> Found:

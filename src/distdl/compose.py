@@ -231,6 +231,8 @@ def _unknown_options(override: Any) -> Iterable[Problem]:
         hint = f"did you mean {group}={close}? " if close else ""
         if group == "strategy" and (ours := strategy_for(option)):
             hint = f"{ours}; "
+        if group == "tracking" and option == "neptune":
+            hint = "Neptune was shut down, and Lightning's logger for it only raises; "
         if elsewhere := user_conf.elsewhere(group, option):
             hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
         if group == "trainer" and not close:

@@ -144,7 +144,8 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
     jobs.refuse_second(planned.run)
     if not planned.run.exists:
         recipe = configs.to_yaml(planned.recipe)
-        planned.run.create(recipe, provenance.collect(command, root))
+        chosen = (planned.overrides, planned.swept)
+        planned.run.create(recipe, provenance.collect(command, root, *chosen))
     record = launch_record(planned, root)
     attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
     if code is not None:

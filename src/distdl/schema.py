@@ -263,7 +263,7 @@ def _unknown(path: Path, value: Any, known: Iterable[str]) -> list[tuple[Path, P
         return [p for key, item in value.items() for p in _unknown((*path, key), item, known)]
     text = path_text(path)
     where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
-    remedy = words.for_key(text) or did_you_mean(text, known)
+    remedy = words.for_key(text, value) or did_you_mean(text, known)
     return [(path, Problem(text, f"unknown key {where}", remedy))]
 
 

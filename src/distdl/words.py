@@ -65,9 +65,14 @@ _VERBS = {
 }
 
 
-def for_key(key: str) -> str:
+def for_key(key: str, value: object = None) -> str:
     """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has."""
     name, _, rest = key.partition(".")
+    if name in ("logger", "loggers"):  # `logger=wandb`, `logger.wandb.project=mine`
+        option, _, argument = rest.partition(".") if rest else (str(value), "", "")
+        if files("distdl.conf").joinpath("tracking", f"{option}.yaml").is_file():
+            more = f" tracking.{option}.{argument}=..." if argument else ""
+            return f"tracking={option}{more}"
     for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
         if option := for_component(collection, name):
             return f"{option} {collection}.{key}=..." if rest else option
