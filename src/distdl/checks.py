@@ -19,6 +19,7 @@ from distdl.resources import replicas
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import did_you_mean, strategy_for
 from distdl.targets import nodes
+from distdl.tracking import services as tracking
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
@@ -146,6 +147,12 @@ def unwritable(output: str) -> str:
     if not part.is_dir():
         return f"{part} is a file"
     return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
+
+
+def services(resolved: Resolved, here: bool) -> Found:
+    """Trackers whose package is not installed, where the workers run here."""
+    problems = tracking.missing(resolved.section("tracking")) if here else []
+    return [(tuple(problem.path.split(".", 1)), problem) for problem in problems]
 
 
 def nothing(resolved: Resolved) -> Found:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,19 +144,20 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
     """Writes the run, if it is new, and its next attempt.
 
     Raises:
-        UserError: It is under way, or its folder cannot be written: nothing of it is left.
+        UserError: It is under way, or its folder cannot be written.
     """
-    root, new = root_of(planned.config), not planned.run.exists
+    root = root_of(planned.config)
     jobs.refuse_second(planned.run)
     try:
-        if new:
+        if not planned.run.exists:
             recipe = configs.to_yaml(planned.recipe)
-            planned.run.create(recipe, provenance.collect(command, root))
+            chosen = (planned.overrides, planned.swept)
+            planned.run.create(recipe, provenance.collect(command, root, *chosen))
         record = launch_record(planned, root)
         attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
     except OSError as error:  # a full disk, a quota, what no permission shows
-        if new:
-            shutil.rmtree(planned.run.path, ignore_errors=True)
+        with suppress(OSError):
+            planned.run.path.rmdir()  # only an empty one: what lies in it may be somebody else's
         what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
         raise UserError(Problem("output_dir", what, "choose another: output_dir=FOLDER")) from error
     if code is not None:

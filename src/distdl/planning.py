@@ -45,6 +45,8 @@ class Plan:
         changes: What this attempt changes of the recipe, by path.
         notes: What a person should read before it starts.
         old_run: Where the run of this name goes that failed before its first checkpoint.
+        overrides: What a new run was composed with, `key=value` each.
+        swept: Those of them that its sweep varies.
     """
 
     config: DictConfig
@@ -55,6 +57,8 @@ class Plan:
     changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     old_run: Path | None = None
+    overrides: Sequence[str] = ()
+    swept: Sequence[str] = ()
 
     @property
     def finished(self) -> bool:
@@ -90,6 +94,8 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         size_of(config)
         raise
     planned = Plan(config, recipe, size_of(config, run), run, run_id)
+    composed = OmegaConf.select(config, "hydra.overrides.task") or ()
+    planned.overrides = [each.lstrip("+") for each in composed if not each.startswith("~")]
     if not run.exists:
         return planned
     stored = run.recipe()

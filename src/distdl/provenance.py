@@ -17,14 +17,28 @@ from distdl.redact import redact_command, redact_diff
 DIFF_LIMIT = 200_000  # characters; a larger one is cut, and says so
 
 
-def collect(command: Sequence[str], root: Path) -> dict[str, Any]:
-    """Everything that is recorded with a new run."""
+def collect(
+    command: Sequence[str],
+    root: Path,
+    overrides: Sequence[str] = (),
+    swept: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Everything that is recorded with a new run.
+
+    Args:
+        command: `sys.argv`.
+        root: The user's code.
+        overrides: What the run was composed with, `key=value` each.
+        swept: Those of them in which it differs from the other members of its sweep.
+    """
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "distdl": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": redact_command(as_typed(command)),
+        "overrides": redact_command(overrides),
+        "swept": redact_command(swept),
         "git": git_state(root),
         "packages": packages(),
     }

@@ -45,6 +45,7 @@ STATUS_SHAPE: run_files.Shape = {
     "restarts": int,
     "error": str,
     "metrics": dict,
+    "parameters": dict,
 }
 PROVENANCE_SHAPE: run_files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
 LAUNCH_SHAPE: run_files.Shape = {"run_id": str, "where": dict}

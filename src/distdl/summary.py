@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from torch import nn
 
 from distdl import batches, optim
+from distdl import config as configs
 from distdl.build import Built
 from distdl.config import TRAIN, longer, plain, unit_of
 from distdl.environment import Environment
 from distdl.job import Resources
+from distdl.resolve import resolve
 from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
 from distdl.tracking import RunInfo
-
-# Few, and each useful as a column of a table of runs; the whole config is an artifact.
-PARAMETERS = (
-    "model._target_",
-    "model.network._target_",
-    "model.network.model_name",
-    "model.norm",
-    "data._target_",
-    "data.batch_size",
-    "data.image_size",
-    "optimizer._target_",
-    "optimizer.lr",
-    "optimizer.lr_scaling",
-    "optimizer.weight_decay",
-    "schedule._target_",
-    "schedule.warmup_epochs",
-    "strategy._target_",
-    "trainer.precision",
-    "trainer.max_epochs",
-    "trainer.accumulate_grad_batches",
-    "seed",
-)
 
 
 def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo:
@@ -46,10 +27,11 @@ def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo
     launch = attempt.launch()
     run_id = launch["run_id"]
     size = attempt.resources()
-    params = {path: _select(config, path) for path in PARAMETERS}
-    if str(config.get("data", {}).get("_target_")).startswith("distdl."):  # others may divide it
+    provenance = read_json(run.path / PROVENANCE)
+    params = parameters(config, provenance)
+    if str((config.get("data") or {}).get("_target_")).startswith("distdl."):  # others divide it
         params["global_batch_size"] = launch.get("global_batch_size")
-    git = read_json(run.path / PROVENANCE).get("git") or {}
+    git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": size.world_size}
     if config.get("tags"):
         tags["tags"] = ",".join(config.tags)
@@ -63,11 +45,48 @@ def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo
         world_size=size.world_size,
         output_dir=output_dir_of(run.path, run_id),
         experiment_name=run_id.split("/")[0],
-        params={k: v for k, v in params.items() if v is not None},
+        name=called(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
+        key=configs.hash_of(f"{run_id} {provenance.get('created')}", 32),
+        params=params,
         changed=launch.get("changes") or {},
         artifacts=[run.path / CONFIG, run.path / PROVENANCE],
         tags={k: v for k, v in tags.items() if v is not None},
     )
+
+
+def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tracker shows as columns, by dotted names: swept values, whatever else was typed, and
+    then the rest of the config, without what is null. What comes from the environment or lies at
+    this place stays as it is written."""
+    resolved = resolve(configs.recipe_of(config))
+    here = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
+    flat: dict[str, Any] = {}
+    for path, value in leaves(resolved.values):
+        own = [e for p, e in here.items() if p[: len(path)] == path[: len(p)]]
+        flat[".".join(path)] = " ".join(own) or resolved.hide_environment(str(value))
+    typed: dict[str, Any] = {}
+    for override in (*(provenance.get("swept") or ()), *(provenance.get("overrides") or ())):
+        key, _, value = str(override).partition("=")
+        typed.setdefault(key, flat.get(key, value))
+    return typed | {k: v for k, v in flat.items() if k not in typed and v != "None"}
+
+
+def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Everything below nested mappings but empty ones; a list is one value."""
+    if not isinstance(values, dict):
+        yield path, values
+        return
+    for key, value in values.items():
+        yield from leaves(value, (*path, str(key)))
+
+
+def called(swept: Sequence[str]) -> str:
+    """A sweep's member by what it varies: `lr=0.1 seed=2`; by whole names where two end alike."""
+    keys = [override.partition("=")[0] for override in swept]
+    ends = [key.rpartition(".")[2] for key in keys]
+    names = ends if len({*ends}) == len(ends) else keys
+    values = [override.partition("=")[2] for override in swept]
+    return " ".join(f"{k}={v}" for k, v in zip(names, values, strict=True))[:250]
 
 
 def output_dir_of(run: Path, run_id: str) -> Path:
@@ -92,9 +111,25 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
     print(flush=True)
 
 
-def print_batch(built: Built, size: Resources, attempt: Attempt) -> None:
-    """Samples per step and learning rate, by the loaders that there are now; and puts the first on
-    record for the attempts that follow."""
+def print_batch(
+    built: Built, size: Resources, attempt: Attempt, before: Mapping[str, int]
+) -> dict[str, int]:
+    """Parameters, samples per step and learning rate, by the model and the loaders that there are
+    now; puts the first two on record for the report and for the attempts that follow.
+
+    Args:
+        before: The parameters before a strategy took the model: it may have left a part of them
+            here.
+
+    Returns:
+        The parameters.
+    """
+    counted = parameters_of(built.module)
+    counted = counted if counted["total"] >= before["total"] else dict(before)
+    attempt.update(parameters=counted)
+    total, trainable = counted["total"], counted["trainable"]
+    all_of = "all" if total == trainable else f"{trainable:,}"
+    print(f"model   {total:,} parameters, {all_of} trainable")
     config, position = built.config, built.checkpointer.position
     declared, shares, _ = batches.factors(config, size)
     global_batch = built.checkpointer.global_batch_size
@@ -110,6 +145,15 @@ def print_batch(built: Built, size: Resources, attempt: Attempt) -> None:
     if built.own_optimizer:
         print("rate    the model's own configure_optimizers")
     print(flush=True)
+    return counted
+
+
+def parameters_of(module: nn.Module) -> dict[str, int]:
+    """How many there are, `total` and `trainable`, of those whose shape is known by now."""
+    known = [p for p in module.parameters() if not nn.parameter.is_lazy(p)]
+    # DeepSpeed's third stage leaves an empty tensor in place of what other ranks hold.
+    sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in known]
+    return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
 
 
 def launch_number(run: RunDirectory) -> int:
@@ -143,10 +187,3 @@ def print_end(
     # A benchmark keeps nothing to go on from, and neither does `trainer.fast_dev_run`.
     if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)
-
-
-def _select(config: DictConfig, path: str) -> Any:
-    try:
-        return OmegaConf.select(config, path)
-    except Exception:  # an interpolation that only another machine can resolve
-        return None

@@ -99,7 +99,9 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
     relevant = sorted(o for o in member if _key(o) in swept or not _is_where(_key(o)))
     common = [o for o in relevant if _key(o) not in swept]
     sweep = config.name or "sweep-" + configs.hash_of("\n".join([*common, *sorted(swept)]), 6)
-    return planning.plan(config, name=f"{sweep}/{configs.hash_of(chr(10).join(relevant))}")
+    planned = planning.plan(config, name=f"{sweep}/{configs.hash_of(chr(10).join(relevant))}")
+    planned.swept = [o for o in member if _key(o) in swept]
+    return planned
 
 
 def _run_all(planned: Sequence[Member]) -> int:

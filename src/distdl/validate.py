@@ -86,6 +86,7 @@ def problems_of(
         *checks.unknown(resolved),
         *checks.names(resolved),
         *checks.nothing(resolved),
+        *checks.services(resolved, here),
         *target_problems(resolved.values, _trust(resolved, project_root)),
         *checks.topology(resolved, topology, here),
         *checks.secrets(resolved.written, resolved, ()),

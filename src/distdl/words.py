@@ -91,6 +91,8 @@ _CHOICES = {
     "task=fit": "task=train",
     "task=eval": "task=test task.checkpoint=FILE",
     "task=predict": _NOWHERE,
+    "tracking=neptune": "Neptune was shut down, and Lightning's logger for it only raises: "
+    "tracking=wandb, comet or clearml",
 }
 # Options of the command line.
 _OPTIONS = {

@@ -169,8 +169,14 @@ def perform(
                 tracker.settle()
                 stop.check()
                 if here.rank == 0:
+                    whole = summary.parameters_of(built.module)
                     summary.print_start(built, resources, launch)
-                    built.metrics.tell = lambda: summary.print_batch(built, resources, attempt)
+
+                    def tell() -> None:
+                        counted = summary.print_batch(built, resources, attempt, whole)
+                        tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
+
+                    built.metrics.tell = tell
                 metrics = perform_task(config, built)
             state = JobState.SUCCEEDED
             if here.rank == 0:

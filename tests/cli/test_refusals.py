@@ -208,7 +208,7 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("--config-name train", ["--config-name: ", "experiment=NAME"]),
         ("--config-path=conf", ["--config-path=conf: ", "--config-dir FOLDER"]),
         ("--trainer.max_epochs=3", ["written without dashes: trainer.max_epochs=3"]),
-        ("logger=wandb", ["logger: unknown key", "tracking="]),
+        ("logger=wandb", ["logger: unknown key", "tracking=wandb"]),
         (
             "ckpt_path=a.ckpt",
             ["checkpoint.resume_from=FILE", "task.checkpoint=FILE"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -18,8 +20,9 @@ import pytest
 from distdl.commands import track
 from distdl.errors import UserError
 from distdl.tracking import start_tracking
-from distdl.tracking.client import metric_name
-from distdl.tracking.outbox import redact
+from distdl.tracking.client import metric_name, put_aside
+from distdl.tracking.mlflow import how_to_open
+from distdl.tracking.outbox import Outbox, redact
 from tests.tracking.tracked import (
     client,
     connected,
@@ -112,6 +115,83 @@ def test_a_refused_point_does_not_hold_up_the_others(
     (run,) = runs_of(database(outputs), "refused")
     assert [p[2] for p in delivered(database(outputs), run.info.run_id)] == list(range(20))
     assert sum("refuses the metric bad@" in r.message for r in caplog.records) == 1
+
+
+def test_a_server_that_takes_few_parameters_gets_the_first(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Azure ML does: it refuses a request that would make too many of a run."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    log_batch, asked = MlflowClient.log_batch, []
+
+    def limited(self: Any, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> Any:
+        there = len(self.get_run(run_id).data.params) if params else 0
+        asked.extend(params and [len(params)])
+        if there + len(params) > 130:
+            raise MlflowException("FieldName=Parameters, Limit=130", error_code=1000)
+        return log_batch(self, run_id, metrics=metrics, params=params, tags=tags)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", limited)
+    info = info_of(outputs, "many/r", name="lr=0.1", params={f"p.{i}": i for i in range(300)})
+    tracking = start_tracking(info, {"mlflow": logger()})
+    connected(tracking)
+    tracking.describe({"parameters.total": 5, "api_token": "canary"})
+    tracking.journal.log_metrics({"x": 1.0}, 1)
+    tracking.finish("SUCCEEDED")
+    (run,) = runs_of(database(outputs), "many")
+    assert {f"p.{i}" for i in range(130)} == {*run.data.params}
+    assert (run.info.run_name, run.info.status) == ("lr=0.1", "FINISHED")
+    assert len(delivered(database(outputs), run.info.run_id)) == 1 and len(asked) < 60
+    said = [r.message for r in caplog.records if "refuses" in r.message]
+    assert "(p.130, p.131, p.132, ...); the artifact config.yaml has" in said[0]
+    assert len(said) <= 2  # what is told later is refused later
+    command, page = tracking.how_to_open()
+    assert command == f"mlflow ui --backend-store-uri {database(outputs)}"
+    assert page.endswith(f":5000/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}")
+
+
+def test_a_database_that_was_half_made_is_kept_and_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import sqlite3
+
+    def broken(run: str = "") -> Path:
+        path = tmp_path / "mlflow.db"
+        with contextlib.closing(sqlite3.connect(path)) as made, made:
+            made.execute("CREATE TABLE runs (run_uuid TEXT)")
+            made.execute("CREATE TABLE alembic_version (version_num TEXT)")
+            made.execute("INSERT INTO alembic_version VALUES ('89d4b8295536')")
+            made.executemany("INSERT INTO runs VALUES (?)", [(run,)] if run else [])
+        os.utime(path, (0, 0))
+        return path
+
+    kept = broken(run="somebody's")
+    assert not put_aside(database(tmp_path), 0) and kept.is_file()
+    kept.unlink()
+    broken()
+    tracking = start_tracking(info_of(tmp_path, "half/r"), {"mlflow": logger()})
+    tracking.finish("SUCCEEDED")
+    (run,) = runs_of(database(tmp_path), "half")
+    assert run.info.status == "FINISHED"
+    assert len([*tmp_path.glob("mlflow.db.half-made-*")]) == 1
+    assert "it is kept as mlflow.db.half-made-" in caplog.text
+
+
+def test_an_azure_job_names_its_page_in_the_studio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.state.run_id, outbox.state.experiment_id = "brave_cup", "1"
+    assert how_to_open("azureml://x", outbox) == ["azureml://x"]
+    for name in ("SUBSCRIPTION", "RESOURCEGROUP", "WORKSPACE_NAME"):
+        monkeypatch.setenv(f"AZUREML_ARM_{name}", name.lower())
+    (page,) = how_to_open("azureml://x", outbox)
+    assert page == (
+        "https://ml.azure.com/runs/brave_cup?wsid=/subscriptions/subscription"
+        "/resourcegroups/resourcegroup/workspaces/workspace_name"
+    )
 
 
 @pytest.mark.parametrize(

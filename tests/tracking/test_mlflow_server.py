@@ -141,7 +141,8 @@ def test_a_server_that_is_down_comes_up_goes_away_and_comes_back(
     said = [r.message for r in caplog.records if "experiment_name=later" not in r.message]
     assert sum("fails; training goes on" in m for m in said) == 2
     assert sum("is back: sending on" in m for m in said) == 2
-    assert component.how_to_open() == server.uri
+    page = f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    assert component.how_to_open() == [f"{server.uri}/{page}"]
 
 
 def run_without_its_server(

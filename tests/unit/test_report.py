@@ -233,12 +233,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
 
 def test_it_says_how_to_open_the_trackers(run: Path) -> None:
     (run / "tracking").mkdir()
-    state = {"server": None, "output_dir": "../..", "run_id": "abc"}
+    state = {"server": None, "output_dir": "../..", "run_id": "abc", "experiment_id": "7"}
     (run / "tracking/mlflow.json").write_text(json.dumps(state))
     (run / "logs/tensorboard").mkdir()
     report.main([str(run)])
     text = Page((run / "report.html").read_text()).text
     assert f"sqlite:///{run.parents[1]}/mlflow.db" in text
+    assert "http://127.0.0.1:5000/#/experiments/7/runs/abc" in text
     assert "tensorboard --logdir" in text
 
 

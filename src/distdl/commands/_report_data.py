@@ -38,6 +38,7 @@ class Attempt:
     changed: dict[str, Any]
     error: str
     metrics: dict[str, float]
+    parameters: dict[str, Any]
 
 
 @dataclass
@@ -116,6 +117,7 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> Attempt:
         changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
         error=str(error),
         metrics={k: v for k, v in metrics.items() if _number(v) is not None},
+        parameters=mapping(status.get("parameters")),
     )
 
 
@@ -158,6 +160,10 @@ def summary(run: Run) -> list[tuple[str, str]]:
             if values:
                 best = min(values) if "loss" in name else max(values)
                 rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
+    for counted in [a.parameters for a in run.attempts if a.parameters][-1:]:
+        total, trainable = (_number(counted.get(name)) for name in ("total", "trainable"))
+        if total is not None and trainable is not None:
+            rows.append(("parameters", f"{total:,.0f} ({trainable:,.0f} trainable)"))
     speed = run.series.get("perf/images_per_second")
     if speed:
         rows.append(("throughput", f"{_median(speed.values):,.0f} {run.unit} (median)"))

@@ -163,7 +163,7 @@ def _openers(run: Path) -> list[str]:
         from distdl.tracking.mlflow import how_to_open
 
         server = outbox.state.server or outbox.database()
-        found.append(how_to_open(server))
+        found += how_to_open(server, outbox)
     if (run / "logs" / "tensorboard").is_dir():
         folder = os.path.relpath(run / "logs" / "tensorboard")
         found.append(f"tensorboard --logdir {shlex.quote(folder)}")

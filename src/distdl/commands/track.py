@@ -88,7 +88,7 @@ def _sync(outbox: Outbox) -> int:
         print(f"{sender.delivered} points delivered.")
     else:
         print("Nothing was left: the run is complete there.")
-    print(f"To see it: {how_to_open(uri)}")
+    print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return 0
 
 

@@ -55,5 +55,7 @@ def _evaluate(
 def _log_as(
     task: str, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
 ) -> None:
-    # The epoch is the checkpoint's, as the training logged it there.
-    log({k if k == "epoch" else f"{task}/{k}": v for k, v in metrics.items()}, step)
+    # The epoch is the checkpoint's, as the training logged it there; hp_metric is no metric, but a
+    # placeholder of TensorBoard's logger.
+    same = ("epoch", "hp_metric")
+    log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, step)

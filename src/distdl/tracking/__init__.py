@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from distdl.tracking.journal import Journal
     from distdl.tracking.system import SystemMetrics
 
+from distdl.tracking import services
+from distdl.tracking.outbox import redacted
+
 log = logging.getLogger(__name__)
 
 SYSTEM_METRICS_INTERVAL = 15.0  # seconds
@@ -34,7 +37,10 @@ class RunInfo:
         rank, local_rank, node_rank, world_size: Where this process stands.
         output_dir: The folder of all runs, which holds the project's database.
         experiment_name: The experiment in a tracking server.
-        params: Few (under 200), redacted, each told as at most 500 characters.
+        name: What a person calls the run: what a sweep varied, or its own name.
+        key: 32 letters that are this run's alone, the same in every attempt.
+        params: The most important first, for a server that takes so many only. Each is told without
+            secrets and as at most 500 characters.
         changed: What this attempt changed against the frozen recipe, by config path.
         artifacts: Files that describe the run (config.yaml, provenance.json).
         tags: Further tags.
@@ -49,6 +55,8 @@ class RunInfo:
     world_size: int
     output_dir: Path
     experiment_name: str
+    name: str = ""
+    key: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, Any] = field(default_factory=dict)
     artifacts: list[Path] = field(default_factory=list)
@@ -63,6 +71,7 @@ class Tracking:
         loggers: For Lightning's Trainer, the same number on every rank; the journal comes last.
         journal: The run's own record.
         components: `MLflowLogger`s, by their key.
+        services: Loggers that `distdl.tracking.services` knows, by theirs; on rank 0 alone.
         sampler: The system metrics of this node, if this process samples them.
     """
 
@@ -70,6 +79,14 @@ class Tracking:
     journal: Journal
     components: dict[str, Any]
     sampler: SystemMetrics | None
+    services: dict[str, Logger] = field(default_factory=dict)
+
+    def describe(self, params: Mapping[str, Any]) -> None:
+        """Further parameters of the run. Called on rank 0."""
+        for component in self.components.values():
+            component.describe(params)
+        for key, logger in self.services.items():
+            services.describe(key, logger, params)
 
     def settle(self) -> None:
         """Wait for what would hold up a step: components that still import something."""
@@ -90,13 +107,18 @@ class Tracking:
                 component.finish(status)
             except Exception as error:
                 log.warning("tracking.%s could not finish: %s", key, error)
+        for key, logger in self.services.items():
+            services.end(key, logger, status)
 
     def how_to_open(self) -> list[str]:
-        """One command or address per tracker, for the end of the run."""
-        lines = [component.how_to_open() for component in self.components.values()]
+        """The commands and addresses that show the run, for its end."""
+        lines = [line for component in self.components.values() for line in component.how_to_open()]
         for logger in self.loggers:
             if type(logger).__name__ == "TensorBoardLogger" and logger.save_dir:
                 lines.append(f"tensorboard --logdir {os.path.relpath(logger.save_dir)}")
+        for key, logger in self.services.items():
+            with contextlib.suppress(Exception):  # the page is a comfort
+                lines.append(services.how_to_open(logger, self.journal.run_dir / "logs" / key))
         return lines
 
 
@@ -108,6 +130,9 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
         components: What the `tracking` part of the config was built into. A Lightning logger is
             passed on, a `_partial_` of one with its `save_dir`, `RUN/logs/<key>`; ours is an
             `MLflowLogger`.
+
+    Raises:
+        UserError: A service, such as W&B, cannot be opened.
     """
     from lightning.pytorch.loggers.logger import Logger
 
@@ -119,20 +144,24 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
     journal = Journal(path, info.run_dir, info.attempt, training=info.rank == 0)
     loggers: list[Logger] = []
     ours: dict[str, Any] = {}
+    known: dict[str, Logger] = {}
     interval = SYSTEM_METRICS_INTERVAL
     for key, component in components.items():
         if isinstance(component, functools.partial):
-            component = component(save_dir=str(info.run_dir / "logs" / key))
+            component = services.for_run(component, info, key)
         if not isinstance(component, Logger):
             component.start(info)
             ours[key] = component
             interval = component.system_metrics_interval
             component = component.lightning_logger(journal)
         loggers.append(journal.listen_to(component))
+        if info.rank == 0 and type(component).__name__ in services.SERVICES:
+            services.describe(key, component, redacted(info.params))
+            known[key] = component
     sampler = None
     if path is not None and interval > 0:
         with contextlib.suppress(OSError):
             info.run_dir.mkdir(parents=True, exist_ok=True)
         sampler = SystemMetrics(journal, interval, info.node_rank, info.run_dir)
         sampler.start()
-    return Tracking([*loggers, journal], journal, ours, sampler)
+    return Tracking([*loggers, journal], journal, ours, sampler, known)

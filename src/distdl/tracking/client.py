@@ -8,11 +8,18 @@ import logging
 import os
 import posixpath
 import re
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distdl.tracking.outbox import database_path, is_local
+
+log = logging.getLogger(__name__)
+
+BEING_MADE = 5.0  # seconds since it was written in which a database may still be in the making
 # The server's way to say "never": trying again would hold up everything behind it.
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
@@ -84,6 +91,50 @@ def refusal(error: Exception) -> bool:
     if answer in (400, 413, 414, 422) or isinstance(error, FileExistsError | NotADirectoryError):
         return True
     return getattr(error, "error_code", None) in REFUSED
+
+
+def last_written(address: str) -> float | None:
+    """When a local database was last written; None for one that is not there, or for a server."""
+    try:
+        return database_path(address).stat().st_mtime if is_local(address) else None
+    except OSError:
+        return None
+
+
+def put_aside(address: str, written: float) -> bool:
+    """Renames a database whose making was cut short, which MLflow refuses for ever. True if it was
+    one: it holds no run. Call it under the lock of those that make it.
+
+    Args:
+        written: `last_written`, before MLflow tried to open it.
+    """
+    database = database_path(address)
+    if time.time() - written < BEING_MADE:  # `mlflow ui` asks for no lock
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as found:
+            tables = {name for (name,) in found.execute("SELECT name FROM sqlite_master")}
+            for table in tables & {"runs", "_alembic_tmp_runs"}:  # the other while it is upgraded
+                if found.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
+                    return False
+    except (OSError, sqlite3.Error):
+        return False
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    engine = getattr(SqlAlchemyStore, "_engine_map", {}).pop(address, None)
+    if engine is not None:  # it would go on with the file that it has open
+        engine.dispose()
+    kept = database.with_name(f"{database.name}.half-made-{time.time():.0f}")
+    for tail in ("", "-journal", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{database}{tail}", f"{kept}{tail}")
+    log.warning(
+        "%s was half made (a run was killed in that moment) and holds no run: it is kept "
+        "as %s, and made anew",
+        database,
+        kept.name,
+    )
+    return True
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import posixpath
@@ -10,13 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distdl.tracking.client import import_client, metric_name, refusal
-from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local
+from distdl.tracking.client import (
+    import_client,
+    last_written,
+    metric_name,
+    put_aside,
+    refusal,
+)
+from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
 from distdl.tracking.records import journals, read
 
 log = logging.getLogger(__name__)
 
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's own limits per request
+ENOUGH = 8  # parameters refused in a row: the server takes no more of this run
 
 
 class Delivery:
@@ -38,6 +46,7 @@ class Delivery:
         self.experiment_id: str | None = None
         self.delivered = 0  # points
         self.refused: set[str] = set()  # names
+        self.in_a_row = 0  # parameters that were refused since one was taken
 
     def connect(self) -> bool:
         """Find the MLflow run, or make it (node 0). False where it is not there yet."""
@@ -52,15 +61,23 @@ class Delivery:
             database.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(database.with_name(database.name + ".lock"), timeout=120)
         with lock:
-            self.client = import_client()(tracking_uri=self.uri)
+            make = functools.partial(import_client(), tracking_uri=self.uri)
+            written = last_written(self.uri)
+            try:
+                self.client = make()
+            except Exception:
+                if written is None or not put_aside(self.uri, written):
+                    raise
+                self.client = make()
             if self.node_rank:
                 self.outbox.load()
             state = self.outbox.state
             run_id = state.run_id if state.run_id and self._is_active(state.run_id) else None
             run_id = run_id or self._search() or (None if self.node_rank else self._create())
-        if run_id and self.node_rank == 0 and state.run_id != run_id:
+        if run_id and self.node_rank == 0:
             with self.outbox.lock:
-                state.run_id, state.job_run = run_id, False
+                state.job_run = state.job_run and state.run_id == run_id
+                state.run_id, state.experiment_id = run_id, self.experiment_id
                 self.outbox.save()
         self.run_id = run_id
         self.names.append(run_id)
@@ -107,7 +124,10 @@ class Delivery:
     def _create(self) -> str:
         state = self.outbox.state
         tags = {"distdl.run_id": state.distdl_run, "distdl.run_key": state.key}
-        name, start = state.distdl_run.rsplit("/", 1)[-1], int(state.start_time * 1000)
+        name, start = (
+            state.name or state.distdl_run.rsplit("/", 1)[-1],
+            int(state.start_time * 1000),
+        )
         return str(self.client.create_run(self.experiment_id, start, tags, name).info.run_id)
 
     def send_outbox(self) -> None:
@@ -121,8 +141,18 @@ class Delivery:
             # MLflow refuses a parameter that changes; changes are told by a tag of the attempt.
             known = self.client.get_run(self.run_id).data.params
             named = {metric_name(k): v for k, v in params.items()}
+            before, self.in_a_row = {*self.refused}, 0
             self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
             outbox.sent("params", params)
+            if left_out := [k for k in named if k in self.refused - before]:
+                log.warning(
+                    "MLflow at %s refuses %d parameters of %d (%s); the artifact config.yaml has "
+                    "the whole config",
+                    redact(self.uri),
+                    len(left_out),
+                    len(named),
+                    ", ".join([*left_out[:3], *(["..."] if left_out[3:] else [])]),
+                )
         if tags:
             self._send("tags", [RunTag(metric_name(k), v) for k, v in tags.items()])
             outbox.sent("tags", tags)
@@ -188,10 +218,15 @@ class Delivery:
             send()
 
     def _send(self, kind: str, points: list[Any]) -> None:
-        """By halves, where they are too many for a request, or one of them is refused."""
+        """By halves, where they are too many for a request, or one of them is refused. The first
+        come first: a server may take so many parameters of a run and no more (Azure ML does)."""
+        if kind == "params" and self.in_a_row >= ENOUGH:
+            self.refused |= {point.key for point in points}
+            return
         if len(points) <= BATCH[kind]:
             try:
                 self.client.log_batch(self.run_id, **{kind: points})
+                self.in_a_row = 0
                 return
             except Exception as error:
                 if not self.run_id or not self._is_active(self.run_id):
@@ -200,9 +235,13 @@ class Delivery:
                 if not refusal(error):
                     raise
                 if len(points) == 1:
-                    if points[0].key not in self.refused:
-                        self.refused.add(points[0].key)
-                        log.warning("MLflow refuses the %s %s: %s", kind[:-1], points[0].key, error)
+                    key, new = points[0].key, points[0].key not in self.refused
+                    self.refused.add(key)
+                    if kind == "params":  # told together
+                        self.in_a_row += 1
+                        log.debug("MLflow refuses the parameter %s: %s", key, error)
+                    elif new:
+                        log.warning("MLflow refuses the %s %s: %s", kind[:-1], key, error)
                     return
         middle = len(points) // 2
         self._send(kind, points[:middle])

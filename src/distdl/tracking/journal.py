@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 
+from distdl.hyper_parameters import described
 from distdl.tracking.records import encode
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class Journal(Logger):
         self._hear(self, metrics, step)
 
     def listen_to(self, logger: Logger) -> Logger:
-        """Queue what this logger is told, first: where it raises, Lightning ends the training."""
+        """Queue what this logger is told, first: where it raises, Lightning ends the training.
+        Hyperparameters reach it as plain data."""
         tell = logger.log_metrics
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
@@ -82,7 +84,13 @@ class Journal(Logger):
                 self._hear(logger, metrics, step)
             tell(metrics, step, **more)  # type: ignore[arg-type]
 
+        note = logger.log_hyperparams
+
+        def log_hyperparams(params: Any, *args: Any, **more: Any) -> None:
+            note(described(params), *args, **more)  # Hydra has objects of its own
+
         logger.log_metrics = log_metrics  # type: ignore[method-assign]
+        logger.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
         return logger
 
     def _hear(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:

@@ -10,7 +10,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +95,19 @@ class MLflowLogger:
         if info.rank != 0 and not helper:
             return
         prepare_environment()
+        self.delivery = Delivery(outbox, self.uri, info.node_rank)
         if info.rank == 0:
             outbox.save()
-        self.delivery = Delivery(outbox, self.uri, info.node_rank)
+            self.describe(info.params)
         for path in info.artifacts if info.rank == 0 else []:
             self._keep(path)
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
+
+    def describe(self, params: Mapping[str, Any]) -> None:
+        """Parameters of the run; of one that it has the value stays."""
+        if self.delivery is not None:
+            self.delivery.outbox.owe("params", params, longest=500)
 
     def settle(self) -> None:
         """Wait until the thread has imported what it needs, before the first step.
@@ -153,15 +159,18 @@ class MLflowLogger:
                 shlex.quote(str(self.info.run_dir)),
             )
 
-    def how_to_open(self) -> str:
-        """What to type, or to open in a browser, to see the run."""
-        return how_to_open(self.uri)
+    def how_to_open(self) -> list[str]:
+        """What to type, and to open in a browser, to see the run."""
+        if self.delivery is None:
+            return []
+        self.wait_until(lambda: self.delivery.run_id)  # type: ignore[union-attr]
+        return how_to_open(self.uri, self.delivery.outbox)
 
     def _describe(self, outbox: Outbox) -> None:
         """Fill the outbox with what this attempt has to tell."""
         info, state = self.info, outbox.state
         outbox.lost = not outbox.found and info.attempt > 1
-        state.distdl_run = info.run_id
+        state.distdl_run, state.name = info.run_id, info.name
         state.server = redact(self.tracking_uri) if self.tracking_uri else None
         state.output_dir = os.path.relpath(info.output_dir, info.run_dir)
         state.experiment = self.experiment_name or info.experiment_name
@@ -176,7 +185,6 @@ class MLflowLogger:
                 state.tags["distdl.previous_job"] = state.run_id
             state.run_id = self.job_run
         state.job_run = bool(self.job_run)
-        state.params |= {k: str(v)[:500] for k, v in info.params.items()}
         state.status, state.end_time = "RUNNING", None
 
     def _tags(self) -> dict[str, str]:
@@ -256,13 +264,25 @@ class MLflowLogger:
             self._wake.clear()
 
 
-def how_to_open(uri: str) -> str:
-    """The command that opens a database file, or the address of a server."""
+def how_to_open(uri: str, outbox: Outbox) -> list[str]:
+    """The page of the run; before it, what serves that page where no server does."""
+    run, experiment = outbox.state.run_id, outbox.state.experiment_id
+    page = f"/#/experiments/{experiment}/runs/{run}"
+    if not (run and experiment and re.fullmatch(r"/#/experiments/[\w-]+/runs/[\w-]+", page)):
+        page = ""
     if uri.startswith("http"):
-        return redact(uri)
+        return [redact(uri).rstrip("/") + page]
+    if uri.startswith("azureml:"):
+        names = ("SUBSCRIPTION", "RESOURCEGROUP", "WORKSPACE_NAME")
+        of = [os.environ.get(f"AZUREML_ARM_{name}") for name in names]
+        if run and all(of):
+            place = "/subscriptions/{}/resourcegroups/{}/workspaces/{}".format(*of)
+            return [f"https://ml.azure.com/runs/{run}?wsid={place}"]
+        return [redact(uri)]
     if is_local(uri):
         path = database_path(uri)
         with contextlib.suppress(ValueError):
             path = path.relative_to(Path.cwd())
         uri = f"sqlite:///{path}"
-    return f"mlflow ui --backend-store-uri {shlex.quote(redact(uri))}"
+    command = f"mlflow ui --backend-store-uri {shlex.quote(redact(uri))}"
+    return [command, f"http://127.0.0.1:5000{page}"] if page else [command]

@@ -37,6 +37,16 @@ def redact(address: str) -> str:
     return hide_shapes(plain)  # https://<token>@host
 
 
+def redacted(values: Mapping[str, Any], longest: int = 500) -> dict[str, str]:
+    """Values as texts of at most so many characters, without secrets."""
+    return {
+        str(k): "***"
+        if looks_secret(str(k).replace("/", "."))
+        else without_secrets(str(v))[:longest]
+        for k, v in values.items()
+    }
+
+
 def is_local(address: str) -> bool:
     """Whether this is a database file, which several hosts must not write at the same time."""
     return address.startswith("sqlite:")
@@ -55,7 +65,8 @@ class State:
         server: The tracking URI, redacted; None is the project's own database.
         output_dir: The folder of the project's database, relative to the run directory, so that
             both can be moved together.
-        run_id: MLflow's name of the run, once it is known.
+        name: What MLflow's tables call the run.
+        run_id, experiment_id: MLflow's names of the run and its experiment, once they are known.
         job_run: The run belongs to the platform's job (Azure ML), which ends it.
         key: Tagged onto the run when it is made: finds it when the answer of the server was lost.
         params, tags, status, end_time: Owed; `end_time` is in seconds since 1970. So are the files
@@ -67,7 +78,9 @@ class State:
     output_dir: str = ".."
     artifact_location: str | None = None
     experiment: str = "Default"
+    name: str = ""
     run_id: str | None = None
+    experiment_id: str | None = None
     job_run: bool = False
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     start_time: float = field(default_factory=time.time)
@@ -112,13 +125,10 @@ class Outbox:
 
     def owe(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
         """Add params or tags, without secrets. Of a parameter that is owed, the value stays."""
-        told = {
-            str(k): "***" if looks_secret(str(k).replace("/", ".")) else without_secrets(str(v))
-            for k, v in values.items()
-        }
+        told = redacted(values, longest)
         with self.lock, contextlib.suppress(OSError):  # a full disk: the sender says so
             owed = getattr(self.state, kind)
-            owed |= {k: v[:longest] for k, v in told.items() if kind == "tags" or k not in owed}
+            owed |= {k: v for k, v in told.items() if kind == "tags" or k not in owed}
             self.save()
 
     def keep(self, path: str | Path, to: str) -> None:

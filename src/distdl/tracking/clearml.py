@@ -1,0 +1,105 @@
+"""ClearML, which has no logger of Lightning's: metrics and parameters of a run as one task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.logger import _convert_params
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+CACHE = "CLEARML_CACHE_DIR"
+# What `Task.init` would record or patch by itself; the first of it takes minutes, and would send a
+# diff with whatever it holds.
+CAPTURED = (
+    "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm "
+    "hydra tfdefines joblib megengine catboost gradio jsonargparse"
+)
+
+
+class ClearMLLogger(Logger):
+    """One ClearML task per run, opened on rank 0 when something is first logged.
+
+    A task's id is ClearML's own choice, so it is kept in `save_dir/task_id`: the next attempt goes
+    on with that task. `experiment` is the `clearml.Task`, for whatever else a module wants to log.
+    Nothing is captured behind the program's back (its output, its code, matplotlib, TensorBoard,
+    torch.save), unless an argument of `Task.init` asks for it.
+
+    Args:
+        save_dir: A folder of the run.
+        project_name, task_name: As ClearML shows them.
+        offline: Send nothing, write into `save_dir`; so does $CLEARML_OFFLINE_MODE=1.
+        init: Further arguments of `Task.init`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        project_name: str = "distdl",
+        task_name: str | None = None,
+        offline: bool = False,
+        **init: Any,
+    ) -> None:
+        super().__init__()
+        self._save_dir = str(save_dir)
+        self._project, self._name, self._init = project_name, task_name, init
+        self.offline = offline or os.environ.get("CLEARML_OFFLINE_MODE") in ("1", "true")
+        self._task: Any = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._task is None:
+            self._task = self._begin()
+        return self._task
+
+    def _begin(self) -> Any:
+        if self.offline:
+            os.environ.setdefault(CACHE, self._save_dir)
+        from clearml import Task
+
+        if self.offline:
+            Task.set_offline(True)
+        kept = Path(self._save_dir) / "task_id"
+        known = kept.read_text().strip() if kept.is_file() else ""
+        if known.startswith("offline-") != self.offline:
+            known = ""  # what was written offline is a session, and no task of the server
+        quiet = {
+            "auto_connect_arg_parser": False,
+            "auto_connect_frameworks": dict.fromkeys(CAPTURED.split(), False),
+            "auto_connect_streams": False,
+            "auto_resource_monitoring": False,
+        }
+        task = Task.init(
+            self._project,
+            self._name,
+            reuse_last_task_id=known or False,
+            continue_last_task=0 if known else False,  # 0: our steps count on by themselves
+            **{**quiet, **self._init},
+        )
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(f"{task.id}\n")
+        return task
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        report = self.experiment.get_logger().report_scalar
+        for name, value in metrics.items():
+            title, _, series = name.rpartition("/")
+            report(title or series, series, float(value), iteration=step or 0)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        values = {f"run/{key}": str(value) for key, value in _convert_params(params).items()}
+        self.experiment.update_parameters(values)
+
+    save_dir = property(lambda self: self._save_dir)
+    name = property(lambda self: self._project)
+
+    @property
+    def version(self) -> str | None:
+        """The task's id, once there is a task."""
+        return self._task.id if self._task is not None else None

@@ -1,0 +1,163 @@
+"""Trackers that are a service of their own: what each logger is told of the run, and how it ends.
+
+Torch-free: validation asks here which package a logger needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distdl.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from distdl.tracking import RunInfo
+
+log = logging.getLogger(__name__)
+
+# Seconds to wait for what is left to be sent. A scheduler's grace is short, and so is the agent's
+# patience with a rank that failed.
+PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0, "SUCCEEDED": 60.0}
+
+
+@dataclass(frozen=True)
+class Service:
+    """A logger, known by the name of its class.
+
+    Args:
+        package: What it imports.
+        extra: Which of distdl's extras installs that.
+        told: Its arguments for a run, of which those that the config gives stay. The same id in
+            every attempt, so that a resumed run goes on in the same curves.
+        end: The method of its `experiment` that sends what is left. A worker ends without those
+            hooks of Python's end by which some of them would do it themselves.
+    """
+
+    package: str
+    extra: str
+    told: Callable[[RunInfo, str], dict[str, Any]]
+    end: str
+
+
+SERVICES = {
+    "WandbLogger": Service(
+        "wandb",
+        "wandb",
+        lambda info, folder: {"save_dir": folder, "id": info.key, "name": info.name},
+        "finish",
+    ),
+    "CometLogger": Service(
+        "comet_ml",
+        "comet",
+        lambda info, folder: {
+            "offline_directory": folder,
+            "experiment_key": info.key,
+            "name": info.name,
+        },
+        "end",
+    ),
+    "ClearMLLogger": Service(
+        "clearml",
+        "clearml",
+        lambda info, folder: {"save_dir": folder, "task_name": info.name},
+        "close",
+    ),
+}
+
+
+def missing(tracking: Mapping[str, Any]) -> list[Problem]:
+    """What the loggers of a config's `tracking` need and this environment lacks."""
+    found = []
+    for key, node in tracking.items():
+        target = str(node.get("_target_")) if isinstance(node, dict) else ""
+        service = SERVICES.get(target.rpartition(".")[2])
+        if service is not None and importlib.util.find_spec(service.package) is None:
+            what = f"needs the package {service.package}, which is not installed"
+            remedy = f"pip install 'distdl[{service.extra}]', or tracking=mlflow"
+            found.append(Problem(f"tracking.{key}", what, remedy))
+    return found
+
+
+def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
+    """The logger of a run, from what the config says of it.
+
+    Raises:
+        UserError: It cannot be made.
+    """
+    folder = info.run_dir / "logs" / key
+    service = SERVICES.get(getattr(partial.func, "__name__", ""))
+    told = service.told(info, str(folder)) if service else {"save_dir": str(folder)}
+    given = {k for k, v in partial.keywords.items() if v is not None}
+    if service is None:
+        return partial(**told)
+    if info.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)  # else W&B writes somewhere else
+    return _started(key, lambda: partial(**{k: v for k, v in told.items() if k not in given}))
+
+
+def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
+    """Gives a service the parameters of the run, which opens it.
+
+    Raises:
+        UserError: It cannot be opened.
+    """
+    _started(key, lambda: logger.log_hyperparams(dict(params)))
+
+
+def _started(key: str, start: Callable[[], Any]) -> Any:
+    try:
+        return start()
+    except Exception as error:
+        said = next(iter(str(error).strip().splitlines()), "")
+        what = f"cannot start: {type(error).__name__}: {said}"
+        remedy = "log in to it, let it work offline (docs/tracking.md), or choose tracking=mlflow"
+        raise UserError(Problem(f"tracking.{key}", what, remedy)) from error
+
+
+def end(key: str, logger: Any, status: str) -> None:
+    """Sends what is left, no longer than there is patience; never raises.
+
+    Args:
+        status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.
+    """
+    method = SERVICES[type(logger).__name__].end
+    failed = status == "FAILED"
+
+    def close() -> None:
+        try:
+            arguments = {"exit_code": 1} if method == "finish" and failed else {}
+            getattr(logger.experiment, method)(**arguments)
+        except Exception as error:
+            log.warning("tracking.%s could not finish: %s", key, error)
+
+    thread = threading.Thread(target=close, name=f"end-{key}", daemon=True)
+    thread.start()
+    thread.join(PATIENCE.get(status, 60.0))
+    if thread.is_alive():
+        log.warning("tracking.%s has not sent everything: what is left is in the run", key)
+
+
+def how_to_open(logger: Any, folder: Path) -> str:
+    """The page of the run, or the command that uploads what was written offline."""
+    name, experiment = type(logger).__name__, logger.experiment
+    if name == "WandbLogger":
+        command = f"wandb sync {_shown(folder)}/wandb/offline-run-*"
+        return command if experiment.offline else str(experiment.url)
+    if name == "CometLogger":
+        offline = type(experiment).__name__.endswith("OfflineExperiment")
+        return f"comet upload {_shown(folder)}/*.zip" if offline else str(experiment.url)
+    if logger.offline:
+        session = Path(experiment.get_offline_mode_folder())
+        return f"clearml-task --import-offline-session {_shown(session)}.zip"
+    return str(experiment.get_output_log_web_page())
+
+
+def _shown(folder: Path) -> str:
+    return os.path.relpath(folder)
