@@ -146,18 +146,19 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
     Raises:
         UserError: It is under way, or its folder cannot be written.
     """
-    root = root_of(planned.config)
+    root, new = root_of(planned.config), not planned.run.exists
     jobs.refuse_second(planned.run)
     try:
-        if not planned.run.exists:
+        if new:
             recipe = configs.to_yaml(planned.recipe)
             chosen = (planned.overrides, planned.swept)
             planned.run.create(recipe, provenance.collect(command, root, *chosen))
         record = launch_record(planned, root)
         attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
     except OSError as error:  # a full disk, a quota, what no permission shows
-        with suppress(OSError):
-            planned.run.path.rmdir()  # only an empty one: what lies in it may be somebody else's
+        if new:
+            with suppress(OSError):
+                planned.run.take_back()
         what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
         raise UserError(Problem("output_dir", what, "choose another: output_dir=FOLDER")) from error
     if code is not None:

@@ -299,6 +299,18 @@ class RunDirectory:
         write_json(self.path / PROVENANCE, stamped)
         write_text(self.path / CONFIG, recipe)
 
+    def take_back(self) -> None:
+        """Undoes `create`, as long as there is no attempt. What else lies in the folder stays.
+
+        Raises:
+            OSError: There is an attempt, or it cannot be undone.
+        """
+        if (self.path / "attempts").exists():
+            (self.path / "attempts").rmdir()
+        (self.path / CONFIG).unlink(missing_ok=True)
+        (self.path / PROVENANCE).unlink(missing_ok=True)
+        self.path.rmdir()
+
     def spare_path(self) -> Path:
         """Where it can be kept under another name: `<name>.failed-1`, or the first that is free."""
         paths = (self.path.with_name(f"{self.path.name}.failed-{n}") for n in itertools.count(1))
