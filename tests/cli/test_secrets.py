@@ -159,14 +159,14 @@ def test_no_rendered_request_holds_it(command, without_stage_2, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("typed", "remedy"),
     [
-        ("+callbacks.leaky.token=canary-literal-31", "export TOKEN"),
-        ("+data.sas=canary-literal-31", "${oc.env:SAS}"),
+        ("+callbacks.leaky.token=canary-literal-31", "export LEAKY_TOKEN"),
+        ("+data.sas=canary-literal-31", "${oc.env:DATA_SAS}"),
         ("tracking.mlflow.tracking_uri=https://me:canary-literal-31@example.org", "${oc.env:"),
         (f"tags=[{VARIABLES['OTHER_TOKEN']}]", "export OTHER_TOKEN"),
         ('+data.url="https://h/c?sv=1&sig=canary-literal-31"', "${oc.env:"),
         ("+data.url=https://h/c?sv=1&sig=canary-literal-31", "is no override"),
         ("+model.password=canary-literal-31[", ""),
-        ("-m +model.password=canary-literal-31,canary-literal-32", "export PASSWORD"),
+        ("-m +model.password=canary-literal-31,canary-literal-32", "export MODEL_PASSWORD"),
     ],
 )
 def test_a_literal_on_the_command_line_is_refused_unread(

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from distdl.launchers.azureml.client import Connection, Workspace
 from tests.cluster.arm import Azure, Job, azure, why_not
 from tests.cluster.azurite import CONTAINER
 from tests.cluster.nodes import HELD
@@ -299,6 +300,27 @@ def test_a_sweep_job_trains_each_frozen_member(
         assert status(run)["state"] == "SUCCEEDED"
         seeds.add(re.search(r"^seed: (\d+)", (run / "config.yaml").read_text(), re.MULTILINE)[1])
     assert seeds == {"3", "4"}
+
+
+def test_the_files_of_a_dry_run_are_a_job(
+    azure: Azure, project: Path, trained: str, here: Command
+) -> None:
+    """Submitted by the SDK alone, as `az ml job create --file` does; it is held in the queue."""
+    from azure.ai.ml import load_job
+
+    where = ("launcher.compute=gpu", "trainer.devices=1", "launcher.files=outputs/files")
+    said = here(*SMALL, *where, "name=by_az", "dry_run=true", f"launcher.tags={{{HELD}: 1}}")
+    assert said.code == 0, said
+    file = project / "outputs/files/default/by_az/job.yml"
+    client = Connection(Workspace(*WORKSPACE.values()), None).client
+    sent = azure.jobs[client.jobs.create_or_update(load_job(file)).name].body["properties"]
+    assert sent["command"] in said.out and sent["computeId"].endswith("/computes/gpu")
+    code = azure.resources[sent["codeId"]]["properties"]["codeUri"]
+    folder = code.partition(f"{azure.azurite.port}/")[2]
+    there = {name.removeprefix(f"{folder}/") for name in azure.azurite.contents(f"{folder}/")}
+    bundle = file.parent / "bundle"
+    assert there == {str(f.relative_to(bundle)) for f in bundle.rglob("*") if f.is_file()}
+    assert {"config.yaml", "code/project/witness.py", "code/distdl/worker.py"} <= there
 
 
 def test_a_run_that_began_here_goes_on_there(
