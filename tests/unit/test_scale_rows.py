@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,20 @@ def test_others_numbers_stand_beside_their_own_model_only(
     plt.close(drawn[0])
     _scale_table.print_rows(rows, None)
     assert "samples/s" in capsys.readouterr().out  # of data that are no images of distdl's
+
+
+def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys) -> None:
+    """A column that is cut says nothing."""
+    hook = member(bench(2, rate=160), "ddp strategy.comm_hook=bf16")
+    rows = _scale_rows.rows([member(bench(), "single"), hook], None, None, ("weak",))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for width, left_out in (("60", {"spread", "data", "verdict"}), ("100", {"spread", "data"})):
+        monkeypatch.setenv("COLUMNS", width)
+        _scale_table.print_rows(rows, None)
+        said = capsys.readouterr().out
+        assert "…" not in said and "80.0 %" in said and "comm_hook=bf16" in "".join(said.split())
+        words = said.split()
+        assert left_out.isdisjoint(words) and ("compute-bound" in words) is (width == "100")
 
 
 def test_labels_of_the_reference_lines_do_not_touch(tmp_path: Path) -> None:

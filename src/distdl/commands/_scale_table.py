@@ -12,6 +12,18 @@ from distdl.commands._scale_rows import Rented, Row, at, dollars
 
 # Share of one device: measured and predicted are taken to agree, beside the spread.
 CLOSE = 0.05
+# Columns that a narrow terminal does without, the first one first; scale.json has all of them.
+GIVE_WAY = (
+    "data wait",
+    "spread",
+    "communication",
+    "batch",
+    "step",
+    "predicted",
+    "verdict",
+    "$ an epoch",
+)
+NAME = 20  # characters of a strategy's in one line, where there is no room for more
 
 
 def print_rows(rows: Sequence[Row], rented: Rented | None) -> None:
@@ -20,38 +32,38 @@ def print_rows(rows: Sequence[Row], rented: Rented | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for mode in dict.fromkeys(row.mode for row in rows):
         what = "as much for each device" if mode == "weak" else "the same for all together"
-        table = Table(
-            title=f"{mode} scaling: {what}", title_justify="left", box=None, pad_edge=False
-        )
-        table.add_column("strategy", no_wrap=True)
-        names = [
-            "nodes x devices",
-            "batch",
-            rows[0].unit,
-            "spread",
-            "step",
-            "efficiency",
-            "predicted",
-        ]
-        names += ["communication", "data wait", "verdict"]
-        for name in [*names, *(["$ an epoch"] if rented else [])]:
-            table.add_column(name, justify="right", no_wrap=True)
+        columns: dict[str, list[str]] = {}
         for row in (r for r in rows if r.mode == mode):
-            cells = [
-                f"{row.nodes} x {row.devices}",
-                f"{row.global_batch:,}",
-                f"{row.rate:,.1f}",
-                percent(row.spread),
-                f"{1000 * row.step_seconds:,.4g} ms",
-                percent(row.efficiency),
-                percent(row.predicted.efficiency if row.predicted else None),
-                percent(row.communication),
-                percent(row.data_wait),
-                row.bound,
-            ]
-            if rented:
-                cells.append("-" if row.price is None else dollars(row.price))
-            table.add_row(row.strategy, *cells)
+            cells = {
+                "strategy": row.strategy,
+                "nodes x devices": f"{row.nodes} x {row.devices}",
+                "batch": f"{row.global_batch:,}",
+                rows[0].unit: f"{row.rate:,.1f}",
+                "spread": percent(row.spread),
+                "step": f"{1000 * row.step_seconds:,.4g} ms",
+                "efficiency": percent(row.efficiency),
+                "predicted": percent(row.predicted.efficiency if row.predicted else None),
+                "communication": percent(row.communication),
+                "data wait": percent(row.data_wait),
+                "verdict": row.bound,
+                **({"$ an epoch": dollars(row.price) if row.price else "-"} if rented else {}),
+            }
+            for name, cell in cells.items():
+                columns.setdefault(name, []).append(cell)
+        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+        least = min(NAME, widths["strategy"])
+        for name in GIVE_WAY:
+            if sum(widths.values()) + 2 * (len(widths) - 1) > console.width:
+                widths["strategy"] = least
+                widths.pop(name, None)
+        title = f"{mode} scaling: {what}"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in widths:
+            left = name == "strategy"
+            how, floor = ("left", least) if left else ("right", None)
+            table.add_column(name, justify=how, no_wrap=not left, min_width=floor, overflow="fold")  # type: ignore[arg-type]
+        for line in zip(*(columns[name] for name in widths), strict=True):
+            table.add_row(*line)
         console.print(table)
         console.print()
     if rented and rented.price is None:
