@@ -19,10 +19,16 @@ from distdl.resources import replicas
 from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
 from distdl.suggest import did_you_mean, strategy_for
 from distdl.targets import nodes
-from distdl.tracking import services as tracking
 
 _LOCAL = "distdl.launchers.local"  # one machine: this one
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
+
+# What a tracker's logger imports once it is made, and which of our extras installs that.
+PACKAGES = {
+    "WandbLogger": ("wandb", "wandb"),
+    "CometLogger": ("comet_ml", "comet"),
+    "ClearMLLogger": ("clearml", "clearml"),
+}
 
 Found = list[tuple[Path, Problem]]
 
@@ -151,8 +157,15 @@ def unwritable(output: str) -> str:
 
 def services(resolved: Resolved, here: bool) -> Found:
     """Trackers whose package is not installed, where the workers run here."""
-    problems = tracking.missing(resolved.section("tracking")) if here else []
-    return [(tuple(problem.path.split(".", 1)), problem) for problem in problems]
+    found: Found = []
+    for key, node in resolved.section("tracking").items() if here else ():
+        target = str(node.get("_target_")) if isinstance(node, dict) else ""
+        package, extra = PACKAGES.get(target.rpartition(".")[2], ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            what = f"needs the package {package}, which is not installed"
+            remedy = f"pip install 'distdl[{extra}]', or tracking=mlflow"
+            found.append((("tracking", key), Problem(f"tracking.{key}", what, remedy)))
+    return found
 
 
 def nothing(resolved: Resolved) -> Found:

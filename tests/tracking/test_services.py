@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from distdl import compose, summary, validate
 from distdl.errors import UserError
 from distdl.tasks.evaluate import _log_as
-from distdl.tracking import services, start_tracking
+from distdl.tracking import start_tracking
 from distdl.tracking.records import journal_path, read
 from tests.tracking.tracked import info_of
 
@@ -90,7 +90,7 @@ def test_a_preset_names_the_extra_that_it_lacks(
 ) -> None:
     find = importlib.util.find_spec
     there: dict[str, Any] = dict.fromkeys(PRESETS.values())
-    monkeypatch.setattr(services.importlib.util, "find_spec", lambda n: there.get(n, n) and find(n))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: there.get(n, n) and find(n))
     config = compose.compose([f"tracking=[csv,{preset}]"])
     (problem,) = validate.problems_of(config)
     assert problem.path == f"tracking.{preset}"

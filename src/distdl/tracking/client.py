@@ -121,9 +121,8 @@ def put_aside(address: str, written: float) -> bool:
         return False
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    engine = getattr(SqlAlchemyStore, "_engine_map", {}).pop(address, None)
-    if engine is not None:  # it would go on with the file that it has open
-        engine.dispose()
+    # It would go on with the file that it has open.
+    getattr(SqlAlchemyStore, "_engine_map", {}).pop(address, None)
     kept = database.with_name(f"{database.name}.half-made-{time.time():.0f}")
     for tail in ("", "-journal", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):

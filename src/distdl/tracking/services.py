@@ -1,12 +1,11 @@
 """Trackers that are a service of their own: what each logger is told of the run, and how it ends.
 
-Torch-free: validation asks here which package a logger needs.
+Which package each needs is in `distdl.checks`, which says so before anything starts.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 import threading
@@ -32,30 +31,22 @@ class Service:
     """A logger, known by the name of its class.
 
     Args:
-        package: What it imports.
-        extra: Which of distdl's extras installs that.
         told: Its arguments for a run, of which those that the config gives stay. The same id in
             every attempt, so that a resumed run goes on in the same curves.
         end: The method of its `experiment` that sends what is left. A worker ends without those
             hooks of Python's end by which some of them would do it themselves.
     """
 
-    package: str
-    extra: str
     told: Callable[[RunInfo, str], dict[str, Any]]
     end: str
 
 
 SERVICES = {
     "WandbLogger": Service(
-        "wandb",
-        "wandb",
         lambda info, folder: {"save_dir": folder, "id": info.key, "name": info.name},
         "finish",
     ),
     "CometLogger": Service(
-        "comet_ml",
-        "comet",
         lambda info, folder: {
             "offline_directory": folder,
             "experiment_key": info.key,
@@ -64,25 +55,10 @@ SERVICES = {
         "end",
     ),
     "ClearMLLogger": Service(
-        "clearml",
-        "clearml",
         lambda info, folder: {"save_dir": folder, "task_name": info.name},
         "close",
     ),
 }
-
-
-def missing(tracking: Mapping[str, Any]) -> list[Problem]:
-    """What the loggers of a config's `tracking` need and this environment lacks."""
-    found = []
-    for key, node in tracking.items():
-        target = str(node.get("_target_")) if isinstance(node, dict) else ""
-        service = SERVICES.get(target.rpartition(".")[2])
-        if service is not None and importlib.util.find_spec(service.package) is None:
-            what = f"needs the package {service.package}, which is not installed"
-            remedy = f"pip install 'distdl[{service.extra}]', or tracking=mlflow"
-            found.append(Problem(f"tracking.{key}", what, remedy))
-    return found
 
 
 def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
