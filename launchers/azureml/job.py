@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
-from distdl.launchers.azureml.client import Connection, told
+from distdl.launchers.azureml.client import Connection, Workspace, told
 from distdl.launchers.azureml.logs import LogFile, RunHistory, by_rank
 from distdl.launchers.azureml.store import Store
 
@@ -56,6 +57,7 @@ class AzureMLJob:
         self._history = RunHistory(connection)
         self._trial: str | None = None
         self.why = ""
+        self._listed = JobState.UNKNOWN  # in the answer to `ask`
 
     @property
     def handle(self) -> str:
@@ -65,7 +67,32 @@ class AzureMLJob:
     def url(self) -> str | None:
         return self._connection.page(self._name)
 
+    @staticmethod
+    def ask(jobs: Sequence[AzureMLJob]) -> None:
+        """Asks for lists of the workspace's jobs, for the next `state` of each: no more often than
+        one by one would. Trials, and what is in none of the lists, are asked by themselves.
+
+        Raises:
+            UserError: Azure refuses, or is out of reach.
+        """
+        workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
+        for job in jobs:
+            if job._member is None:
+                workspaces.setdefault(job._connection.workspace, {})[job._name] = job
+        for missing in workspaces.values():
+            connection, most = next(iter(missing.values()))._connection, len(missing)
+            with told():
+                for page in islice(connection.client.jobs.list().by_page(), most):
+                    for listed in page:  # None: the SDK knows no such kind of job
+                        if listed and (found := missing.pop(listed.name, None)):
+                            found._listed = STATES.get(listed.status, JobState.UNKNOWN)
+                    if not missing:
+                        break
+
     def state(self) -> JobState:
+        listed, self._listed = self._listed, JobState.UNKNOWN
+        if listed is not JobState.UNKNOWN:
+            return listed
         try:
             return STATES.get(self._details()["status"], JobState.UNKNOWN)
         except UserError as error:

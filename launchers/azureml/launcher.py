@@ -69,6 +69,7 @@ class AzureMLLauncher:
         for key in ("inputs", "mount", "env", "sweep_job", "tags", "services"):
             given[key] = given[key] or {}
         self.node: dict[str, Any] = given
+        self._connections: dict[Workspace, Connection] = {}
 
     check = staticmethod(checks.check)
 
@@ -160,4 +161,5 @@ class AzureMLLauncher:
         return self._connection(Workspace.find(*place))
 
     def _connection(self, workspace: Workspace) -> Connection:
-        return Connection(workspace, self.node["cloud"])
+        made = Connection(workspace, self.node["cloud"])
+        return self._connections.setdefault(workspace, made)

@@ -13,12 +13,14 @@ from tests.conftest import distdl
 INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 
 
-@pytest.mark.parametrize("name", ["logging.py", "torch/__init__.py"])
+@pytest.mark.parametrize("name", ["logging.py", "numpy/__init__.py"])
 def test_a_file_with_the_name_of_a_module_that_others_need(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("x = 1\n")
-    done = distdl("optimizer.lrr=1", "model=resnet18", cwd=tmp_path)
+    # The second stage is in a child process: two devices.
+    typed = ("model=resnet18", "trainer.devices=2", "trainer.accelerator=cpu")
+    done = distdl(*typed, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert "distdl: 1 problem, nothing was started" in done.stderr and len(done.stderr) < 1000
     assert f"{file}: stands in the place of /" in done.stderr, done.stderr

@@ -264,6 +264,17 @@ def test_a_job_in_the_queue(azure: Azure, trained: str, here: Command) -> None:
     assert "state   PENDING" in here("jobs", "status", "outputs/default/queued").out
     again = here(*queued)
     assert again.code == 2 and "attempt 1 is pending" in again.err
+    azure.jobs["ended"] = Job("ended", job.body, status="Canceled")
+    copy = shutil.copytree("outputs/default/queued", "outputs/default/ended")
+    handle = copy + "/attempts/001/job.json"
+    Path(handle).write_text(Path(handle).read_text().replace(f"jobs/{job.name}", "jobs/ended"))
+    asked = len(azure.asked("GET", "/details$"))
+    listed = {line.split("\t")[0]: line for line in here("jobs", "list").out.splitlines()}
+    assert "PENDING" in listed["outputs/default/queued"]
+    assert "CANCELLED" in listed["outputs/default/ended"]
+    assert len(azure.asked("GET", "^/jobs$")) == 1 and len(azure.asked("GET", "/details$")) == asked
+    shutil.rmtree(copy)
+    del azure.jobs["ended"]
     ended = here("jobs", "cancel", "outputs/default/queued")
     assert ended.code == 0 and job.cancelled, ended
     handle = re.search(r"azureml://\S+", sent.out)[0]
