@@ -66,7 +66,15 @@ class Binding:
         # What refers to a wrong value is wrong with it: said once, where it is written.
         refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
         told = {place for place, *_ in self.problems}
-        self.problems = [each for each in self.problems if refers.get(each[0]) not in told]
+
+        def origin_of(place: str) -> str:
+            return origin_of(refers[place]) if place in refers else place
+
+        def follows(place: str, what: str) -> bool:
+            built = [p for p in refers if p.startswith(f"{place}.") and "cannot be built" in what]
+            return any(origin_of(p) in told - {place} for p in (place, *built))
+
+        self.problems = [each for each in self.problems if not follows(each[0], each[1])]
 
     def look(self) -> None:
         """Imports every target and asks for its kind, before anything is built to be looked at."""

@@ -10,13 +10,13 @@ from pathlib import Path as FilePath
 from typing import Any, Protocol
 
 from distdl import config as configs
-from distdl import lightning_1
+from distdl import lightning_1, words
 from distdl.errors import Problem
 from distdl.job import unprintable, variable_problems
 from distdl.redact import holds_secret, looks_secret, redact
 from distdl.resolve import Resolved
 from distdl.resources import replicas
-from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, path_text
+from distdl.schema import COLLECTIONS, COMPONENTS, TRAINER_OWNED, Path, known_paths, path_text
 from distdl.suggest import did_you_mean, strategy_for
 from distdl.targets import nodes
 
@@ -80,8 +80,8 @@ def removed(resolved: Resolved) -> Found:
     given = resolved.section("trainer")
     what = "Lightning 2's Trainer has it no more"
     gone = {key: (what, instead) for key, instead in lightning_1.TRAINER.items() if key in given}
-    if words := strategy_for(name := str(given.get("accelerator"))):
-        gone["accelerator"] = f"{name} is a strategy", f"{words}, and trainer.accelerator=auto"
+    if ours := strategy_for(name := str(given.get("accelerator"))):
+        gone["accelerator"] = f"{name} is a strategy", f"{ours}, and trainer.accelerator=auto"
     return [(("trainer", key), Problem(f"trainer.{key}", *said)) for key, said in gone.items()]
 
 
@@ -107,7 +107,8 @@ def unknown(resolved: Resolved) -> Found:
     found: Found = []
     for key in resolved.section("trainer"):
         if takes and key not in takes and key not in lightning_1.TRAINER:
-            remedy = did_you_mean(f"trainer.{key}", [f"trainer.{name}" for name in takes])
+            own = did_you_mean(f"trainer.{key}", [f"trainer.{name}" for name in takes])
+            remedy = own or words.for_key(key) or did_you_mean(key, known_paths())
             what = f"lightning's Trainer takes no argument {key!r}"
             found.append((("trainer", key), Problem(f"trainer.{key}", what, remedy)))
     return found

@@ -152,9 +152,12 @@ def _explain(error: Exception, written: str, path: Path, resolved: Resolved) -> 
         what = f"reads the input {match[1]}, and {key} does not say where it is"
         return key, Problem(text, what, f"write +{key}=PATH")
     if isinstance(error, UnsupportedInterpolationType):
-        return written, Problem(text, f"uses a resolver that is not known: {written}")
+        name = message.split("\n")[0].rpartition(" ")[2]  # what refers to it fails with it
+        remedy = written.replace("${env:", "${oc.env:")
+        what = f"uses a resolver that is not known: {written}"
+        return name, Problem(text, what, f"write {text}='{remedy}'" if remedy != written else "")
     if isinstance(error, RecursionError) or "ecursive" in message:
-        return written, Problem(text, f"refers to itself: {written}")
+        return "itself", Problem(text, f"refers to itself: {written}")  # one for all of a circle
     return written, Problem(text, f"cannot be resolved: {written}")
 
 

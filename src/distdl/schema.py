@@ -339,6 +339,8 @@ def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
     value, text = _at(values, path), path_text(path)
     if path == ("strategy",) and isinstance(value, str):
         return strategy_for(value)
+    if path == ("checkpoint",):
+        return words.for_key("ckpt_path")
     if path == ("trainer", "precision"):
         name = str(value).lower().removeprefix("torch.").replace("_", "-")
         found = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))

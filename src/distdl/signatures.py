@@ -31,7 +31,7 @@ VAR_KEYWORD_GOES_TO = {
     ),
 }
 UNIONS = (Union, types.UnionType)
-DTYPE = "a dtype of torch"
+DTYPE, TENSOR = "a dtype of torch", "<class 'torch.Tensor'>"
 # Arguments that such a class passes itself.
 _OWN = {"module", "device_ids", "process_group"}
 
@@ -224,7 +224,7 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, str)
     if hint == _dtype():
         return dtype_named(value) is not None
-    return True
+    return not (isinstance(value, str) and f"{hint}" == TENSOR)
 
 
 def _dtype() -> Any:
@@ -294,6 +294,8 @@ def _name_of(hint: Any) -> str:
         return _name_of(hint.__origin__) + "".join(bounds)
     if hint == _dtype():
         return DTYPE
+    if f"{hint}" == TENSOR:
+        return "a tensor"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if typing.get_origin(hint) in UNIONS:
         return " or ".join(_name_of(member) for member in typing.get_args(hint))

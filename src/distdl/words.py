@@ -58,7 +58,8 @@ _KEYS = {
 }  # fmt: skip
 # What goes by many names, and by none that is spelt like ours.
 for _ours, _theirs in {
-    "trainer.devices=N": "gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices",
+    "trainer.devices=N": "gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices "
+    "num_processes world_size",
     "trainer.num_nodes=N": "nnodes n_nodes",
     "trainer.max_epochs=N": "epoch epochs n_epochs num_epochs num_train_epochs",
     "trainer.max_steps=N": "steps num_steps iterations max_iters",
@@ -71,6 +72,8 @@ for _ours, _theirs in {
     "optimizer.lr=...": "learning_rate base_lr max_lr",
     "optimizer.weight_decay=...": "wd l2",
     "optimizer=NAME": "optim opt",
+    "experiment=NAME": "exp config config_name recipe",
+    "trainer.accelerator=gpu or cpu, trainer.devices=N": "device cuda use_gpu use_cuda",
     "schedule.warmup_epochs=N": "warmup warmup_steps",
     "callbacks=[default,early_stopping] callbacks.early_stopping.patience=N": "patience",
     "output_dir=FOLDER": "out output save_dir log_dir out_dir work_dir default_root_dir",
@@ -254,10 +257,13 @@ def meant(word: str) -> str:
     if text.startswith("-"):
         name = text.lstrip("-")
         return text if word.startswith("-") else f"{'-' if len(name) == 1 else '--'}{name}"
-    found = re.fullmatch(r"([\w.@/+~]+)\s*(?:(?:==|:=|=)\s*(.*)|:\s*([^\s=/\\][^=]*))", text, re.S)
-    if not found:
-        return text
-    key, value = found[1], found[2] if found[3] is None else found[3]
+    key, sign, value = text.partition("=")
+    if not sign:
+        key, sign, value = text.partition(":")
+        if not sign or value[:1] in ("", "/", "\\"):  # a URL, a drive
+            return text
+    key = re.sub(r"[\s,:.()\[\]]+", ".", key).strip(".")
+    value = value.lstrip("=").strip().strip(",;")
     if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # the shell would take them
         value = value[1:-1]
     return f"{key}={os.path.expanduser(value)}"

@@ -78,10 +78,14 @@ CLASSES = {
         ["callbacks.ours._target_: distdl.callbacks has no 'Progres'"],
     ),
     "number out of range, as the class says": (
-        ["data.num_classes=0"],
-        ["data.num_classes: must be an integer of at least 1, not 0"],
+        ["data.num_classes=ten"],
+        ["data.num_classes: must be an integer of at least 1, not 'ten'"],
     ),
     "3.0 for 3": (["data.train_samples=3.0"], ["write data.train_samples=3"]),
+    "a number for a tensor": (
+        ["optimizer.weight_decay=1e-4x"],
+        ["optimizer.weight_decay: must be a number or a tensor, not '1e-4x'"],
+    ),
     "another type": (
         ["optimizer.nesterov=yes"],
         ["optimizer.nesterov: must be true or false, not 'yes'", "write optimizer.nesterov=true"],
@@ -256,7 +260,14 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("trainer.precision=torch.float32", ["write trainer.precision=32-true"]),
         ("trainer.precision=fp16", ["trainer.precision: ", "16-mixed or bf16-mixed"]),
         ("trainer.devices=0", ["trainer.devices: must be a number of devices of each node"]),
+        ("seed=${env:HOME}", ["seed: uses a resolver", "write seed='${oc.env:HOME}'"]),
+        ("seed=${data.seed}", ["refers to itself"]),
         # Keys as others name them.
+        ("trainer,max_epochs=3", ["write trainer.max_epochs=3"]),
+        ("trainer.lr=0.1", ["trainer.lr: lightning's Trainer takes no", "optimizer.lr?"]),
+        ("checkpoint=x.ckpt", ["checkpoint: must be a mapping", "checkpoint.resume_from=FILE"]),
+        ("--gpus 2", ["written without dashes: trainer.devices=N"]),
+        ("device=cuda", ["device: unknown key", "trainer.accelerator=gpu or cpu"]),
         ("--devices 2", ["written without dashes: trainer.devices=..."]),
         ("--max_epochs=3", ["written without dashes: trainer.max_epochs=3"]),
         ("--batch-size=32", ["written without dashes: data.batch_size=32"]),
