@@ -191,6 +191,9 @@ class Binding:
             what = f"{target} is a {type(found).__name__}, no class or function"
             self.add((*path, "_target_"), what)
             return False
+        if lacking := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
+            self.add((*path, "_target_"), f"{target} is abstract: it does not define {lacking}")
+            return False
         refused = kinds.problem_of_kind(found, node, path, self.trust)
         if refused:
             self.add((*path, "_target_"), *refused)

@@ -51,6 +51,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
         try:
             prepared = prepare_overrides(overrides)
             config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
+            if config.hydra.runtime.choices.get("debug"):
+                _spare_own_data(config, prepared)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(_of_a_file(first_lines(error))) from error
     OmegaConf.set_readonly(config.hydra, None)
@@ -66,6 +68,19 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     if not OmegaConf.is_interpolation(config, "trainer"):
         _in_one_form(config.get("trainer"))
     return config
+
+
+def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Of `debug=step` takes what a data module of the user's may not know, such as num_workers."""
+    from hydra import compose as hydra_compose
+
+    data = config.get("data")
+    if not isinstance(data, DictConfig) or str(data.get("_target_")).startswith("distdl."):
+        return
+    before = hydra_compose(PRIMARY, overrides=[o for o in overrides if not o.startswith("+debug=")])
+    for key in [key for key in data if key not in (before.get("data") or {})]:
+        OmegaConf.set_struct(data, False)
+        data.pop(key)
 
 
 def _in_one_form(trainer: Any) -> None:

@@ -89,7 +89,7 @@ _CHOICES = {
     "trainer=mps": "trainer.accelerator=mps",
     "trainer=ddp": "strategy=ddp trainer.accelerator=gpu trainer.devices=N",
     "trainer=ddp_sim": "strategy=ddp trainer.accelerator=cpu trainer.devices=2",
-    "debug=default": "trainer.max_epochs=1 trainer.accelerator=cpu trainer.detect_anomaly=true",
+    "debug=default": "debug=cpu trainer.detect_anomaly=true",
     "debug=fdr": "debug=step, or trainer.fast_dev_run=true",
     "task=fit": "task=train",
     "task=eval": "task=test task.checkpoint=FILE",

@@ -452,7 +452,7 @@ TEMPLATE = [
     ("logger=csv", "logger: ", "tracking=csv"),
     ("logger=many_loggers", "logger: ", "several: tracking=[mlflow,tensorboard]"),
     ("logger.csv.name=x", "logger.csv.name: ", "tracking=csv tracking.csv.name=..."),
-    ("debug=default", "debug: ", "trainer.detect_anomaly=true"),
+    ("debug=default", "debug: ", "debug=cpu trainer.detect_anomaly=true"),
     ("debug=fdr", "debug: ", "debug=step, or trainer.fast_dev_run=true"),
     ("debug=profiler", "debug: ", "did you mean debug=profile?"),
     ("callbacks=null", "callbacks: ", "did you mean callbacks=none?"),
@@ -546,3 +546,10 @@ def test_what_is_pasted_into_an_experiment(text, told, remedy, command, taken_ov
 def test_a_group_within_an_option_is_chosen_or_added(model, command, taken_over) -> None:
     said = command("model/net=wide", f"model={model}", "--cfg", "job", "-p", "model.net")
     assert (said.code, said.out) == (0, "width: 2\n"), said
+
+
+def test_a_debug_adds_nothing_that_the_users_data_may_not_take(command, taken_over) -> None:
+    said = command("experiment=example", "debug=cpu", "--cfg", "job", "-p", "data")
+    assert (said.code, said.out) == (0, "_target_: mine.Points\ndata_dir: x\n"), said
+    said = command("debug=cpu", "--cfg", "job", "-p", "data.num_workers")
+    assert (said.code, said.out) == (0, "0\n"), said

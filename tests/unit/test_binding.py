@@ -195,6 +195,10 @@ def test_a_valid_config_binds() -> None:
         ({"model.x": {"_target_": "torch.nn.Linear"}}, "missing, torch.nn.Linear needs it"),
         ({"model._target_": "torch.nn.ReLU"}, "torch.nn.ReLU is not a LightningModule, and model"),
         ({"data._target_": f"{DEMOS}.BoringModel"}, "BoringModel is not a LightningDataModule"),
+        (
+            {"tracking.mine": {"_target_": "lightning.pytorch.loggers.Logger"}},
+            "Logger is abstract: it does not define log_hyperparams, log_metrics, name, version",
+        ),
         ({"model._target_": "timm.utils.jit.nosuch"}, "timm.utils.jit has no 'nosuch'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ class Command:
     folder: str  # where the reader is, by the `cd` lines before it
     words: tuple[str, ...]
     files: dict[str, str] = field(hash=False, default_factory=dict)
+    shell: tuple[str, ...] = ()  # what copies and edits files, before it
 
     def __str__(self) -> str:
         return f"{name(self.page)}: {' '.join(self.words)}"[:120]
@@ -50,6 +52,7 @@ class Command:
 def commands(page: Path) -> Iterator[Command]:
     text = page.read_text()
     files = {path: body for _, path, body in FENCE.findall(text) if path}
+    shell: list[str] = []
     for language, path, body in FENCE.findall(text):
         if path or language not in ("bash", "console", ""):
             continue
@@ -61,10 +64,12 @@ def commands(page: Path) -> Iterator[Command]:
                 continue
             if words[:1] == ["cd"]:
                 folder = words[1]
+            if words and words[0] in ("mkdir", "cp", "sed"):
+                shell.append(line)
             found = arguments(words)
             refused = line.startswith("$ ")  # a transcript, whose answer stands below it
             if found is not None and not refused:
-                yield Command(page, folder, found, files)
+                yield Command(page, folder, found, files, tuple(shell))
 
 
 def arguments(words: list[str]) -> tuple[str, ...] | None:
@@ -104,10 +109,13 @@ def test_commands_compose(command, tmp_path, monkeypatch) -> None:
     if command.folder != ".":
         monkeypatch.chdir(ROOT / command.folder)
     else:
-        for path, body in command.files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(body)
         monkeypatch.chdir(tmp_path)
+        for line in (None, *command.shell):  # what is copied may be written anew below
+            if line:
+                subprocess.run(["bash", "-ec", line], check=True)
+            for path, body in command.files.items():
+                (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / path).write_text(body)
     if words and words[0] in command_line.COMMANDS:
         words = [w for w in words if "=" in w] if words[0] in VERBS_WITH_OVERRIDES else []
     elif any(PLACEHOLDER.search(w) for w in words) or words[:1] in (["--help"], ["-sc"]):
