@@ -77,7 +77,7 @@ def test_refusals(runs: Runs, here: Path) -> None:
     with pytest.raises(UserError, match="batch of 8 does not divide by 3"):
         convert.main([source, "--to", "fsdp", "--world-size", "3"])
     (here / "folder").mkdir()
-    with pytest.raises(UserError, match="no checkpoint that distdl can read"):
+    with pytest.raises(UserError, match="folder: is no checkpoint"):
         convert.main(["folder", "--to", "ddp"])
     torch.save({"fc.weight": torch.ones(1)}, "weights.pth")
     with pytest.raises(UserError, match=r"model\.weights=weights\.pth"):
