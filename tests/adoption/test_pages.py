@@ -99,7 +99,7 @@ def test_what_is_copied_as_it_was_is_answered_with_what_to_write(template, warm)
     (folder / "conf/data/points.yaml").write_text((folder / "configs/data/points.yaml").read_text())
     ended = warm.command("experiment=copied", cwd=folder)
     assert ended.codes == [2] and "3 problems" in ended.output, ended.output
-    assert "refers to paths.data_dir" in ended.output and "tracking=NAME" in ended.output
+    assert "refers to paths.data_dir" in ended.output and "tracking=wandb" in ended.output
 
 
 def test_fine_tuning(tmp_path, warm) -> None:

@@ -105,7 +105,7 @@ def test_no_text_becomes_markup(run: Path) -> None:
     assert page.tags <= TAGS, page.tags - TAGS
     assert not {name for name in page.names if name.startswith("on")} | {"href", "src"} & page.names
     assert "javascript:" not in page.values and "1337" not in page.text
-    for shown in ("img/s with real input", "commit ", "mlflow ui", text.split("\x00")[0]):
+    for shown in ("samples/s with real input", "commit ", "mlflow ui", text.split("\x00")[0]):
         assert shown in page.text, shown
     assert source.count("</svg>") == page_count(source, "<svg")
 
