@@ -55,6 +55,10 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
                 _spare_own_data(config, prepared)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(_of_a_file(first_lines(error))) from error
+        except (RecursionError, UnicodeDecodeError):
+            if not (found := user_conf.broken()):
+                raise
+            raise UserError(*found) from None
     OmegaConf.set_readonly(config.hydra, None)
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
@@ -296,19 +300,29 @@ def _of_a_file(text: str) -> Problem:
     if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
         remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
         return Problem(f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy)
-    found = re.match(r"(?:In '([\w/]+)': )?Could not (find|override) '([\w/.-]+)'", text)
+    several = r"Multiple values for ([\w/]+)\S*\. .*'override [^:]+: (.+)'"
+    if twice := re.match(rf"{several}|([\w/]+)\S* appears more than once", text):
+        group = (twice[1] or twice[3]).rpartition("/")[2]
+        remedy = f"in the file: - override /{group}: {twice[2] or 'NAME'}"
+        return Problem(group, "a file's defaults choose it a second time", remedy)
+    found = re.match(r"(?:In '([\w/]+)': )?Could not (find|load|override) '([\w/.@-]+)'", text)
     if found is None:
         return Problem("", text)
     file, verb, asked = found.groups()
+    asked, _, package = asked.partition("@")
+    if file and package.startswith(f"{file.partition('/')[0]}."):
+        what = "its keys land below it, not beside model and data"
+        return Problem(f"{file}.yaml", what, "make its first line: # @package _global_")
     where = f", in {file}.yaml" if file and file != PRIMARY else ""
-    group, _, option = asked.rpartition("/") if verb == "find" else (asked, "", "")
+    group, _, option = asked.rpartition("/") if verb != "override" else (asked, "", "")
     last = group.rpartition("/")[2]
     hydras = group.startswith("hydra")
-    if verb == "find" and is_group(group) and not hydras:
+    if verb != "override" and is_group(group) and not hydras:
         return _no_option(group, option, where)
     said = words.for_choice(last, option) or words.for_key(group if hydras else last, option)
-    if where and last in default_groups():
-        said = f"in the file: - override /{last}: {option}"
+    groups = default_groups()
+    if where and (near := last if last in groups else closest(last, groups)):
+        said = f"in the file: - override /{near}: {option or 'NAME'}"
     return Problem(last, f"no group of that name{where}", said) if said else Problem("", text)
 
 

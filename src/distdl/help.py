@@ -65,7 +65,7 @@ def _groups() -> dict[str, dict[str, str]]:
 
 
 def _about(option: Traversable) -> str:
-    for line in option.read_text().splitlines():
+    for line in option.read_bytes().decode("utf-8", "replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
         if line and not line.startswith("#"):

@@ -6,13 +6,15 @@ the members that succeeded and goes on with the others.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -49,10 +51,14 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         each = plan(member, swept, config_dirs)
         if each.run.exists and (last := each.run.last_attempt()):
             last.state()  # that it can be read
-        return " ".join(o for o in member if _key(o) in swept), each
+        return named(member), each
 
-    planned = every(chosen_and_plan, members, Unchecked)
-    every(lambda member: planning.check_classes(member[1], apart=True), planned, UserError)
+    def named(member: Sequence[str]) -> str:
+        return " ".join(o for o in member if _key(o) in swept)
+
+    planned = every(chosen_and_plan, members, Unchecked, named)
+    check = functools.partial(planning.check_classes, apart=True)
+    every(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         print_requests(planned)
@@ -63,22 +69,29 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def every(
-    function: Callable[[Item], Answer], items: Iterable[Item], kind: type[UserError]
+    function: Callable[[Item], Answer],
+    items: Sequence[Item],
+    kind: type[UserError],
+    named: Callable[[Item], str],
 ) -> list[Answer]:
     """What the function answers for each.
 
     Raises:
-        UserError: Of this kind, with all problems of all of them, each told once.
+        UserError: Of this kind, with all problems of all of them, each told once; with the first
+            one's name where not all have it.
     """
     answers: list[Answer] = []
-    problems: dict[Problem, None] = {}
+    problems: dict[Problem, list[str]] = {}
     for item in items:
         try:
             answers.append(function(item))
         except UserError as error:
-            problems |= dict.fromkeys(error.problems)
+            for problem in error.problems:
+                problems.setdefault(problem, []).append(named(item))
     if problems:
-        raise kind(*problems)
+        some = [p for p, of in problems.items() if len(of) < len(items)]
+        of_one = {p: f"{p.what}, in the member {problems[p][0]}" for p in some}
+        raise kind(*(replace(p, what=of_one.get(p, p.what)) for p in problems))
     return answers
 
 

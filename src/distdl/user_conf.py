@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -81,6 +82,54 @@ def allowed() -> tuple[str, ...]:
         names = project.get("allow") if isinstance(project, dict) else None
         found |= dict.fromkeys(n for n in names if isinstance(n, str)) if names else {}
     return tuple(found)
+
+
+def broken() -> list[Problem]:
+    """Files of the user's that Hydra cannot read or never ends to read: not UTF-8, or naming each
+    other in a circle under `defaults`."""
+    found: list[Problem] = []
+    names: dict[str, list[str]] = {}
+    for top in filter(None, (folder(), *_further)):
+        for file in sorted(top.rglob("*.yaml")):
+            try:
+                written = yaml.safe_load(file.read_text(encoding="utf-8"))
+            except UnicodeDecodeError as error:
+                line = error.object.count(b"\n", 0, error.start) + 1
+                what = f"is not UTF-8: {error.reason}, line {line}"
+                found.append(Problem(str(file), what, "save it as UTF-8"))
+                continue
+            except (OSError, yaml.YAMLError):
+                continue
+            defaults = written.get("defaults") if isinstance(written, dict) else None
+            group = file.parent.relative_to(top)
+            names[str(group / file.stem)] = [
+                text[1:] if text[:1] == "/" else os.path.normpath(group / text)
+                for text in map(_entry, defaults if isinstance(defaults, list) else ())
+            ]
+    told: set[str] = set()
+    for start in names:
+        if start not in told and (ring := _ring(names, [start])):
+            told |= {*ring}
+            what = f"names itself under defaults: {' -> '.join(ring)}"
+            found.append(Problem(f"{start}.yaml", what, "take that line out"))
+    return found
+
+
+def _entry(written: Any) -> str:
+    """What an entry of a defaults list names: `/model/net` for `/model: net`."""
+    if isinstance(written, dict):
+        written = "/".join(str(part) for part in next(iter(written.items()), ()))
+    return str(written).removeprefix("override ")
+
+
+def _ring(names: Mapping[str, list[str]], path: list[str]) -> list[str]:
+    """The way by which a file leads to itself; empty if none does."""
+    for after in names.get(path[-1], ()):
+        if after == path[0]:
+            return [*path, after]
+        if after not in path and (ring := _ring(names, [*path, after])):
+            return ring
+    return []
 
 
 def print_shadowed() -> None:

@@ -333,17 +333,78 @@ def test_refused_before_anything_is_imported(typed, read, command, tmp_path) -> 
             "conf/model/odd.yaml",
             "defaults:\n  - nothing\n",
             "model=odd",
-            "Could not load 'model/nothing'",
+            "model: no option 'nothing', in model/odd.yaml",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "defaults:\n  - a\n",
+            "experiment=a",
+            "experiment/a.yaml: names itself under defaults: experiment/a -> experiment/a",
+        ),
+        (
+            "conf/experiment/latin.yaml",
+            b"# one\n# gr\xf6\xdfe\n",
+            "experiment=latin",
+            "experiment/latin.yaml: is not UTF-8: invalid start byte, line 2",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - /data: synthetic\n",
+            "experiment=a",
+            "in the file: - override /data: NAME",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - /data: synthetic_jpeg\n",
+            "experiment=a",
+            "in the file: - override /data: synthetic_jpeg",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - override data: synthetic\n",
+            "experiment=a",
+            "in experiment/a.yaml\n      in the file: - override /data: NAME",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - override /callbacks: [defalt]\n",
+            "experiment=a",
+            "did you mean callbacks=default?",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - override /cllbacks: [default]\n",
+            "experiment=a",
+            "in the file: - override /callbacks: NAME",
+        ),
+        (
+            "conf/experiment/a.yaml",
+            "defaults:\n  - override /data: synthetic\n",
+            "experiment=a",
+            "experiment/a.yaml: its keys land below it",
         ),
         ("conf/distdl.yaml", "seed: 1\n", "seed=1", "would replace distdl's primary config"),
     ],
 )
 def test_broken_configs_of_the_users_own(file, content, typed, read, command, tmp_path) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).write_text(content)
+    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     said = command(typed)
-    assert (said.code, said.out) == (2, "") and read in said.err
+    assert (said.code, said.out) == (2, "") and read in said.err, said.err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.usefixtures("no_child")
+def test_a_members_problem_names_the_member(command) -> None:
+    said = command("-m", "experiment=resnet50_ddp,imagenette_cpu", "trainer.accelerator=cpu")
+    assert said.code == 2 and "missing, in the member experiment=imagenette_cpu\n" in said.err
+
+
+def test_help_shows_what_it_cannot_read(command, tmp_path) -> None:
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/latin.yaml").write_bytes(b"# gr\xf6\xdfer\n")
+    said = command("--help")
+    assert said.code == 0 and "latin" in said.out
 
 
 @pytest.mark.usefixtures("no_child")
