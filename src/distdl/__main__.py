@@ -124,12 +124,17 @@ def launch(config: object) -> int:
 class Parser(argparse.ArgumentParser):
     """Says what is wrong as everything else does."""
 
+    typed: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
         option = message.rpartition("unrecognized arguments: ")[2].split()[0]
         if option.startswith("-"):
-            from distdl.schema import known_paths
+            from distdl.schema import LAYERS, known_paths
 
-            remedy = words.for_option(option, known_paths()) or "--help lists the options"
+            pairs = zip(self.typed, [*self.typed[1:], ""], strict=True)
+            following = next((word for typed, word in pairs if typed == option), "")
+            known = [*LAYERS, *known_paths()]
+            remedy = words.for_option(option, known, following) or "--help lists the options"
             raise UserError(Problem(option, "is no option of distdl", remedy))
         raise UserError(message)
 
@@ -144,6 +149,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-p", "--package")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    parser.typed = arguments
     return parser.parse_intermixed_args(arguments)
 
 

@@ -228,6 +228,8 @@ class Binding:
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"
                 remedy = remedy.replace("{}", f"{path_text(path)}.")
+                if name == "class_path":
+                    remedy = f"LightningCLI's word: {path_text(path)}._target_={node[name]}"
             elif what == "missing argument":
                 what, remedy = f"missing, {target} needs it", f"write {path_text(place)}=..."
             elif "{}" in what:

@@ -292,6 +292,8 @@ def _no_option(group: str, option: str, where: str = "") -> Problem:
         return Problem(group, f"no option {option!r}{where}", said)
     if elsewhere := user_conf.elsewhere(group, named):
         hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
+    elif not hint:
+        hint = user_conf.not_read(group, named)
     return Problem(group, f"no option {option!r}{where}", f"{hint}available: {', '.join(known)}")
 
 

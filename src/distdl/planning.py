@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from distdl.importing import uncollected
 from distdl.job import JobState, Resources
 from distdl.own_code import make_importable, own_folders
 from distdl.run_directory import RunDirectory, shown
+from distdl.suggest import written
 from distdl.targets import Trust, problem_of
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
@@ -112,12 +114,34 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
                 "name",
                 f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
                 "choose another name, or go on with that run: "
-                f"python -m distdl resume {shown(run.path)}",
+                f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}",
             )
         )
     if not member:  # which is refused in its turn, and the others train
         refuse_second(planned)
     return proceed(planned, given=())
+
+
+def _resumed(planned: Plan, stored: DictConfig) -> str:
+    """What a resume is given: what was asked for, if it may change that, or else, of a run that has
+    finished, to train longer."""
+    old, new = (
+        OmegaConf.to_container(configs.recipe_of(each), resolve=False)
+        for each in (stored, planned.recipe)
+    )
+    assert isinstance(old, dict) and isinstance(new, dict)
+    changed = []
+    for path in configs.CHANGEABLE:
+        section, key = path.split(".")
+        mine, asked = old.get(section), new.get(section)
+        if not isinstance(mine, dict) or not isinstance(asked, dict) or key not in asked:
+            continue
+        if key not in mine or mine[key] != asked[key]:
+            mine[key] = asked[key]
+            changed.append(shlex.quote(written(path, asked[key]).removeprefix("write ")))
+    if old == new:
+        return f" {' '.join(changed)}"
+    return f" {configs.longer(stored)}" if planned.finished else ""
 
 
 def never_trained(run: RunDirectory) -> bool:

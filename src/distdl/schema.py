@@ -251,9 +251,9 @@ def check(
         for item in error.errors(include_url=False, include_context=False, include_input=False):
             path, deeper = _real_path(shaped, item["loc"])
             if item["type"] == "extra_forbidden":
-                problems += _unknown(path, _at(shaped, path), known)
+                problems += _unknown(path, _at(shaped, path), known, values)
             elif item["type"] == "missing":
-                problems.append(_absent(path, deeper, _at(shaped, path), known))
+                problems.append(_absent(path, deeper, _at(shaped, path), known, values))
             else:
                 found.setdefault(path, []).append(_sentence(item["msg"]))
         for path, sentences in found.items():
@@ -284,20 +284,26 @@ def _real_path(values: Any, location: Path) -> tuple[Path, Path]:
     return location, ()
 
 
-def _unknown(path: Path, value: Any, known: Iterable[str]) -> list[tuple[Path, Problem]]:
+def _unknown(
+    path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
+) -> list[tuple[Path, Problem]]:
     """One problem for an unknown key, or for each value below it: `optimiser: {lr: 1}`."""
     if isinstance(value, Mapping) and value and path[0] not in LAYERS:
-        return [p for key, item in value.items() for p in _unknown((*path, key), item, known)]
+        return [
+            p for key, item in value.items() for p in _unknown((*path, key), item, known, config)
+        ]
     text = path_text(path)
     if path[0] in LAYERS:
         what = "its keys land below it, not beside model and data"
         return [((path[0],), Problem(str(path[0]), what, "its first line: # @package _global_"))]
     where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
-    remedy = words.for_key(text, value) or did_you_mean(text, known)
+    remedy = words.for_key(text, value, config) or did_you_mean(text, known)
     return [(path, Problem(text, f"unknown key {where}", remedy))]
 
 
-def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple[Path, Problem]:
+def _absent(
+    path: Path, deeper: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
+) -> tuple[Path, Problem]:
     text = path_text(path)
     if deeper[-1:] != ("_target_",):
         full = path_text((*path, *deeper))
@@ -306,12 +312,17 @@ def _absent(path: Path, deeper: Path, value: Any, known: Iterable[str]) -> tuple
     what = f"names no class (_target_), only {given}"
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
-        option = words.for_component(str(path[0]), str(path[-1]))
+        option = words.for_component(str(path[0]), str(path[-1]), config)
         remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
         if option:
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
         return path, Problem(text, what, remedy)
-    return path, Problem(text, what, f"choose one: {text}=NAME (--help lists them)")
+    choose = f"choose one: {text}=NAME (--help lists them)"
+    if path[0] in ("optimizer", "schedule") and value:
+        what = f"there is none here to take {given} ({text}=none, or a file without _target_)"
+        own = f"the model's own argument, such as model.{next(iter(value))}=..."
+        return path, Problem(text, what, f"{own}, or {choose}")
+    return path, Problem(text, what, f"{choose}, or write in a file: _target_: package.Class")
 
 
 def _sentence(message: str) -> str:

@@ -51,6 +51,11 @@ def folder() -> Path | None:
     return path
 
 
+def folders() -> list[Path]:
+    """The user's folders: his own, and those of --config-dir."""
+    return [*([found] if (found := folder()) else []), *_further]
+
+
 def shadowed() -> list[str]:
     """Our options that the user's folder replaces, as `model/resnet50`."""
     import distdl.conf
@@ -67,6 +72,19 @@ def elsewhere(group: str, option: str) -> Path | None:
     """A folder above this one whose `conf` has the option: its project is where to type it."""
     above = (parent for parent in Path.cwd().parents if folder() != parent / "conf")
     return next((p for p in above if (p / "conf" / group / f"{option}.yaml").is_file()), None)
+
+
+def not_read(group: str, option: str) -> str:
+    """Why an option that may be here is not found: the folder or the file has another name."""
+    for misnamed in (path / group / f"{option}.yml" for path in folders()):
+        if misnamed.is_file():
+            return f"rename {os.path.relpath(misnamed)} to {option}.yaml; "
+    if folders() or in_a_run(Path.cwd()):
+        return ""
+    other = next((name for name in ("configs", "config") if Path(name, group).is_dir()), "")
+    return "there is no ./conf here" + (
+        f" (there is ./{other}: --config-dir {other}); " if other else "; "
+    )
 
 
 def allowed() -> tuple[str, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from distdl import user_conf
 from distdl.errors import Problem, UserError
 from distdl.suggest import closest, nearest, strategy_for
 
@@ -46,6 +48,10 @@ _KEYS = {
     "paths": "output_dir=FOLDER for the runs, data.root=FOLDER for the data",
     "extras": "tags=[...] labels a run; its config is kept in any case",
     "print_config": "--cfg job prints it",
+    "checkpoint.save_top_k": _SAVING,
+    "checkpoint.save_last": "the newest are kept in any case: checkpoint.keep_last=N",
+    "checkpoint.dirpath": f"checkpoints lie in the run's folder: {_PLACE}",
+    "checkpoint.filename": "their names are distdl's own; name=NAME is the run's folder",
     "model_checkpoint": _SAVING,
     "callbacks.model_checkpoint": _SAVING,
     "callbacks.model_summary": "trainer.enable_model_summary=true",
@@ -69,13 +75,13 @@ for _ours, _theirs in {
     "data.batch_size=N, of each device": "bs bsz train_batch_size per_device_train_batch_size",
     "data.num_workers=N": "workers nworkers",
     "data.root=FOLDER": "data_dir data_path data_root dataset_path",
-    "optimizer.lr=...": "learning_rate base_lr max_lr",
+    "optimizer.lr=..., or model.lr=... where the model makes the optimizer itself": "lr "
+    "learning_rate base_lr max_lr",
     "optimizer.weight_decay=...": "wd l2",
     "optimizer=NAME": "optim opt",
     "experiment=NAME": "exp config config_name recipe",
     "trainer.accelerator=gpu or cpu, trainer.devices=N": "device cuda use_gpu use_cuda",
     "schedule.warmup_epochs=N": "warmup warmup_steps",
-    "callbacks=[default,early_stopping] callbacks.early_stopping.patience=N": "patience",
     "output_dir=FOLDER": "out output save_dir log_dir out_dir work_dir default_root_dir",
     "experiment_name=NAME and name=NAME": "run_name exp_name project_name",
     "python -m distdl resume RUN": "resume resume_run",
@@ -126,16 +132,20 @@ _VERBS = {
 }
 
 
-def for_key(key: str, value: Any = None) -> str:
-    """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has."""
+def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:
+    """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has.
+
+    Args:
+        config: The resolved config, where it is known by now.
+    """
+    key = "early_stopping.patience" if key == "patience" else key
     name, _, rest = key.partition(".")
     if name in ("logger", "loggers"):  # `logger=wandb`, `logger.wandb.group=x`
         asked, _, argument = rest.partition(".")
-        if option := for_component("tracking", asked or str(value)):
-            option = option.replace("[mlflow,", "").rstrip("]")
-            return f"{option} tracking.{rest}=..." if argument else option
+        if for_component("tracking", asked := asked or str(value)):
+            return f"tracking={asked}" + (f" tracking.{rest}=..." if argument else "")
     for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
-        if option := for_component(collection, name):
+        if option := for_component(collection, name, config):
             return f"{option} {collection}.{key}=..." if rest else option
     while key and key not in _KEYS:
         key = key.rpartition(".")[0] if "." in key else key.rpartition("/")[0]
@@ -149,21 +159,46 @@ def for_choice(group: str, option: str) -> str:
     return _CHOICES.get(f"{group}={option}", rest)
 
 
-def for_component(collection: str, name: str) -> str:
-    """How to choose an option beside the default one; "" if distdl has none of the name."""
+def for_component(collection: str, name: str, config: Mapping[str, Any] | None = None) -> str:
+    """How to choose an option beside those of the config; "" if distdl has none of the name."""
     if not files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file():
         return ""
     first = {"callbacks": "default", "tracking": "mlflow"}[collection]
-    return "" if name in (first, "none") else f"{collection}=[{first},{name}]"
+    if name in (first, "none"):
+        return ""
+    return f"{collection}=[{','.join([*_chosen(collection, config), name])}]"
 
 
-def for_option(option: str, known: Iterable[str]) -> str:
+def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
+    """The options of a collection that a config is made of, by the keys that their files hold: a
+    key of no file stands in the config in any case."""
+    folders = [Path(str(files("distdl.conf"))), *user_conf.folders()]
+    options: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.glob(f"{collection}/*.yaml"):
+            for key in re.findall(r"^(\w+):", file.read_text(errors="replace"), re.MULTILINE):
+                options.setdefault(key, set()).add(file.stem)
+    nodes = (config or {}).get(collection)
+    found = [
+        options[key]
+        for key, node in (nodes.items() if isinstance(nodes, Mapping) else ())
+        if key in options and isinstance(node, Mapping) and "_target_" in node
+    ]
+    if config is None or any(len(names) > 1 for names in found):
+        return ["<those you have>"]
+    return [*dict.fromkeys(name for names in found for name in names)]
+
+
+def for_option(option: str, known: Iterable[str], following: str = "") -> str:
     """What to write instead of `--config-name` or `--max_epochs=3`; "" for what nobody knows.
 
     Args:
         known: Every key of the config.
+        following: The word after it, which may be its value.
     """
     name, equals, value = option.partition("=")
+    if not equals and "=" not in following and not following.startswith("-"):
+        value = following
     if name in _OPTIONS:
         return _OPTIONS[name]
     key = name.lstrip("-").replace("-", "_")
@@ -179,6 +214,16 @@ def for_verb(verb: str, rest: Sequence[str]) -> str:
     """What to write instead of `distdl train`; `rest` follows it."""
     verb = "train" if verb.endswith(".py") else verb
     return _VERBS.get(verb, "").format(" ".join(rest) or "experiment=NAME")
+
+
+def for_experiment(word: str, rest: Sequence[str]) -> str:
+    """What to write instead of `distdl conf/experiment/ours.yaml` or `distdl ours`; "" if there is
+    no such experiment."""
+    name = re.sub(r"^(.*/)?experiment/|\.ya?ml$", "", word)
+    folders = [Path(str(files("distdl.conf"))), *user_conf.folders()]
+    if not any((folder / f"experiment/{name}.yaml").is_file() for folder in folders):
+        return ""
+    return " ".join(["python -m distdl", f"experiment={name}", *rest])
 
 
 def open_brackets(text: str) -> str:
@@ -285,7 +330,8 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
         word, left = left[0], left[count:]
         if (count == 1 and "=" in word[1:]) or word.startswith("~"):
             continue
-        typed, verb, close = meant(override), for_verb(word, left), closest(word, commands)
+        typed, close = meant(override), closest(word, commands)
+        verb = for_verb(word, left) or (for_experiment(word, left) if count == 1 else "")
         if count > 1:
             what = "the shell takes it for several words"
             problems.append(Problem(typed, what, f"write {shlex.quote(typed)}"))

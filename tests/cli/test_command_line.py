@@ -238,7 +238,9 @@ def test_the_same_name_with_another_config_is_refused(run, command) -> None:
     assert said.code == 2
     for words in ("default/x exists with another config", "-  lr: 0.1", "+  lr: 0.7"):
         assert words in said.err
-    assert "python -m distdl resume outputs/default/x" in said.err
+    assert "resume outputs/default/x trainer.max_epochs=<more>\n" in said.err
+    said = command(*TINY, "name=x", "trainer.max_epochs=8")
+    assert "resume outputs/default/x trainer.max_epochs=8\n" in said.err
     assert (path / "config.yaml").read_bytes() == before and attempts(path) == ["001"]
 
 

@@ -69,6 +69,10 @@ CLASSES = {
         ["optimizer.momentun=0.9"],
         ["optimizer.momentun: torch.optim.SGD takes no argument", "optimizer.momentum?"],
     ),
+    "LightningCLI's class": (
+        ["optimizer.class_path=mine.Adam"],
+        ["optimizer.class_path: ", "LightningCLI's word: optimizer._target_=mine.Adam"],
+    ),
     "missing argument": (
         ["+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"],
         ["callbacks.stop.monitor: missing", "write callbacks.stop.monitor=..."],
@@ -264,20 +268,34 @@ def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
         ("seed=${data.seed}", ["refers to itself"]),
         # Keys as others name them.
         ("trainer,max_epochs=3", ["write trainer.max_epochs=3"]),
-        ("trainer.lr=0.1", ["trainer.lr: lightning's Trainer takes no", "optimizer.lr?"]),
+        ("trainer.lr=0.1", ["trainer.lr: lightning's Trainer takes no", "optimizer.lr=..."]),
         ("checkpoint=x.ckpt", ["checkpoint: must be a mapping", "checkpoint.resume_from=FILE"]),
         ("--gpus 2", ["written without dashes: trainer.devices=N"]),
         ("device=cuda", ["device: unknown key", "trainer.accelerator=gpu or cpu"]),
-        ("--devices 2", ["written without dashes: trainer.devices=..."]),
+        ("--devices 2", ["written without dashes: trainer.devices=2"]),
+        ("--experiment solar", ["written without dashes: experiment=solar"]),
+        ("--lr 0.1", ["dashes: optimizer.lr=...", "or model.lr=... where the model makes"]),
         ("--max_epochs=3", ["written without dashes: trainer.max_epochs=3"]),
         ("--batch-size=32", ["written without dashes: data.batch_size=32"]),
         ("gpus=2", ["gpus: unknown key", "trainer.devices=N"]),
         ("nodes=2", ["nodes: unknown key", "trainer.num_nodes?"]),
         ("epochs=3", ["epochs: unknown key", "trainer.max_epochs=N"]),
         ("learning_rate=0.1", ["learning_rate: unknown key", "optimizer.lr=..."]),
-        ("patience=3", ["patience: ", "callbacks.early_stopping.patience=N"]),
+        ("patience=3", ["patience: ", "callbacks.early_stopping.patience=..."]),
         ("optimizer.betas=[0.9, 0.99]", ["write 'optimizer.betas=[0.9, 0.99]'"]),
         ("optimizer.betas=[0.1", ["it lacks ]: 'optimizer.betas=[0.1]'"]),
+        (
+            "optimizer=none optimizer.lr=0.1",
+            [
+                "optimizer: there is none here to take lr (optimizer=none",
+                "such as model.lr=..., or",
+            ],
+        ),
+        ("checkpoint.save_top_k=3", ["checkpoint.save_top_k: ", "checkpoint.keep_last=N"]),
+        ("checkpoint.save_last=true", ["checkpoint.save_last: ", "checkpoint.keep_last=N"]),
+        ("checkpoint.dirpath=x", ["checkpoint.dirpath: ", "output_dir=FOLDER"]),
+        ("checkpoint.filename=x", ["checkpoint.filename: ", "name=NAME is the run's folder"]),
+        ("experiment=solar", ["no option 'solar'", "there is no ./conf here; available: "]),
         ("early_stopping.patience=3", ["callbacks=[default,early_stopping]"]),
         ("callbacks.early_stopping.patience=3", ["callbacks=[default,early_stopping]"]),
         ("data.batch_size=0", ["data.batch_size: must be greater than or equal to 1"]),
@@ -416,6 +434,15 @@ def test_what_each_stage_could_find_is_told_at_once(command) -> None:
         assert f"\n  {key}: " in said.err
 
 
+@pytest.mark.parametrize("name", ["configs", "config"])
+def test_a_folder_of_configs_by_another_name(name, command, tmp_path) -> None:
+    (tmp_path / name / "experiment").mkdir(parents=True)
+    (tmp_path / name / "experiment/solar.yaml").touch()
+    told = f"there is no ./conf here (there is ./{name}: --config-dir {name}); available: "
+    assert told in command("experiment=solar").err
+    assert command("experiment=solar", "--config-dir", name, "--cfg", "job").code == 0
+
+
 def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, tmp_path) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -538,6 +565,22 @@ TEMPLATE = [
     ("experiment=team/example", "experiment: no option 'team/example'", "available: example,"),
     ("model/net=wide_", "model/net: no option 'wide_'", "did you mean model/net=wide?"),
     ("+model.class_path=a.Net +model.init_args.c=1", "model: class_path", "{_target_: a.Net, c:"),
+    ("model=odd", "model: names no class (_target_), only", "in a file: _target_: package.Class"),
+    ("conf/experiment/example.yaml seed=1", "is no command", "distdl experiment=example seed=1"),
+    ("example", "example: is no command", "python -m distdl experiment=example"),
+    ("experiment=old", "no option 'old'", "rename conf/experiment/old.yml to old.yaml; available"),
+    (
+        "callbacks=[default,watch] callbacks.early_stopping.patience=3",
+        "callbacks.early_stopping: names no class",
+        "callbacks=[default,watch,early_stopping] callbacks.early_stopping.patience=...",
+    ),
+    ("callbacks=[watch] patience=3", "patience: ", "callbacks=[watch,early_stopping] callbacks."),
+    ("--patience 3", "--patience: ", "callbacks=[<those you have>,early_stopping] callbacks."),
+    (
+        "tracking=[csv,tensorboard] tracking.wandb.project=x",
+        "tracking.wandb: names no class",
+        "tracking=[csv,tensorboard,wandb] tracking.wandb.project=...",
+    ),
     ("+callbacks.x.class_path=a.B", "callbacks.x: class_path", "callbacks.x: {_target_: a.B}"),
 ]  # fmt: skip
 # What is pasted into a file: its content after the first line -> what is read.
@@ -572,6 +615,8 @@ def taken_over(tmp_path: Path, no_child: None) -> Path:
         "model/net": "defaults: [net: small]\n_target_: mine.Net\nlr: 1\n",
         "model/net/small": "width: 1\n",
         "model/net/wide": "width: 2\n",
+        "model/odd": "lr: 1\n",
+        "callbacks/watch": "gradwatch: {_target_: lightning.pytorch.callbacks.Timer}\n",
         "data/points": "_target_: mine.Points\ndata_dir: x\n",
         "experiment/example": "# @package _global_\n"
         "defaults: [override /model: net, override /data: points]\n",
@@ -580,6 +625,7 @@ def taken_over(tmp_path: Path, no_child: None) -> Path:
         path = tmp_path / "conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    (tmp_path / "conf/experiment/old.yml").touch()
     return tmp_path
 
 
