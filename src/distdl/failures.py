@@ -160,4 +160,9 @@ def told(error: dict[str, Any]) -> str:
     part of it."""
     refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
     plain = refused or error["type"] in (KILLED, ENDED)
-    return str(error["message"] if plain else f"{error['type']}: {error['message']}")
+    if plain:
+        return str(error["message"])
+    if error["type"] == "BdbQuit":
+        return "ended in the debugger"
+    where = f" (at {error['where']})" if error.get("where") else ""
+    return f"{error['type']}: {error['message']}{where}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,8 @@ from distdl.errors import Problem, UserError
 from distdl.failures import KILLED, told
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
 from distdl.own_code import python_path
-from distdl.planning import Plan, launcher_class, root_of
-from distdl.redact import redact
+from distdl.planning import Plan, launcher_class, never_trained, root_of
+from distdl.redact import redact, redact_command
 from distdl.run_directory import Attempt, RunDirectory, shown
 from distdl.snapshot import Snapshot
 
@@ -48,8 +49,20 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
     code = int(attempt.status().get("exit_code", state.exit_code))
     if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # which has said what to do
-        print(f"{state.lower()}. To go on:\n  python -m distdl resume {shown(planned.run.path)}")
+        say_how_to_go_on(planned, attempt, state, command)
     return code
+
+
+def say_how_to_go_on(
+    planned: Plan, attempt: Attempt, state: JobState, command: Sequence[str]
+) -> None:
+    if (attempt.first_error() or {}).get("type") == "BdbQuit":  # whoever typed q knows
+        return
+    if state is JobState.FAILED and never_trained(planned.run):
+        again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
+        print(f"failed before its first checkpoint. Mend it, then start it again:\n  {again}")
+        return
+    print(f"{state.lower()}. To go on:\n  python -m distdl resume {shown(planned.run.path)}")
 
 
 def make_room(planned: Plan) -> None:

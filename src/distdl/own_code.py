@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,17 @@ def is_installed(path: Path) -> bool:
     homes = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "scripts")]
     packages = {"site-packages", "dist-packages"} & {*path.parts}
     return bool(packages) or any(path.is_relative_to(home) for home in homes)
+
+
+def place_in(trace: str) -> str:
+    """`solar/net.py, line 12, in training_step`: the last line of a traceback that is the user's,
+    also of one that a loader's worker has sent as text; empty if none is."""
+    for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
+        path, product = Path(file), Path(__file__).parent
+        if path.is_file() and not path.is_relative_to(product) and not is_installed(path):
+            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f"{here}, line {line}, in {function}"
+    return ""
 
 
 def in_a_run(folder: Path) -> bool:

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the slow imports: a signal during set-up mu
         die_with_parent()
 
 import argparse
+import bdb
 import contextlib
 import logging
 import traceback
@@ -37,7 +38,7 @@ from distdl.errors import UserError
 from distdl.importing import FOR_AUTHORS, log_early, uncollected
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.leaving import leave, outlive_readers
-from distdl.own_code import make_importable
+from distdl.own_code import make_importable, place_in
 from distdl.redact import RedactingFilter, redact
 from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory
@@ -322,16 +323,20 @@ def note(attempt: Attempt, rank: int, error: BaseException) -> int:
         code = error.code or code  # whoever calls exit(0) in the middle has not trained
     text = redact("".join(traceback.format_exception(error)))
     kind, said = type(error).__name__, redact(str(error))
-    lost = {"lost_peer": True} if failures.is_consequence(error) else {}
-    if attempt.record_error(rank, kind, said, text, code, **lost):
+    more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
+    more |= {"where": where} if (where := place_in(text)) else {}
+    if attempt.record_error(rank, kind, said, text, code, **more):
         first = attempt.first_error()
         if isinstance(error, UserError):
             log.debug("%s", text)  # it is said without a traceback
         elif first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED:
             log.debug("%s", text)  # that refusal says it all; what its end did here is for the file
             log.error("ends because rank %s failed first", first["rank"])
+        elif isinstance(error, bdb.BdbQuit):
+            log.debug("%s", text)
+            log.error("ended in the debugger")
         else:
-            log.error("%s", text)
+            log.error("%s%s", text, f"at {where}" if where else "")
     return code
 
 

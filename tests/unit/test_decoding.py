@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -513,7 +513,24 @@ def test_waiting_for_data_names_the_numbers(monkeypatch):
     assert default_workers() >= 1
     assert remedy(ImageData(2, 3)).startswith("data.num_workers=8 uses")
     assert "--short-side 256" in remedy(ImageData(2, 8)) and "nvjpeg" in remedy(ImageData(2, 8))
-    assert "CPU cores for 8" in remedy(object())
+    assert remedy(object()).startswith("num_workers=8 of its DataLoader uses")
+
+    class Theirs(LightningDataModule):
+        def __init__(self, num_workers=1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert remedy(Theirs()).startswith("data.num_workers=8 uses this process's CPU cores (now 1)")
+
+
+def test_the_first_seconds_of_a_run_give_no_advice(monkeypatch, caplog):
+    bar, trainer = Progress(bar=True), Trainer(accelerator="cpu", logger=False, max_steps=1)
+    trainer.datamodule = None
+    for began, said in ((time.monotonic(), 0), (time.monotonic() - 60, 1)):
+        bar._began = began
+        for step in range(4):
+            bar.on_metrics(trainer, step, {"perf/data_wait": 0.9})
+        assert caplog.text.count("waiting for data") == said
 
 
 class OneLayer(LightningModule):
@@ -547,7 +564,8 @@ class Slow(ImageData):
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-def test_a_training_counts_damage_and_says_once_that_it_waits(tmp_path, caplog):
+def test_a_training_counts_damage_and_says_once_that_it_waits(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("distdl.callbacks.progress.HINT_AFTER", 0)
     logger = CSVLogger(tmp_path)
     metrics, data = StepMetrics(2), Slow(2, 0)
     trainer = Trainer(

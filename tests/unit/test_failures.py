@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bdb
+import logging
 import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from distdl import agent, failures
+from distdl import agent, failures, launch, worker
 from distdl.job import JobState
 from distdl.run_directory import Attempt
 
@@ -118,3 +120,64 @@ def test_a_record_of_another_shape_is_passed_over(attempt) -> None:
     for number, text in enumerate(("{", "[1]", "{}", '{"rank": 1, "time": "x"}')):
         (attempt.errors / f"rank_{number}.json").write_text(text)
     assert attempt.first_error() is None
+
+
+THEIRS = """
+import ast
+def training_step(error=None):
+    if error: raise error
+    ast.literal_eval("1 +")
+"""
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_the_last_word_is_where_in_the_users_code(
+    attempt, tmp_path, monkeypatch, caplog, capsys, in_loader: bool
+) -> None:
+    """Below it are frames of what they call; a loader's worker sends its traceback as text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(worker.sys.modules, "bad", raising=False)
+    import bad  # type: ignore[import-not-found]
+
+    with pytest.raises(SyntaxError) as raised:
+        bad.training_step()
+    error: BaseException = raised.value
+    if in_loader:
+        sent = "".join(worker.traceback.format_exception(error))
+        error = RuntimeError(f"Caught SyntaxError in DataLoader worker process 0.\n{sent}")
+    assert worker.note(attempt, 0, error) == 1
+    where = "bad.py, line 5, in training_step"
+    assert caplog.messages[-1].rstrip().endswith(f"at {where}")
+    assert failures.told(attempt.first_error()).endswith(f"(at {where})")
+
+
+def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, capsys) -> None:
+    """A resume only where there is something to go on from."""
+    from distdl.run_directory import RunDirectory
+
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    run.create("seed: 1\n", {})
+    where = {"run_id": "e/r", "where": {"launcher": {}}, "changes": {}}
+    newest = run.begin_attempt(where)
+    newest.end(JobState.FAILED)
+    planned, command = SimpleNamespace(run=run), ["distdl", "seed=1", "name=r"]
+
+    def said() -> str:
+        launch.say_how_to_go_on(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    assert said().endswith("start it again:\n  python -m distdl seed=1 name=r\n")
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    (run.checkpoints / "epoch_000.manifest.json").mkdir()
+    assert said() == "failed. To go on:\n  python -m distdl resume outputs/e/r\n"
+
+
+def test_q_in_a_debugger_is_no_traceback(attempt, tmp_path, caplog, capsys) -> None:
+    assert worker.note(attempt, 0, bdb.BdbQuit()) == 1
+    shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    assert shown == ["ended in the debugger"] == [failures.told(attempt.first_error())]
+    launch.say_how_to_go_on(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
+    assert not capsys.readouterr().out

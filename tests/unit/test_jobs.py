@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -217,10 +218,13 @@ def test_a_test_that_failed_is_no_failed_training(tmp_path: Path, monkeypatch, c
     tasks = {"train": JobState.SUCCEEDED, "test": JobState.FAILED}
     for task, state in tasks.items():
         where = {"launcher": {}, "task": {"_target_": f"distdl.tasks.{task}"}}
-        run.begin_attempt({**LAUNCH, "where": where}).end(state, metrics={"val/loss": 0.5})
+        run.begin_attempt({**LAUNCH, "where": where}).end(
+            state, metrics={"val/loss": 0.5, "train/loss": math.nan}
+        )
     assert list_runs(tmp_path / "outputs") == 0
     cells = capsys.readouterr().out.strip().split("\t")
     assert cells[:3] == ["outputs/e/r", "1", "SUCCEEDED (test: FAILED)"]
+    assert cells[-1] == "train/loss nan  val/loss 0.5"
 
 
 def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -30,7 +30,7 @@ class Own(BoringModel):
 def train(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
-    def run(*callbacks: Any) -> list[dict[str, Any]]:
+    def run(*callbacks: Any, model: Any = None) -> list[dict[str, Any]]:
         logged: list[dict[str, Any]] = []
 
         class Kept(CSVLogger):
@@ -42,7 +42,7 @@ def train(tmp_path):
             log_every_n_steps=1, logger=Kept(tmp_path), callbacks=[StepMetrics(None), *callbacks],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(Own())
+        trainer.fit(model or Own())
         return logged
 
     return run
@@ -59,3 +59,14 @@ def test_a_metric_that_is_misspelt(train) -> None:
         train(EarlyStopping("val/los"))
     problem = misfits.explained(raised.value)
     assert problem is not None and "val/los" in problem.what and "monitor=" in problem.remedy
+
+
+class Broken(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * (1 if batch_idx < 2 else torch.nan)
+
+
+def test_a_loss_that_is_no_number_is_said_once_with_the_step(train, caplog) -> None:
+    train(model=Broken())
+    said = [r.getMessage() for r in caplog.records if "the loss is" in r.getMessage()]
+    assert len(said) == 1 and said[0].startswith("the loss is nan since step 3 at the latest")

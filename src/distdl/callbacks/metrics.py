@@ -8,6 +8,7 @@ the sums are read once, averaged over the ranks, and given to the loggers.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class StepMetrics(Callback):
         self.listeners: list[Any] = []
         self.images_per_second: list[float] = []
         self._status_at = 0.0
+        self._warned = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = torch.zeros((), device=pl_module.device)
@@ -144,6 +146,16 @@ class StepMetrics(Callback):
         self.latest = metrics
         if not trainer.is_global_zero:
             return
+        loss = metrics.get("train/loss", 0.0)
+        if not math.isfinite(loss) and not self._warned:
+            self._warned = True
+            log.warning(
+                "the loss is %s since step %d at the latest (looked at every %d steps): a lower "
+                "learning rate may help, trainer.detect_anomaly=true names the operation",
+                loss,
+                step,
+                trainer.log_every_n_steps,  # type: ignore[attr-defined]
+            )
         # A module that logs its own train/loss keeps it, also where the epoch's end makes it.
         begun = trainer.fit_loop.epoch_loop._results.values()
         own = {*trainer.callback_metrics, *(result.meta.name for result in begun)}

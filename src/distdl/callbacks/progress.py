@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import sys
@@ -20,6 +21,7 @@ from distdl.prepare.bar import Line
 log = logging.getLogger(__name__)
 
 DATA_WAIT_LIMIT = 0.1
+HINT_AFTER = 10.0  # seconds: workers start, files are read for the first time
 
 
 class Progress(Callback):
@@ -38,6 +40,7 @@ class Progress(Callback):
         self._drawn = 0.0
         self._hinted = False
         self._hot = 0
+        self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.progress_bar_callback is not None:  # also one of the module's own
@@ -50,6 +53,9 @@ class Progress(Callback):
     @functools.cached_property  # rich looks at a dozen variables, and this is asked at every step
     def _draws(self) -> bool:
         return self._console.is_terminal if self.bar is None else self.bar
+
+    def on_train_start(self, *args: Any) -> None:
+        self._began = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
@@ -87,7 +93,8 @@ class Progress(Callback):
             )
         # The first batches of an epoch always wait; three logs in a row are a habit.
         self._hot = self._hot + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
-        if self._hot >= 3 and not self._hinted:
+        settled = time.monotonic() - self._began >= HINT_AFTER
+        if self._hot >= 3 and settled and not self._hinted:
             self._hinted = True
             share = 100 * metrics["perf/data_wait"]
             advice = remedy(trainer.datamodule)  # type: ignore[attr-defined]
@@ -168,8 +175,15 @@ def _listen() -> None:
 def remedy(datamodule: Any) -> str:
     """What makes training wait less for its data, by what this run has: the cheapest first."""
     workers, most = getattr(datamodule, "num_workers", None), default_workers()
+    if workers is None and "num_workers" in inspect.signature(type(datamodule).__init__).parameters:
+        workers = getattr(datamodule, "hparams", {}).get("num_workers")
+        if workers is None:
+            return f"data.num_workers={most} uses this process's CPU cores"
     if workers is None:
-        return f"use more loader workers; this process has CPU cores for {most}"
+        return (
+            f"num_workers={most} of its DataLoader uses this process's CPU cores; beyond that, "
+            "make a sample cheaper to load"
+        )
     if workers < most:
         return f"data.num_workers={most} uses this process's CPU cores (now {workers})"
     says = f"data.num_workers={workers} uses this process's CPU cores already; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -176,6 +177,10 @@ def number(value: object) -> float | None:
     return float(value) if is_number and abs(value) < 1e11 else None  # type: ignore[arg-type]
 
 
+def is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
     if follow and attempt is not None and not isinstance(job, jobs.Unasked):
         from distdl.following import follow as follow_job
@@ -298,7 +303,8 @@ def facts_of(attempt: Attempt) -> tuple[str, str]:
         return "", MISSING
     when = number(facts.get("started"))
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if when else ""
-    metrics = {k: number(v) for k, v in sorted((facts.get("metrics") or {}).items())}
-    told = [f"{k} {v:.4g}" for k, v in metrics.items() if v is not None]
+    metrics = sorted((facts.get("metrics") or {}).items())
+    # A loss that is no number any more is what a list must show.
+    told = [f"{k} {v:.4g}" for k, v in metrics if number(v) is not None or is_no_number(v)]
     told = [text for text in told if text.startswith(("val", "train"))]
     return started, "  ".join(told)
