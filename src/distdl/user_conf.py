@@ -107,7 +107,7 @@ def broken() -> list[Problem]:
     other in a circle under `defaults`."""
     found: list[Problem] = []
     names: dict[str, list[str]] = {}
-    for top in filter(None, (folder(), *_further)):
+    for top in folders():
         for file in sorted(top.rglob("*.yaml")):
             try:
                 written = yaml.safe_load(file.read_text(encoding="utf-8"))
