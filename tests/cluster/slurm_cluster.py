@@ -97,7 +97,8 @@ class SlurmCluster:
         Slurm puts before the second start."""
         self.run("scontrol", "requeue", job)
         self.until_state(job, "PENDING")
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        # Not in the same second: a node takes that for the start that it was told to kill.
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def logs(self) -> str:
         """The end of each daemon's log."""

@@ -188,7 +188,9 @@ def test_who_fails_does_not_wait_for_the_others(
     monkeypatch.setattr(birth, "announce", fail)
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(worker, "effective_config", lambda *_: OmegaConf.create())
-    attempt: Any = SimpleNamespace(launch=dict, resources=Resources, record_error=lambda *_: None)
+    attempt: Any = SimpleNamespace(
+        launch=dict, resources=Resources, record_error=lambda *_, **__: None
+    )
     bundle: Any = SimpleNamespace(python_path=lambda _: [])
     nothing: Any = None
     with pytest.raises(error):
