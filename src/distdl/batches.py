@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from distdl.config import is_own
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
 from distdl.resources import replicas
@@ -71,7 +72,7 @@ def describe(config: DictConfig, size: Resources) -> str:
     batch_size, _, _ = factors(config, size)
     if batch_size is None:
         return "as the loaders say when training starts (there is no data.batch_size)"
-    sure = str(config.data.get("_target_", "distdl.")).startswith("distdl.")
+    sure = is_own(config.data.get("_target_", "distdl."))
     return product(batch_size, config, size) + ("" if sure else " (by data.batch_size)")
 
 

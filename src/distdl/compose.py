@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl import user_conf, words
+from distdl.config import is_own
 from distdl.errors import Problem, UserError
 from distdl.redact import redact
 from distdl.schema import LAYERS
@@ -79,7 +80,7 @@ def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
     from hydra import compose as hydra_compose
 
     data = config.get("data")
-    if not isinstance(data, DictConfig) or str(data.get("_target_")).startswith("distdl."):
+    if not isinstance(data, DictConfig) or is_own(data.get("_target_")):
         return
     before = hydra_compose(PRIMARY, overrides=[o for o in overrides if not o.startswith("+debug=")])
     for key in [key for key in data if key not in (before.get("data") or {})]:

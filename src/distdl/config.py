@@ -97,7 +97,12 @@ def unit_of(data: Any) -> str:
     Args:
         data: What `data._target_` names, or the module of its class.
     """
-    return "img/s" if str(data).startswith("distdl.") else "samples/s"
+    return "img/s" if is_own(data) else "samples/s"
+
+
+def is_own(target: Any) -> bool:
+    """Whether a `_target_` is distdl's own: what it does with its arguments is known."""
+    return str(target).startswith("distdl.")
 
 
 def where_of(config: DictConfig) -> DictConfig:

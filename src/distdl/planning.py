@@ -138,7 +138,7 @@ def _resumed(planned: Plan, stored: DictConfig) -> str:
             continue
         if key not in mine or mine[key] != asked[key]:
             mine[key] = asked[key]
-            changed.append(shlex.quote(written(path, asked[key]).removeprefix("write ")))
+            changed.append(shlex.quote(written(path, asked[key])))
     if old == new:
         return f" {' '.join(changed)}"
     return f" {configs.longer(stored)}" if planned.finished else ""

@@ -361,7 +361,7 @@ def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
         return f"""write {text}='"{value}"'"""
     other = respelt(value)
     fits = repr(other) != repr(value) and path not in _refused(_changed(values, path, other))
-    return written(text, other) if fits else ""
+    return f"write {written(text, other)}" if fits else ""
 
 
 def _refused(values: Any) -> list[Path]:

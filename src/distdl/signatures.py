@@ -183,7 +183,8 @@ def bind(
         elif name in called.hints and not _fits(value, called, name):
             expected, other = _name_of(called.hints[name]), respelt(value)
             meant = repr(other) != repr(value) and _fits(other, called, name)
-            remedy = written(f"{{}}{name}", other) if meant else near_dtype(value, expected)
+            typed = written(f"{{}}{name}", other)
+            remedy = f"write {typed}" if meant else near_dtype(value, expected)
             yield name, f"must be {expected}, not {{}}", remedy
     if partial:
         return

@@ -80,10 +80,10 @@ def respelt(value: Any) -> Any:
 
 
 def written(path: str, value: Any) -> str:
-    """How an override gives a plain value."""
+    """The override that gives a plain value."""
     names = {None: "null", True: "true", False: "false"}
     plain = value is None or isinstance(value, bool)
-    return f"write {path}={names[value] if plain else value}"
+    return f"{path}={names[value] if plain else value}"
 
 
 # Lightning's names of strategies, as its messages and documents advise them, in our words. However

@@ -29,7 +29,7 @@ def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo
     size = attempt.resources()
     provenance = read_json(run.path / PROVENANCE)
     params = parameters(config, provenance)
-    if str((config.get("data") or {}).get("_target_")).startswith("distdl."):  # others divide it
+    if configs.is_own((config.get("data") or {}).get("_target_")):  # others divide it
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": size.world_size}
