@@ -18,8 +18,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from distdl import lightning_1, misfits
 from distdl.config import BENCHMARK, TRAIN
 from distdl.errors import Problem
-from distdl.schema import TRAINER_OWNED, Path, path_text
+from distdl.schema import Path, path_text
 from distdl.targets import lies_in
+from distdl.words import TRAINER_OWNED
 
 if TYPE_CHECKING:
     from distdl.binding import Binding

@@ -21,12 +21,12 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-import distdl.config  # noqa: F401  (it registers ${input:NAME})
+from distdl import config as configs  # (it registers ${input:NAME})
 from distdl import words
 from distdl.errors import Problem
 from distdl.redact import looks_secret, redact
 from distdl.schema import Path, path_text
-from distdl.suggest import did_you_mean
+from distdl.suggest import did_you_mean, plain_text
 
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
 
@@ -38,7 +38,7 @@ class Resolved:
     values: dict[str, Any] = field(default_factory=dict)  # what failed to resolve is None
     written: dict[str, Any] = field(default_factory=dict)
     expressions: dict[Path, str] = field(default_factory=dict)  # the interpolations, as written
-    problems: list[tuple[Path, Problem]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     def section(self, name: str) -> dict[str, Any]:
         """A top-level section; empty where it is absent or no mapping."""
@@ -57,9 +57,8 @@ class Resolved:
             value = value[part]
         if isinstance(value, (dict, list)):
             return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
-        names = {None: "null", True: "true", False: "false"}
         if value is None or isinstance(value, bool):
-            return names[value]
+            return plain_text(value)
         text = redact(repr(value))
         return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -87,13 +86,12 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
-    deferred: dict[str, tuple[Path, Problem]] = {}
-    for key in config:
-        if key != "hydra":
-            resolved.values[str(key)] = _visit(config, key, (str(key),), resolved, deferred)
-    # A value that refers to a broken one fails with it: told once, at the origin.
-    told = " ".join(problem.what for _, problem in resolved.problems)
-    resolved.problems += [item for name, item in deferred.items() if name not in told]
+    deferred: dict[str, Problem] = {}
+    for key in resolved.written:
+        resolved.values[key] = _visit(config, key, (key,), resolved, deferred)
+    # A value that refers to a broken one fails with it: reported once, at the origin.
+    reported = " ".join(problem.what for problem in resolved.problems)
+    resolved.problems += [item for name, item in deferred.items() if name not in reported]
     return resolved
 
 
@@ -102,11 +100,11 @@ def _visit(
     key: Any,
     path: Path,
     resolved: Resolved,
-    deferred: dict[str, tuple[Path, Problem]],
+    deferred: dict[str, Problem],
 ) -> Any:
+    text = path_text(path)
     if OmegaConf.is_missing(parent, key):
-        text = path_text(path)
-        resolved.problems.append((path, Problem(text, "missing", f"write {text}=...")))
+        resolved.problems.append(Problem(text, "missing", f"write {text}=..."))
         return None
     if OmegaConf.is_interpolation(parent, key):
         written = str(parent._get_node(key)._value())  # type: ignore[union-attr]
@@ -119,11 +117,11 @@ def _visit(
         except InterpolationToMissingValueError:
             return None  # the missing value is a problem of its own
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            name, problem = _explain(error, written, path, resolved)
+            name, problem = _explain(error, written, text, resolved)
             if name in written:
-                resolved.problems.append((path, problem))
+                resolved.problems.append(problem)
             else:
-                deferred.setdefault(name, (path, problem))
+                deferred.setdefault(name, problem)
             return None
     value = parent[key]
     if isinstance(value, DictConfig):
@@ -133,24 +131,24 @@ def _visit(
     return value
 
 
-def _explain(error: Exception, written: str, path: Path, resolved: Resolved) -> tuple[str, Problem]:
+def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> tuple[str, Problem]:
     """The name that fails to resolve and the problem in our words: OmegaConf's repeat values."""
-    text, message = path_text(path), str(error)
+    message = str(error)
     if match := re.search(r"Environment variable '(\w+)' not found", message):
         name = match[1]
         what = f"the environment variable {name} is not set"
         remedy = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
         return name, Problem(text, what, remedy)
     if isinstance(error, InterpolationKeyError):
-        found = re.search(r"Interpolation key '([^']*)'", message)
-        name = found[1] if found else written
-        others = (known for known in _paths(resolved.written) if known != text)
+        key = re.search(r"Interpolation key '([^']*)'", message)
+        name = key[1] if key else written
+        others = (p for p in configs.flat_paths(resolved.written, leaves=False) if p != text)
         near = words.for_key(name) or did_you_mean(name, others)
         return name, Problem(text, f"refers to {name}, which is not in the config", near)
     if match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
-        key = f"launcher.inputs.{match[1]}"
-        what = f"reads the input {match[1]}, and {key} does not say where it is"
-        return key, Problem(text, what, f"write +{key}=PATH")
+        name = f"launcher.inputs.{match[1]}"
+        what = f"reads the input {match[1]}, and {name} does not say where it is"
+        return name, Problem(text, what, f"write +{name}=PATH")
     if isinstance(error, UnsupportedInterpolationType):
         name = message.split("\n")[0].rpartition(" ")[2]  # what refers to it fails with it
         remedy = written.replace("${env:", "${oc.env:")
@@ -159,15 +157,3 @@ def _explain(error: Exception, written: str, path: Path, resolved: Resolved) -> 
     if isinstance(error, RecursionError) or "ecursive" in message:
         return "itself", Problem(text, f"refers to itself: {written}")  # one for all of a circle
     return written, Problem(text, f"cannot be resolved: {written}")
-
-
-def _paths(values: Any, path: Path = ()) -> Iterator[str]:
-    items = values.items() if isinstance(values, Mapping) else ()
-    for key, value in items:
-        yield path_text((*path, str(key)))
-        yield from _paths(value, (*path, str(key)))
-
-
-def all_paths(values: Mapping[str, Any]) -> list[str]:
-    """Every path of nested mappings, sections included."""
-    return list(_paths(values))

@@ -8,16 +8,16 @@ most mistakes are found without importing Lightning, and unknown ones are found 
 
 from __future__ import annotations
 
-import re
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from distdl import words
 from distdl.errors import Problem
 from distdl.ranges import AboveZero, Count, NotNegative, Positive
-from distdl.suggest import did_you_mean, respelt, strategy_for, written
+from distdl.suggest import did_you_mean, respelt, written
 
 Path = tuple[str | int, ...]
 
@@ -48,12 +48,12 @@ def _devices(value: Any) -> Any:
 
 
 def _precision(value: Any) -> Any:
-    if value is not None and str(value) not in _LIGHTNINGS:
+    if value is not None and str(value) not in _PRECISIONS:
         raise ValueError("32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true")
     return value
 
 
-_LIGHTNINGS = (
+_PRECISIONS = (
     *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
     *("64-true", "transformer-engine", "transformer-engine-float16"),
 )
@@ -127,20 +127,6 @@ class TrainerArguments(_Open):
     enable_autolog_hparams: bool = True
 
 
-# Arguments of the Trainer that distdl fills itself, and what the user sets instead.
-TRAINER_OWNED = {
-    "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
-    "callbacks": "add callbacks under callbacks: +callbacks.<name>._target_=package.Class",
-    "plugins": "choose the precision by trainer.precision, the rest by the group strategy",
-    "strategy": "choose the strategy by its group: strategy=ddp",
-    "default_root_dir": "choose the place of all runs by output_dir=FOLDER",
-    "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
-    "enable_checkpointing": "choose what is saved by checkpoint.*",
-    "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
-    "barebones": "task=benchmark measures a step without what is around it",
-}
-
-
 class Component(_Open):
     """A mapping that names a class or function (`_target_`) and its arguments."""
 
@@ -202,25 +188,15 @@ COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", 
 COLLECTIONS = ("tracking", "callbacks")
 # Groups that are layered over everything else, in this order: `experiment=x` has no key of its own.
 LAYERS = ("experiment", "debug")
-# What `optimizer=none` composes to: an empty mapping, which is as good as null.
-EMPTY_ALLOWED = ("model", "data", "optimizer", "schedule", "strategy", "launcher")
 
 
 def known_paths() -> Iterator[str]:
     """Every path that the schema itself names, such as `trainer.max_epochs`."""
-    sections: dict[str, type[BaseModel]] = {
-        "project": Project,
-        "checkpoint": Checkpoint,
-        "trainer": TrainerArguments,
-        "data": Data,
-        "optimizer": Optimizer,
-        "schedule": Schedule,
-    }
-    for key in Config.model_fields:
+    for key, field in Config.model_fields.items():
         yield key
-        if key in sections:
-            for name, field in sections[key].model_fields.items():
-                if field.alias is None:
+        for kind in (field.annotation, *get_args(field.annotation)):
+            for name, inner in getattr(kind, "model_fields", {}).items():
+                if inner.alias is None:
                     yield f"{key}.{name}"
 
 
@@ -232,9 +208,25 @@ def path_text(path: Path) -> str:
     return text
 
 
+def lies_below(path: str, top: str) -> bool:
+    """Whether a path is `top` or leads into it."""
+    return path == top or path.startswith((f"{top}.", f"{top}["))
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value of nested containers with its path, the outermost first."""
+    yield path, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from walk(item, (*path, index))
+
+
 def check(
     values: Mapping[str, Any], *, show: Callable[[Path], str], known: Iterable[str]
-) -> list[tuple[Path, Problem]]:
+) -> Iterator[Problem]:
     """Checks resolved values against the schema.
 
     Args:
@@ -242,30 +234,36 @@ def check(
         show: Prints the value at a path without giving away what came from the environment.
         known: Paths to choose suggestions from.
     """
-    shaped = {key: None if _empty(key, value) else value for key, value in values.items()}
+    expected: dict[Path, list[str]] = {}
+    for path, deeper, error in _errors(values):
+        if error["type"] == "extra_forbidden":
+            yield from _unknown(path, _at(values, path), known, values)
+        elif error["type"] == "missing":
+            yield _absent(path, deeper, _at(values, path), known, values)
+        else:
+            expected.setdefault(path, []).append(_sentence(error))
+    for path, sentences in expected.items():
+        either = " or ".join(dict.fromkeys(sentences))
+        what = f"must be {either}, not {show(path)}"
+        yield Problem(path_text(path), what, _remedy(path, either, values))
+
+
+def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
+    """Each of pydantic's errors: the user's path, the rest of pydantic's (a union's branch, a
+    field that is missing), the error."""
+    # `optimizer=none` composes to an empty mapping, which is as good as null.
+    empty = {key: None for key in COMPONENTS if key != "task" and values.get(key) == {}}
     try:
-        Config.model_validate(shaped)
-    except ValidationError as error:
-        found: dict[Path, list[str]] = {}
-        problems = []
-        for item in error.errors(include_url=False, include_context=False, include_input=False):
-            path, deeper = _real_path(shaped, item["loc"])
-            if item["type"] == "extra_forbidden":
-                problems += _unknown(path, _at(shaped, path), known, values)
-            elif item["type"] == "missing":
-                problems.append(_absent(path, deeper, _at(shaped, path), known, values))
-            else:
-                found.setdefault(path, []).append(_sentence(item["msg"]))
-        for path, sentences in found.items():
-            expected = " or ".join(dict.fromkeys(sentences))
-            what = f"must be {expected}, not {show(path)}"
-            problems.append((path, Problem(path_text(path), what, _remedy(path, expected, values))))
-        return problems
-    return []
-
-
-def _empty(key: str, value: Any) -> bool:
-    return key in EMPTY_ALLOWED and value == {}
+        Config.model_validate({**values, **empty})
+    except ValidationError as refused:
+        for error in refused.errors(include_url=False, include_context=False, include_input=False):
+            location, depth, value = error["loc"], 0, values
+            for part in location:
+                inside = isinstance(value, Mapping) and part in value
+                if not inside and not (isinstance(value, list) and isinstance(part, int)):
+                    break
+                value, depth = value[part], depth + 1  # type: ignore[index]
+            yield location[:depth], location[depth:], error
 
 
 def _at(values: Any, path: Path) -> Any:
@@ -274,108 +272,75 @@ def _at(values: Any, path: Path) -> Any:
     return values
 
 
-def _real_path(values: Any, location: Path) -> tuple[Path, Path]:
-    """Splits pydantic's location into the user's path and the rest (a union's branch, a field)."""
-    for depth, part in enumerate(location):
-        inside = isinstance(values, Mapping) and part in values
-        if not inside and not (isinstance(values, list) and isinstance(part, int)):
-            return location[:depth], location[depth:]
-        values = values[part]
-    return location, ()
-
-
 def _unknown(
     path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
-) -> list[tuple[Path, Problem]]:
+) -> Iterator[Problem]:
     """One problem for an unknown key, or for each value below it: `optimiser: {lr: 1}`."""
-    if isinstance(value, Mapping) and value and path[0] not in LAYERS:
-        return [
-            p for key, item in value.items() for p in _unknown((*path, key), item, known, config)
-        ]
     text = path_text(path)
     if path[0] in LAYERS:
-        what = "its keys land below it, not beside model and data"
-        return [((path[0],), Problem(str(path[0]), what, "its first line: # @package _global_"))]
-    where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
-    remedy = words.for_key(text, value, config) or did_you_mean(text, known)
-    return [(path, Problem(text, f"unknown key {where}", remedy))]
+        yield Problem(str(path[0]), *words.NOT_GLOBAL)
+    elif isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _unknown((*path, key), item, known, config)
+    else:
+        where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
+        remedy = words.for_key(text, value, config) or did_you_mean(text, known)
+        yield Problem(text, f"unknown key {where}", remedy)
 
 
 def _absent(
     path: Path, deeper: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
-) -> tuple[Path, Problem]:
+) -> Problem:
     text = path_text(path)
     if deeper[-1:] != ("_target_",):
         full = path_text((*path, *deeper))
-        return (*path, *deeper), Problem(full, "missing", f"write {full}=...")
-    given = ", ".join(map(str, value)) or "nothing"
-    what = f"names no class (_target_), only {given}"
+        return Problem(full, "missing", f"write {full}=...")
+    keys = ", ".join(map(str, value)) or "nothing"
+    what = f"names no class (_target_), only {keys}"
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
-        option = words.for_component(str(path[0]), str(path[-1]), config)
         remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
-        if option:
+        if option := words.for_component(str(path[0]), str(path[-1]), config):
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
-        return path, Problem(text, what, remedy)
+        return Problem(text, what, remedy)
     choose = f"choose one: {text}=NAME (--help lists them)"
     if path[0] in ("optimizer", "schedule") and value:
-        what = f"there is none here to take {given} ({text}=none, or a file without _target_)"
-        own = f"the model's own argument, such as model.{next(iter(value))}=..."
-        return path, Problem(text, what, f"{own}, or {choose}")
-    return path, Problem(text, what, f"{choose}, or write in a file: _target_: package.Class")
+        what = f"there is none here to take {keys} ({text}=none, or a file without _target_)"
+        argument = f"the model's own argument, such as model.{next(iter(value))}=..."
+        return Problem(text, what, f"{argument}, or {choose}")
+    return Problem(text, what, f"{choose}, or write in a file: _target_: package.Class")
 
 
-def _sentence(message: str) -> str:
-    """Turns "Input should be a valid integer" into "a valid integer"."""
-    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    if message.startswith("a valid dictionary"):
-        return "a mapping"
-    if message.startswith("String should match pattern"):
-        return "made of letters from a to z, digits, dots, underscores and dashes"
-    if message.startswith("String should have at most"):
-        return "of at most 200 characters"
-    return message.replace("a valid ", "a ").replace("a integer", "an integer")
-
-
-# Numbers of bits, and of what libraries call them.
-_PRECISIONS = {
-    r"(float|fp|f)?16|half|amp|mixed|16-mix\w*": "16-mixed or bf16-mixed, with weights of 32 bit",
-    r"bf(loat)?16(-mix\w*)?": "bf16-mixed, with weights of 32 bit, or bf16-true",
-    r"t?(float|fp|f)?32|full|single|float|high(est)?": "32-true",
-    r"(float|fp|f)?64|double": "64-true",
+_SENTENCES = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "string_pattern_mismatch": "made of letters from a to z, digits, dots, underscores and dashes",
+    "string_too_long": "of at most 200 characters",
 }
+
+
+def _sentence(error: Any) -> str:
+    """Such as "an integer" for pydantic's "Input should be a valid integer"."""
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("a valid ", "a ").replace("a integer", "an integer")
+    return _SENTENCES.get(error["type"], message)
 
 
 def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
     value, text = _at(values, path), path_text(path)
     if path == ("strategy",) and isinstance(value, str):
-        return strategy_for(value)
+        return words.strategy_for(value)
     if path == ("checkpoint",):
         return words.for_key("ckpt_path")
     if path == ("trainer", "precision"):
-        name = str(value).lower().removeprefix("torch.").replace("_", "-")
-        found = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))
-        return next((f"write {text}={ours}" for ours in found), "")
+        return words.precision_for(str(value))
     if expected == "a string" and isinstance(value, (int, float)):
         # Without the inner quotes Hydra reads digits as a number again.
         return f"""write {text}='"{value}"'"""
-    other = respelt(value)
-    fits = repr(other) != repr(value) and path not in _refused(_changed(values, path, other))
-    return f"write {written(text, other)}" if fits else ""
-
-
-def _refused(values: Any) -> list[Path]:
-    try:
-        Config.model_validate(values)
-    except ValidationError as error:
-        return [_real_path(values, item["loc"])[0] for item in error.errors()]
-    return []
-
-
-def _changed(values: Any, path: Path, value: Any) -> Any:
-    """A copy with another value in one place."""
-    if not path:
-        return value
-    copy: Any = list(values) if isinstance(values, list) else dict(values)
-    copy[path[0]] = _changed(values[path[0]], path[1:], value)
-    return copy
+    meant = respelt(value)
+    if not path or repr(meant) == repr(value):
+        return ""
+    changed = copy.deepcopy(dict(values))
+    _at(changed, path[:-1])[path[-1]] = meant
+    fits = path not in (refused for refused, *_ in _errors(changed))
+    return f"write {written(text, meant)}" if fits else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import SequenceMatcher
@@ -79,32 +78,13 @@ def respelt(value: Any) -> Any:
     return value
 
 
+def plain_text(value: Any) -> str:
+    """A plain value as YAML has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def written(path: str, value: Any) -> str:
     """The override that gives a plain value."""
-    names = {None: "null", True: "true", False: "false"}
-    plain = value is None or isinstance(value, bool)
-    return f"{path}={names[value] if plain else value}"
-
-
-# Lightning's names of strategies, as its messages and documents advise them, in our words. However
-# ddp is started: each rank is a process of its own here.
-_STRATEGIES = {
-    r"dp|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_false)?": "ddp",
-    r"ddp_((spawn|fork|notebook)_)?find_\w+_true": "ddp strategy.find_unused_parameters=true",
-    "fsdp": "fsdp",
-    "fsdp_cpu_offload": "fsdp strategy.offload=true",
-    "single_device": "single",
-    r"deepspeed(_stage_2)?": "deepspeed_zero2",
-    r"deepspeed_stage_([13])": r"deepspeed_zero\1",
-    "deepspeed_stage_2_offload": "deepspeed_offload",
-    "deepspeed_stage_3_offload": "deepspeed_offload strategy.stage=3 "
-    "strategy.offload_parameters=true",
-}
-
-
-def strategy_for(name: str) -> str:
-    """What to write instead of `ddp_find_unused_parameters_true`; "" for a name of nobody's."""
-    for pattern, ours in _STRATEGIES.items():
-        if found := re.fullmatch(pattern, name.lower()):
-            return f"strategy={found.expand(ours)}"
-    return ""
+    return f"{path}={plain_text(value)}"

@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from distdl.errors import Problem
-from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.schema import COLLECTIONS, COMPONENTS, Path, path_text, walk
 from distdl.suggest import closest
 
 ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
@@ -46,19 +46,9 @@ class Trust:
         return under(target, self.allow) or lies_in(target, self.folders)
 
 
-def nodes(
-    values: Any, path: Path = (), key: str = "_target_"
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+def nodes(values: Any, key: str = "_target_") -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every mapping with a `_target_`, at any depth, also inside lists, outermost first."""
-    items: Any = ()
-    if isinstance(values, dict):
-        if key in values:
-            yield path, values
-        items = ((str(name), value) for name, value in values.items())
-    elif isinstance(values, list):
-        items = enumerate(values)
-    for name, value in items:
-        yield from nodes(value, (*path, name), key)
+    return ((path, node) for path, node in walk(values) if isinstance(node, dict) and key in node)
 
 
 def under(name: str, prefixes: Sequence[str]) -> bool:
@@ -121,25 +111,15 @@ def advice(target: str) -> str:
 
 
 def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
-    """The refused `_target_`s of a whole config, and what could become one."""
+    """The refused `_target_`s of a config, and strings that Hydra would resolve a second time: it
+    might then find a `_target_` in them."""
     problems = []
     for path, node in nodes(values):
-        if found := problem_of(node["_target_"], trust, path):
-            place = (*path, "_target_")
-            problems.append((place, Problem(path_text(place), *found)))
-    for path, text in unresolved({key: values.get(key) for key in BUILT}):
-        what = f"still holds an interpolation after it was resolved: {text!r}"
-        problems.append((path, Problem(path_text(path), what)))
+        if refused := problem_of(node["_target_"], trust, path):
+            path = (*path, "_target_")
+            problems.append((path, Problem(path_text(path), *refused)))
+    for path, text in walk({key: values.get(key) for key in BUILT}):
+        if isinstance(text, str) and "${" in text:
+            what = f"still holds an interpolation after it was resolved: {text!r}"
+            problems.append((path, Problem(path_text(path), what)))
     return problems
-
-
-def unresolved(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Strings that Hydra would resolve a second time, and might then find a `_target_` in."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from unresolved(item, (*path, str(key)))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from unresolved(item, (*path, index))
-    elif isinstance(value, str) and "${" in value:
-        yield path, value

@@ -18,23 +18,24 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl import checks
-from distdl.checks import Topology, is_here, strings
+from distdl.checks import is_here, strings
 from distdl.errors import Problem, Unchecked, UserError
 from distdl.importing import logged_later, uncollected
+from distdl.job import Resources
 from distdl.own_code import own_folders
 from distdl.redact import redact
-from distdl.resolve import Resolved, all_paths, resolve
+from distdl.resolve import Resolved, resolve
 from distdl.schema import (
     COLLECTIONS,
     COMPONENTS,
     LAYERS,
-    Checkpoint,
-    Config,
-    Project,
     check,
     known_paths,
+    lies_below,
+    path_text,
+    walk,
 )
-from distdl.targets import Trust, target_problems
+from distdl.targets import Trust, nodes, target_problems
 
 _CHILD_SECONDS = 300.0
 
@@ -60,7 +61,7 @@ SUPPLIED: dict[str, dict[str, list[str]]] = {
 def problems_of(
     config: DictConfig | Mapping[str, Any],
     *,
-    topology: Topology | None = None,
+    topology: Resources | None = None,
     local: bool | None = None,
     project_root: str | None = None,
 ) -> list[Problem]:
@@ -77,30 +78,27 @@ def problems_of(
     """
     resolved = resolve(config)
     here = is_here(resolved, local)
-    removed = checks.removed(resolved)
+    trainer = [*checks.trainer(resolved)]
     shape = check(resolved.values, show=resolved.show, known=_known(resolved))
-    found = [
-        *removed,
-        *(item for item in shape if item[0] not in [path for path, _ in removed]),
-        *checks.owned(resolved),
-        *checks.unknown(resolved),
+    problems = [
+        *trainer,
+        *(each for each in shape if each.path not in [known.path for known in trainer]),
         *checks.names(resolved),
         *checks.nothing(resolved),
         *checks.services(resolved, here),
-        *target_problems(resolved.values, _trust(resolved, project_root)),
+        *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
         *checks.topology(resolved, topology, here),
-        *checks.secrets(resolved.written, resolved, ()),
+        *checks.secrets(resolved),
     ]
-    # What did not resolve is None by now and must not be told a second time.
+    # What did not resolve is None by now and must not be reported a second time.
     broken = [*resolved.problems, *checks.class_paths(resolved)]
-    found = [item for item in found if not any(item[0][: len(path)] == path for path, _ in broken)]
-    found += [*broken, *checks.forwarded(resolved, here), *checks.sent(resolved, here)]
-    return _tidy([_safe(problem, resolved) for _, problem in found])
+    problems = [p for p in problems if not any(lies_below(p.path, top.path) for top in broken)]
+    return _tidy([*problems, *broken, *checks.environment(resolved, here)], resolved)
 
 
 def refuse(
     config: DictConfig | Mapping[str, Any],
-    topology: Topology | None,
+    topology: Resources | None,
     *,
     local: bool | None = None,
     project_root: str | None = None,
@@ -110,21 +108,21 @@ def refuse(
 
     Args:
         config, topology, local, project_root: As in `problems_of`.
-        further: Problems that the caller has found, told where stage 1 says nothing of their path.
+        further: The caller's own problems, reported where stage 1 finds nothing at their path.
 
     Raises:
-        Unchecked: with all problems. Whoever mends a typo must not wait for torch to hear of it.
+        Unchecked: with all problems. Whoever repairs a typo need not wait for torch.
     """
-    found = problems_of(config, topology=topology, local=local, project_root=project_root)
-    told = {problem.path for problem in found}
-    found += [problem for problem in further if problem.path.partition("=")[0] not in told]
-    if found:
-        raise Unchecked(*_tidy(found))
+    problems = problems_of(config, topology=topology, local=local, project_root=project_root)
+    paths = {problem.path for problem in problems}
+    problems += [problem for problem in further if problem.path.partition("=")[0] not in paths]
+    if problems:
+        raise Unchecked(*_tidy(problems))
 
 
 def check_bindings(
     config: DictConfig | Mapping[str, Any],
-    size: Topology | None,
+    size: Resources | None,
     project_root: str | None = None,
     *,
     local: bool | None = None,
@@ -143,7 +141,7 @@ def check_bindings(
         imported.
     """
     resolved = resolve(config)
-    nodes, devices = (size.num_nodes, size.devices) if size else (1, 1)
+    known = size or Resources(accelerator="auto")
     trust = _trust(resolved, project_root)
     request = {
         "config": resolved.values,
@@ -151,22 +149,21 @@ def check_bindings(
         "trust": [trust.folders, trust.allow],
         "supplied": SUPPLIED,
         "context": {
-            "num_nodes": nodes,
-            "devices": devices,
-            "world_size": nodes * devices,
-            "accelerator": size.accelerator if size else "auto",
+            "num_nodes": known.num_nodes,
+            "devices": known.devices,
+            "world_size": known.world_size,
+            "accelerator": known.accelerator,
             "local": is_here(resolved, local),
         },
     }
     answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
-    problems = [_safe(Problem(*problem), resolved) for problem in answer["problems"]]
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
-    return _tidy(problems), notes, answer["facts"]
+    return _tidy([Problem(*each) for each in answer["problems"]], resolved), notes, answer["facts"]
 
 
 def validate(
     config: DictConfig | Mapping[str, Any],
-    size: Topology | None,
+    size: Resources | None,
     *,
     local: bool | None = None,
     project_root: str | None = None,
@@ -183,45 +180,25 @@ def validate(
     return notes, facts
 
 
-def _tidy(problems: Sequence[Problem]) -> list[Problem]:
-    return sorted(dict.fromkeys(problems), key=lambda problem: problem.path)
-
-
-def _root(resolved: Resolved, project_root: str | None) -> str:
-    return str(project_root or resolved.section("project").get("root") or os.getcwd())
+def _tidy(problems: Sequence[Problem], resolved: Resolved | None = None) -> list[Problem]:
+    """Each once, sorted by path, and without values of the environment."""
+    hide = (resolved or Resolved()).hide_environment
+    safe = (Problem(each.path, hide(each.what), hide(each.remedy)) for each in problems)
+    return sorted(dict.fromkeys(safe), key=lambda problem: problem.path)
 
 
 def _trust(resolved: Resolved, project_root: str | None) -> Trust:
-    allow = strings(resolved.section("project").get("allow"))
-    return Trust(own_folders(_root(resolved, project_root)), tuple(allow))
-
-
-def _safe(problem: Problem, resolved: Resolved) -> Problem:
-    what, remedy = map(resolved.hide_environment, (problem.what, problem.remedy))
-    return Problem(problem.path, what, remedy)
+    project = resolved.section("project")
+    root = str(project_root or project.get("root") or os.getcwd())
+    return Trust(own_folders(root), tuple(strings(project.get("allow"))))
 
 
 def _known(resolved: Resolved) -> list[str]:
     """Paths that exist, to suggest: the schema's and those of the chosen components."""
-    fixed = {"project": Project, "checkpoint": Checkpoint}
-    names = dict.fromkeys([*known_paths(), *LAYERS])
-    for path in all_paths(resolved.values):
-        top = path.partition(".")[0]
-        leaf = path.rpartition(".")[2]
-        if top in Config.model_fields and top not in fixed and not leaf.startswith("_"):
-            is_component = top in COMPONENTS or top in COLLECTIONS
-            if is_component and _has_target(resolved.values, path):
-                names[path] = None
-    return list(names)
-
-
-def _has_target(values: Any, path: str) -> bool:
-    """Whether the value at `path`, or the component around it, names a class."""
-    for part in path.split("."):
-        if isinstance(values, dict) and "_target_" in values:
-            return True
-        values = values.get(part) if isinstance(values, dict) else None
-    return isinstance(values, dict) and "_target_" in values
+    sections = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
+    inside = (path for top, node in nodes(sections) for path, _ in walk(node, top))
+    own = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
+    return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in own if "[" not in text)])]
 
 
 def _ask_here(request: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from distdl import user_conf
 from distdl.errors import Problem, UserError
-from distdl.suggest import closest, nearest, strategy_for
+from distdl.suggest import closest, nearest
 
 _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
 _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
@@ -88,6 +88,44 @@ for _ours, _theirs in {
     _KEYS["logger"]: "wandb comet neptune clearml mlflow tensorboard csv",
 }.items():
     _KEYS |= dict.fromkeys(_theirs.split(), _ours)
+# Arguments of the Trainer that distdl fills itself.
+TRAINER_OWNED = {
+    "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
+    "callbacks": "add callbacks under callbacks: +callbacks.<name>._target_=package.Class",
+    "plugins": "choose the precision by trainer.precision, the rest by the group strategy",
+    "strategy": "choose the strategy by its group: strategy=ddp",
+    "default_root_dir": "choose the folder of all runs by output_dir=FOLDER",
+    "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
+    "enable_checkpointing": "choose what is saved by checkpoint.*",
+    "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
+    "barebones": "task=benchmark measures a step without what is around it",
+}
+# Lightning's names of strategies, as its messages and documents advise them. However ddp is
+# started: each rank is a process of its own here.
+_STRATEGIES = {
+    r"dp|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_false)?": "ddp",
+    r"ddp_((spawn|fork|notebook)_)?find_\w+_true": "ddp strategy.find_unused_parameters=true",
+    "fsdp": "fsdp",
+    "fsdp_cpu_offload": "fsdp strategy.offload=true",
+    "single_device": "single",
+    r"deepspeed(_stage_2)?": "deepspeed_zero2",
+    r"deepspeed_stage_([13])": r"deepspeed_zero\1",
+    "deepspeed_stage_2_offload": "deepspeed_offload",
+    "deepspeed_stage_3_offload": "deepspeed_offload strategy.stage=3 "
+    "strategy.offload_parameters=true",
+}
+# Numbers of bits, and what libraries call them.
+_PRECISIONS = {
+    r"(float|fp|f)?16|half|amp|mixed|16-mix\w*": "16-mixed or bf16-mixed, with weights of 32 bit",
+    r"bf(loat)?16(-mix\w*)?": "bf16-mixed, with weights of 32 bit, or bf16-true",
+    r"t?(float|fp|f)?32|full|single|float|high(est)?": "32-true",
+    r"(float|fp|f)?64|double": "64-true",
+}
+# A file of an experiment or of debug without its first line: what is wrong, and the remedy.
+NOT_GLOBAL = (
+    "its keys land below it, not beside model and data",
+    "make its first line: # @package _global_",
+)
 # Options of groups.
 _CHOICES = {
     "trainer=cpu": "trainer.accelerator=cpu",
@@ -130,6 +168,21 @@ _VERBS = {
     "status": "python -m distdl jobs status RUN",
     "cancel": "python -m distdl jobs cancel RUN",
 }
+
+
+def strategy_for(name: str) -> str:
+    """What to write instead of `ddp_find_unused_parameters_true`; "" for a name of nobody's."""
+    for pattern, ours in _STRATEGIES.items():
+        if match := re.fullmatch(pattern, name.lower()):
+            return f"strategy={match.expand(ours)}"
+    return ""
+
+
+def precision_for(name: str) -> str:
+    """What to write instead of `trainer.precision=fp16`; "" for a name of nobody's."""
+    name = name.lower().removeprefix("torch.").replace("_", "-")
+    ours = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))
+    return next((f"write trainer.precision={each}" for each in ours), "")
 
 
 def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:

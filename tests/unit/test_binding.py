@@ -136,12 +136,6 @@ def project(tmp_path: Path) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-class Size:
-    num_nodes = 1
-    devices = 2
-    accelerator = "cpu"
-
-
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
 
 
@@ -426,7 +420,7 @@ def test_checks_of_the_targets_themselves(project: Path) -> None:
     assert messages(data, project, local=False) == []
     strategy = {"strategy": {"_target_": "mine.sized"}}
     assert messages(strategy, project) == []
-    message = only(strategy, project, size=Size())
+    message = only(strategy, project, size=Resources(devices=2))
     assert message == "strategy: one device, not 2\n    strategy=ddp"
     message = only({"strategy": {"_target_": "mine.broken_check"}}, project)
     assert "strategy: its own check failed: ZeroDivisionError" in message

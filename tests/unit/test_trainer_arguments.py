@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from sample_config import sample
 
-from distdl import checks, compose, validate
+from distdl import compose, validate, words
 from distdl.binding import Binding
 from distdl.callbacks.metrics import rates
 from distdl.errors import UserError
-from distdl.suggest import strategy_for
+from distdl.words import strategy_for
 from tests.conftest import Said
 
 DELTA = "{_target_: datetime.timedelta, seconds: 100}"
@@ -202,4 +202,4 @@ def test_names_of_rates_are_those_of_the_monitor() -> None:
 
 
 def test_the_owned_are_told_where_they_are_set() -> None:
-    assert checks.TRAINER_OWNED.keys() <= {entry.split("=")[0] for entry in REFUSED}
+    assert words.TRAINER_OWNED.keys() <= {entry.split("=")[0] for entry in REFUSED}

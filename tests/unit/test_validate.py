@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,8 @@ from sample_config import sample
 
 from distdl import validate as validation
 from distdl.errors import Unchecked, UserError
+from distdl.job import Resources
 from distdl.validate import problems_of, validate
-
-
-@dataclass(frozen=True)
-class Size:
-    num_nodes: int = 1
-    devices: int = 1
-    accelerator: str = "cpu"
 
 
 def messages(changes: dict[str, Any], **options: Any) -> list[str]:
@@ -263,23 +256,25 @@ def test_topology() -> None:
     assert "trainer.num_nodes: launcher=local is one machine, not 2" in message
     assert messages({**remote, "trainer.num_nodes": 2}) == []
     single = {"strategy": {"_target_": "distdl.strategies.single"}}
-    message = only(single, topology=Size(devices=4))
+    message = only(single, topology=Resources(devices=4))
     assert message.startswith("strategy: single trains on one device, not on 4 devices x 1 nodes")
     assert "strategy=ddp" in message
-    assert messages(single, topology=Size()) == []
-    assert "an Apple GPU is one device" in only({}, topology=Size(devices=2, accelerator="mps"))
+    assert messages(single, topology=Resources()) == []
+    assert "an Apple GPU is one device" in only(
+        {}, topology=Resources(devices=2, accelerator="mps")
+    )
 
 
 def test_batches_that_do_not_divide() -> None:
     changes = {"data.batch_size": 8, "data.global_batch_size": 100}
-    message = only(changes, topology=Size(devices=4))
+    message = only(changes, topology=Resources(devices=4))
     assert "data.global_batch_size: 100 is not 8 (data.batch_size) x 4 devices" in message
     assert "nor divisible" not in message and "data.batch_size=25" in message
     changes["data.global_batch_size"] = 98
-    message = only(changes, topology=Size(devices=4))
+    message = only(changes, topology=Resources(devices=4))
     assert "nor divisible" in message and "data.global_batch_size=96" in message
     changes["data.global_batch_size"] = 32
-    assert messages(changes, topology=Size(devices=4)) == []
+    assert messages(changes, topology=Resources(devices=4)) == []
 
 
 SAS = "https://account.blob.core.windows.net/c?sv=1&sig=hunter2hunter2%3D"
@@ -364,7 +359,7 @@ def test_problems_of_the_text_are_told_before_anything_is_imported(
 ) -> None:
     monkeypatch.setattr(validation, "_ask_child", lambda request: pytest.fail("imports"))
     with pytest.raises(Unchecked) as caught:
-        validate(sample({"seed": -1, "lrr": 1, "trainer.max_epoch": 3}), Size())
+        validate(sample({"seed": -1, "lrr": 1, "trainer.max_epoch": 3}), Resources())
     paths = [problem.path for problem in caught.value.problems]
     assert paths == ["lrr", "seed", "trainer.max_epoch"]
     assert caught.value.exit_code == 2
@@ -376,7 +371,7 @@ def test_all_problems_of_the_second_stage(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(validation, "_ask_child", lambda request: answer)
     monkeypatch.setenv("SAMPLE_ROOT", "somewhere-private")
     with pytest.raises(UserError) as caught:
-        validate(sample({"data.root": "${oc.env:SAMPLE_ROOT}"}), Size())
+        validate(sample({"data.root": "${oc.env:SAMPLE_ROOT}"}), Resources())
     assert [problem.path for problem in caught.value.problems] == ["data", "model"]
     assert "data: the folder ${oc.env:SAMPLE_ROOT} is absent" in str(caught.value)
 
