@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -57,9 +60,9 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(_of_a_file(first_lines(error))) from error
         except (RecursionError, UnicodeDecodeError):
-            if not (found := user_conf.broken()):
+            if not (broken := user_conf.broken()):
                 raise
-            raise UserError(*found) from None
+            raise UserError(*broken) from None
     OmegaConf.set_readonly(config.hydra, None)
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
@@ -104,7 +107,7 @@ def _in_one_form(trainer: Any) -> None:
 
 
 def _is_empty(config: DictConfig, key: str) -> bool:
-    # An interpolation may lead nowhere: validation says so, with all that is wrong besides.
+    # An interpolation may lead nowhere: validation reports it with the other problems.
     return not OmegaConf.is_interpolation(config, key) and config.get(key) is None
 
 
@@ -116,9 +119,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     """
     problems: list[Problem] = []
     layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
-    options: list[str] = []
-    inner: list[str] = []
-    values: list[str] = []
+    options, inner, values = list[str](), list[str](), list[str]()
     for override in parse_overrides(overrides):
         line = str(override.input_line)
         key = override.key_or_group
@@ -135,7 +136,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
             elif "/" in key:
                 inner.append(body)
             else:
-                options.append(body if key in default_groups() else "+" + body)
+                options.append(body if key in defaults() else "+" + body)
         else:
             values.append("++" + body)
     for layer, chosen in layers.items():
@@ -161,38 +162,31 @@ def _inner(inner: list[str], ordered: list[str]) -> list[str]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
-    """Hydra's own grammar.
+    """Hydra's own grammar. Each text is parsed once, whoever asks again.
 
     Raises:
         UserError: One of them is none, e.g. a word without `=`.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     words.check(overrides)
-    parser = OverridesParser.create()
     parsed, problems = [], []
     for text in overrides:
         try:
-            parsed.append(parser.parse_override(quoted(text)))
+            parsed.append(_parsed(text))
         except HydraException as error:
-            remedy = "write key=value, +key=value, group=option or ~key"
-            key, equals, value = text.partition("=")
-            if equals and not text.startswith("~"):
-                remedy = redact(first_lines(error))
-                if lacking := words.open_brackets(value):
-                    closed = text.rstrip(", ") + lacking
-                    remedy = f"it lacks {lacking}: {redact(repr(closed))}"
-                elif (typed := words.meant(text)) != text:
-                    remedy = f"write {redact(shlex.quote(typed))}"
-                elif not value.startswith(("{", '"', "'")):  # a mapping, or quoted already
-                    escaped = value.replace('"', '\\"')
-                    remedy += "\n    a text with special characters: "
-                    remedy += redact(f"""'{key}="{escaped}"'""")
-            problems.append(Problem(key.strip(), f"{redact(repr(text))} is no override", remedy))
+            key, wrong = text.partition("=")[0].strip(), f"{redact(repr(text))} is no override"
+            problems.append(Problem(key, wrong, words.for_override(text, first_lines(error))))
     if problems:
         raise UserError(*problems)
     return parsed
+
+
+@functools.cache
+def _parsed(text: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(quoted(text))
 
 
 def quoted(text: str) -> str:
@@ -216,13 +210,13 @@ def group_options(group: str) -> list[str]:
     return sorted(o for o in loader.get_group_options(group) if o != "__init__")
 
 
-def default_groups() -> list[str]:
-    """The groups of which every run has one option."""
-    from importlib.resources import files
-
+def defaults() -> dict[str, list[str]]:
+    """The groups of which every run has an option, and which it has by default."""
     primary = OmegaConf.create(files("distdl.conf").joinpath("distdl.yaml").read_text())
-    groups = [next(iter(entry)) for entry in primary.defaults if isinstance(entry, DictConfig)]
-    return [str(g) for g in groups if not str(g).startswith("override")]
+    entries = [entry for entry in primary.defaults if isinstance(entry, DictConfig)]
+    chosen = {str(group): option for entry in entries for group, option in entry.items()}
+    groups = {group: o for group, o in chosen.items() if not group.startswith("override")}
+    return {group: [o] if isinstance(o, str) else [*(o or ())] for group, o in groups.items()}
 
 
 def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
@@ -231,30 +225,23 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
     Raises:
         UserError: A sweep that cannot be counted out, such as `a=interval(0,1)`.
     """
-    import itertools
-
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
     choices: list[list[str]] = []
     with hydra_session(config_dirs):
         for override in parse_overrides(overrides):
-            text = str(override.input_line)
+            text, key = str(override.input_line), override.get_key_element()
             if not override.is_sweep_override():
                 choices.append([text])
                 continue
-            key = override.get_key_element()
             override.config_loader = GlobalHydra.instance().config_loader()  # for model=glob(*)
             try:
                 values = list(override.sweep_string_iterator())
             except HydraException as error:
-                raise UserError(
-                    Problem(
-                        override.key_or_group,
-                        f"{text} cannot be counted out: {first_lines(error)}",
-                        f"name the values: {key}=a,b or {key}=range(1,4)",
-                    )
-                ) from error
+                what = f"{text} cannot be counted out: {first_lines(error)}"
+                remedy = f"name the values: {key}=a,b or {key}=range(1,4)"
+                raise UserError(Problem(override.key_or_group, what, remedy)) from error
             if not values:
                 raise UserError(Problem(override.key_or_group, f"{text} matches nothing"))
             choices.append([f"{key}={value}" for value in values])
@@ -289,8 +276,8 @@ def _no_option(group: str, option: str, where: str = "") -> Problem:
     close = "none" if option == "null" and "none" in known else closest(named, known)
     close = named if named in known else close
     hint = f"did you mean {group}={close}? " if close else ""
-    if said := words.for_choice(group, option):
-        return Problem(group, f"no option {option!r}{where}", said)
+    if other := words.for_choice(group, option):
+        return Problem(group, f"no option {option!r}{where}", other)
     if elsewhere := user_conf.elsewhere(group, named):
         hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
     elif not hint:
@@ -308,25 +295,24 @@ def _of_a_file(text: str) -> Problem:
         group = (twice[1] or twice[3]).rpartition("/")[2]
         remedy = f"in the file: - override /{group}: {twice[2] or 'NAME'}"
         return Problem(group, "a file's defaults choose it a second time", remedy)
-    found = re.match(r"(?:In '([\w/]+)': )?Could not (find|load|override) '([\w/.@-]+)'", text)
-    if found is None:
+    unknown = re.match(r"(?:In '([\w/]+)': )?Could not (find|load|override) '([\w/.@-]+)'", text)
+    if unknown is None:
         return Problem("", text)
-    file, verb, asked = found.groups()
+    file, verb, asked = unknown.groups()
     asked, _, package = asked.partition("@")
     if file and package.startswith(f"{file.partition('/')[0]}."):
-        what = "its keys land below it, not beside model and data"
-        return Problem(f"{file}.yaml", what, "make its first line: # @package _global_")
+        return Problem(f"{file}.yaml", *words.NOT_GLOBAL)
     where = f", in {file}.yaml" if file and file != PRIMARY else ""
     group, _, option = asked.rpartition("/") if verb != "override" else (asked, "", "")
     last = group.rpartition("/")[2]
     hydras = group.startswith("hydra")
     if verb != "override" and is_group(group) and not hydras:
         return _no_option(group, option, where)
-    said = words.for_choice(last, option) or words.for_key(group if hydras else last, option)
-    groups = default_groups()
+    remedy = words.for_choice(last, option) or words.for_key(group if hydras else last, option)
+    groups = [*defaults()]
     if where and (near := last if last in groups else closest(last, groups)):
-        said = f"in the file: - override /{near}: {option or 'NAME'}"
-    return Problem(last, f"no group of that name{where}", said) if said else Problem("", text)
+        remedy = f"in the file: - override /{near}: {option or 'NAME'}"
+    return Problem(last, f"no group of that name{where}", remedy) if remedy else Problem("", text)
 
 
 def first_lines(error: Exception) -> str:

@@ -53,13 +53,12 @@ def _input(name: str, *, _root_: DictConfig) -> str:
     A launcher whose place decides that itself (a mount) sets DISTDL_INPUT_IMAGENET for each rank;
     elsewhere `launcher.inputs.imagenet` is a path, or has one.
     """
-    found = os.environ.get(f"DISTDL_INPUT_{name.upper()}")
-    if found:
-        return found
-    given = OmegaConf.select(_root_, f"launcher.inputs.{name}")
-    if given is None:
+    if path := os.environ.get(f"DISTDL_INPUT_{name.upper()}"):
+        return path
+    node = OmegaConf.select(_root_, f"launcher.inputs.{name}")
+    if node is None:
         raise KeyError(f"launcher.inputs.{name}")
-    return str(given if isinstance(given, str) else given["path"])
+    return str(node if isinstance(node, str) else node["path"])
 
 
 OmegaConf.register_new_resolver("input", _input, replace=True)
@@ -71,11 +70,11 @@ def recipe_of(config: DictConfig) -> DictConfig:
     `${oc.env:X}` stays as it is, so that host paths and secrets resolve on the worker and never
     travel.
     """
-    recipe = OmegaConf.create(_without_clock(OmegaConf.to_container(config, resolve=False)))
+    recipe = _written(config)
     recipe.pop("hydra", None)
     for path in WHERE:
         _pop(recipe, path)
-    return recipe
+    return OmegaConf.create(recipe)
 
 
 def same_recipe(one: DictConfig, other: DictConfig) -> bool:
@@ -107,14 +106,10 @@ def is_own(target: Any) -> bool:
 
 def where_of(config: DictConfig) -> DictConfig:
     """Where it runs: the keys of WHERE alone, as a nested config."""
-    plain = OmegaConf.create(_without_clock(OmegaConf.to_container(config, resolve=False)))
-    where = OmegaConf.create({})
+    written, where = _written(config), OmegaConf.create({})
     for path in WHERE:
-        if path in flat_paths(plain, leaves=False):
-            node = OmegaConf.to_container(plain, resolve=False)
-            for part in path.split("."):
-                node = node[part]  # type: ignore[index,call-overload]
-            OmegaConf.update(where, path, node, force_add=True)
+        if path in flat_paths(written, leaves=False):
+            OmegaConf.update(where, path, _pop(written, path), force_add=True)
     return where
 
 
@@ -133,9 +128,9 @@ def plain(node: Any) -> dict[str, Any]:
     """A mapping node as plain Python, resolved; empty for none."""
     if not node:
         return {}
-    found = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(found, dict)
-    return found  # type: ignore[return-value]
+    values = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(values, dict)
+    return values  # type: ignore[return-value]
 
 
 def to_yaml(config: DictConfig) -> str:
@@ -158,38 +153,36 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
     """Every path of a config in dotted form; with `leaves=False` inner nodes as well."""
     plain = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
     paths: list[str] = []
-    if isinstance(plain, dict):
-        for key, value in plain.items():
-            path = f"{prefix}{key!s}"
-            if not leaves or not isinstance(value, dict):
-                paths.append(path)
-            paths += flat_paths(value, f"{path}.", leaves=leaves)
+    for key, value in plain.items() if isinstance(plain, dict) else ():
+        path = f"{prefix}{key!s}"
+        if not leaves or not isinstance(value, dict):
+            paths.append(path)
+        paths += flat_paths(value, f"{path}.", leaves=leaves)
     return paths
 
 
+def _written(config: DictConfig) -> dict[str, Any]:
+    """As plain containers, not resolved but for what only Hydra, here and now, can resolve."""
+    written = _without_clock(OmegaConf.to_container(config, resolve=False))
+    assert isinstance(written, dict)
+    return written
+
+
 def _without_clock(node: Any) -> Any:
-    """Resolves the parts of strings that only Hydra, here and now, can resolve."""
     if isinstance(node, dict):
         return {key: _without_clock(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_without_clock(value) for value in node]
     if isinstance(node, str) and _CLOCK.fullmatch(node):
-        return _resolve_here(node)
+        return OmegaConf.create({"value": node}).value
     if isinstance(node, str):
-        return _CLOCK.sub(lambda match: str(_resolve_here(match[0])), node)
+        return _CLOCK.sub(lambda match: str(_without_clock(match[0])), node)
     return node
 
 
-def _resolve_here(text: str) -> Any:
-    config = OmegaConf.create({"value": text})
-    return OmegaConf.to_container(config, resolve=True)["value"]  # type: ignore[index,call-overload]
-
-
-def _pop(config: DictConfig, path: str) -> None:
+def _pop(node: Any, path: str) -> Any:
+    """Takes the value at a path out of nested mappings."""
     *parents, key = path.split(".")
-    node: Any = config
     for part in parents:
-        node = node.get(part)
-        if not isinstance(node, DictConfig):
-            return
-    node.pop(key, None)
+        node = node.get(part) if isinstance(node, dict) else None
+    return node.pop(key, None) if isinstance(node, dict) else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from distdl import user_conf
+from distdl import compose, user_conf
 
 HEAD = """\
 distdl trains with PyTorch Lightning here, on a cluster, or on Azure: the same run anywhere.
@@ -40,7 +39,7 @@ def text(commands: Mapping[str, tuple[str, str]]) -> str:
     parts = [HEAD, "commands:"]
     parts += [f"  {name:<12} {line}" for name, (_, line) in commands.items()]
     parts += ["", "groups and their options (* by default):"]
-    defaults = _defaults()
+    defaults = compose.defaults()
     for group, options in sorted(_groups().items()):
         parts.append(f"  {group}")
         for option, about in sorted(options.items()):
@@ -71,9 +70,3 @@ def _about(option: Traversable) -> str:
         if line and not line.startswith("#"):
             break
     return ""
-
-
-def _defaults() -> dict[str, list[str]]:
-    primary = files("distdl.conf").joinpath("distdl.yaml").read_text()
-    found = re.findall(r"^  - (\w+): (.+)$", primary, flags=re.MULTILINE)
-    return {group: re.findall(r"\w+", option) for group, option in found}

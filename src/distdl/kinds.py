@@ -70,52 +70,52 @@ class Kind:
 
 def kind_of(path: Path) -> Kind:
     """The kind that the node at `path` must lead to."""
-    section = str(path[0])
-    if section in COLLECTIONS and len(path) == 2:
-        return KINDS[section]
-    if section in COMPONENTS and len(path) == 1:
-        return KINDS[section]
-    return KINDS["trainer"] if path == ("trainer", "profiler") else PART
+    if path == ("trainer", "profiler"):
+        return KINDS["trainer"]
+    depth = {**dict.fromkeys(COMPONENTS, 1), **dict.fromkeys(COLLECTIONS, 2)}
+    return KINDS[str(path[0])] if depth.get(str(path[0])) == len(path) else PART
 
 
 def problem_of_kind(
-    found: Any, node: Mapping[str, Any], path: Path, trust: Trust
+    called: Any, node: Mapping[str, Any], path: Path, trust: Trust
 ) -> tuple[str, str] | None:
     """Why what a node's `_target_` leads to is refused and the remedy; None if it may be called.
 
     Args:
-        found: What `_target_` leads to, imported and not called.
+        called: What `_target_` leads to, imported and not called.
         node: With its arguments.
         path: Of the node in the config.
         trust: Whose code may be anything.
     """
     target = str(node["_target_"])
-    if is_trusted(found, target, trust):
+    if is_trusted(called, target, trust):
         return None
-    kind, real = kind_of(path), name_of(found)
-    if not kind.takes(found):
+    kind, real = kind_of(path), name_of(called)
+    if not kind.takes(called):
         pythons = real.partition(".")[0] in sys.stdlib_module_names
         shown = f"{target} is Python's own {real}, and" if pythons else f"{target} is"
-        what = f"{shown} not {kind.words}, and {_place(path)} takes nothing else"
+        place = "a node in another one's arguments" if kind is PART else path[0]
+        what = f"{shown} not {kind.words}, and {place} takes nothing else"
         remedy = f"such as {kind.example}"
         return what, remedy if pythons else f"{remedy}; {advice(target)}"
-    loads = [key for key in TIMM_LOADS if node.get(key) and _builds_timm(found)]
-    if loads or (_builds_timm(found) and ":" in str(node.get("model_name"))):
-        key = loads[0] if loads else f"model_name={node['model_name']}"
-        what = f"{key} lets timm load what a file or a repository says"
+    loads = [key for key in TIMM_LOADS if node.get(key)]
+    if ":" in str(node.get("model_name")):
+        loads.append(f"model_name={node['model_name']}")
+    if loads and (called is _known("timm.create_model") or _is_timm_entry(called)):
+        what = f"{loads[0]} lets timm load what a file or a repository says"
         return what, f"model.weights=FILE loads weights and nothing else; {advice(target)}"
     if node.get("weights_only") not in (None, True):
         return "weights_only=false runs what a file says", f"leave it out; {advice(target)}"
     return None
 
 
-def is_trusted(found: Any, target: str, trust: Trust) -> bool:
+def is_trusted(called: Any, target: str, trust: Trust) -> bool:
     """Whether both the name and what it leads to are trusted code: `mine.torch.load` is torch's."""
     if not trust.covers(target):
         return False
-    if target in trust.allow or not (inspect.isclass(found) or inspect.isroutine(found)):
+    if target in trust.allow or not (inspect.isclass(called) or inspect.isroutine(called)):
         return True  # said of this very thing; or an object of a trusted module, made there
-    home = str(getattr(found, "__module__", None) or "")
+    home = str(getattr(called, "__module__", None) or "")
     return home.partition(".")[0] == target.partition(".")[0] or trust.covers(f"{home}.x")
 
 
@@ -183,12 +183,6 @@ def name_of(found: Any) -> str:
     return f"{getattr(named, '__module__', None) or ''}.{getattr(named, '__qualname__', named)}"
 
 
-def _place(path: Path) -> str:
-    if kind_of(path) is PART:
-        return "a node in another one's arguments"
-    return path_text(path[:1])
-
-
 def _classes_of(*bases: str) -> Callable[[Any], bool]:
     """Whether something is a class, of an allowed package, derived from one of these bases."""
 
@@ -198,10 +192,6 @@ def _classes_of(*bases: str) -> Callable[[Any], bool]:
         return any(base is not None and issubclass(found, base) for base in map(_known, bases))
 
     return takes
-
-
-def _lightnings(name: str) -> Callable[[Any], bool]:
-    return _classes_of(f"lightning.pytorch.{name}")
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
@@ -220,10 +210,6 @@ def launches(found: Any) -> bool:
     return inspect.isclass(found) and all(callable(getattr(found, m, None)) for m in methods)
 
 
-def _is_launcher(found: Any) -> bool:
-    return launches(found) and under(found.__module__, ("distdl.launchers",))
-
-
 def _is_part(found: Any) -> bool:
     if _one_of(PARTS)(found) or _is_registered(found):
         return True
@@ -233,8 +219,8 @@ def _is_part(found: Any) -> bool:
         return under(found.__module__, LAYERS)
     if under(found.__module__, TRANSFORMS):
         return True
-    learning = _classes_of("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
-    return learning(found) or _lightnings("plugins.precision.Precision")(found)
+    learning = (f"{_OPTIM}.Optimizer", f"{_OPTIM}.lr_scheduler.LRScheduler")
+    return _classes_of(*learning, f"{_LIGHTNING}.plugins.precision.Precision")(found)
 
 
 def _is_registered(found: Any) -> bool:
@@ -256,50 +242,54 @@ def _is_timm_entry(found: Any) -> bool:
     return timm.is_model(name) and timm.model_entrypoint(name) is found
 
 
-def _builds_timm(found: Any) -> bool:
-    return found is _known("timm.create_model") or _is_timm_entry(found)
+def _kind(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
+    """What derives from one of these bases, or is one of these functions."""
+    derived, named = _classes_of(*bases), _one_of(one_of)
+    return Kind(words, example, lambda found: derived(found) or named(found))
 
 
-def _any_of(*tests: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda found: any(test(found) for test in tests)
-
-
+_LIGHTNING, _OPTIM = "lightning.pytorch", "torch.optim"
 KINDS = {
-    "model": Kind(
-        "a LightningModule", "distdl.models.ImageClassifier", _lightnings("LightningModule")
+    "model": _kind(
+        "a LightningModule", "distdl.models.ImageClassifier", f"{_LIGHTNING}.LightningModule"
     ),
-    "data": Kind(
-        "a LightningDataModule", "distdl.data.StoredImages", _lightnings("LightningDataModule")
+    "data": _kind(
+        "a LightningDataModule", "distdl.data.StoredImages", f"{_LIGHTNING}.LightningDataModule"
     ),
-    "optimizer": Kind(
-        "an Optimizer of torch's", "torch.optim.SGD", _classes_of("torch.optim.Optimizer")
-    ),
-    "schedule": Kind(
+    "optimizer": _kind("an Optimizer of torch's", f"{_OPTIM}.SGD", f"{_OPTIM}.Optimizer"),
+    "schedule": _kind(
         "a schedule of torch's or distdl's",
-        "torch.optim.lr_scheduler.StepLR",
-        _any_of(_classes_of("torch.optim.lr_scheduler.LRScheduler"), _one_of(SCHEDULES)),
+        f"{_OPTIM}.lr_scheduler.StepLR",
+        f"{_OPTIM}.lr_scheduler.LRScheduler",
+        one_of=SCHEDULES,
     ),
-    "strategy": Kind(
+    "strategy": _kind(
         "a Strategy of Lightning's",
         "distdl.strategies.DDPStrategy",
-        _any_of(_lightnings("strategies.Strategy"), _one_of(STRATEGIES)),
+        f"{_LIGHTNING}.strategies.Strategy",
+        one_of=STRATEGIES,
     ),
-    "launcher": Kind("a launcher", "distdl.launchers.local.LocalLauncher", _is_launcher),
-    "task": Kind("a task of distdl", "distdl.tasks.train", _one_of(TASKS)),
-    "tracking": Kind(
+    "launcher": Kind(
+        "a launcher",
+        "distdl.launchers.local.LocalLauncher",
+        lambda found: launches(found) and under(found.__module__, ("distdl.launchers",)),
+    ),
+    "task": _kind("a task of distdl", "distdl.tasks.train", one_of=TASKS),
+    "tracking": _kind(
         "a Logger of Lightning's or distdl's",
-        "lightning.pytorch.loggers.CSVLogger",
-        _any_of(_lightnings("loggers.Logger"), _one_of(TRACKERS)),
+        f"{_LIGHTNING}.loggers.CSVLogger",
+        f"{_LIGHTNING}.loggers.Logger",
+        one_of=TRACKERS,
     ),
-    "callbacks": Kind(
+    "callbacks": _kind(
         "a Callback of Lightning's",
-        "lightning.pytorch.callbacks.EarlyStopping",
-        _lightnings("Callback"),
+        f"{_LIGHTNING}.callbacks.EarlyStopping",
+        f"{_LIGHTNING}.Callback",
     ),
-    "trainer": Kind(
+    "trainer": _kind(
         "a Profiler of Lightning's",
-        "lightning.pytorch.profilers.SimpleProfiler",
-        _lightnings("profilers.Profiler"),
+        f"{_LIGHTNING}.profilers.SimpleProfiler",
+        f"{_LIGHTNING}.profilers.Profiler",
     ),
 }
 PART = Kind(

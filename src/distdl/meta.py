@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from typing import Any
 
 from distdl.suggest import closest
@@ -61,13 +62,9 @@ def _explain(error: BaseException) -> tuple[str, str, str] | None:
 
 def _parameters(error: BaseException, name: str) -> list[str]:
     """The arguments of the callable that refused: it is visible where it was called."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return []
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    visible = {**frames[-1].f_globals, **frames[-1].f_locals} if frames else {}
     name = name.removesuffix(".__init__")
-    visible = {**trace.tb_frame.f_globals, **trace.tb_frame.f_locals}
     for value in visible.values():
         if getattr(value, "__qualname__", None) == name and callable(value):
             return list(inspect.signature(value).parameters)

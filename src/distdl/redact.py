@@ -16,8 +16,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from distdl.secret_shapes import KEY_BLOCK, hide_shapes, is_random
-from distdl.secret_shapes import STARS as _STARS
+from distdl.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
 
 # Of names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a word of its own.
 _SECRET_NAME = re.compile(
@@ -97,10 +96,10 @@ def _hide_assigned(text: str) -> str:
         if found is None or word.start() < end:
             continue
         value = found["value"]
-        if not _REFERENCE.fullmatch(value) and not value.startswith(_STARS):
+        if not _REFERENCE.fullmatch(value) and not value.startswith(STARS):
             first = value.lstrip("rbf")[:1]
             mark = first if first in "\"'" else ""
-            parts += [text[end : found.start("value")], mark, _STARS, mark]
+            parts += [text[end : found.start("value")], mark, STARS, mark]
             end = found.end()
     return "".join([*parts, text[end:]])
 
@@ -108,7 +107,7 @@ def _hide_assigned(text: str) -> str:
 def _option(match: re.Match[str]) -> str:
     if not looks_secret(match["name"]) or _REFERENCE.fullmatch(match["value"]):
         return match[0]
-    return f"{match['name']}{match['space']}{_STARS}"
+    return f"{match['name']}{match['space']}{STARS}"
 
 
 def redact(text: str) -> str:
@@ -117,7 +116,7 @@ def redact(text: str) -> str:
     Values of secret-looking environment variables become `***NAME***`, other secrets `***`.
     """
     text = hide_shapes(_hide_environment(text))
-    text = _CURL_USER.sub(rf"\1\2:{_STARS}", text)
+    text = _CURL_USER.sub(rf"\1\2:{STARS}", text)
     text = _OPTION.sub(_option, text)
     return _hide_assigned(text)
 
@@ -129,12 +128,12 @@ def redact_command(argv: Sequence[str]) -> list[str]:
     for argument in argv:
         key, equals, value = argument.partition("=")
         if hide_next and not argument.startswith("--"):
-            safe.append(_STARS)
+            safe.append(STARS)
             hide_next = False
             continue
         hide_next = argument.startswith("-") and not equals and looks_secret(argument.lstrip("-"))
         if equals and looks_secret(key) and not _REFERENCE.fullmatch(value):
-            safe.append(f"{redact(key)}={_STARS}")
+            safe.append(f"{redact(key)}={STARS}")
         else:
             safe.append(redact(argument))
     return safe
@@ -147,7 +146,7 @@ def redact_diff(text: str) -> str:
     lines stay), every quoted literal on a line that mentions a secret, and the indented lines below
     such a line.
     """
-    text = KEY_BLOCK.pattern.sub(KEY_BLOCK.hidden, _hide_environment(text))
+    text = KEY_BLOCK.hide(_hide_environment(text))
     lines = []
     indent = -1  # of the line that opened a secret over several lines; -1 when none is open
     for line in text.splitlines():
@@ -160,15 +159,15 @@ def redact_diff(text: str) -> str:
         if body.strip() and width <= indent:
             indent = -1
         if indent >= 0:
-            lines.append(f"{sign}{body[:width]}{_STARS}" if body.strip() else line)
+            lines.append(f"{sign}{body[:width]}{STARS}" if body.strip() else line)
             continue
         if _mentions_secret(body):
             if body.rstrip().endswith(
                 ("(", "[", "{", "=", ":", "\\", "|", ">", "|-", '"""', "'''")
             ):
                 indent = width
-            body = _QUOTED.sub(rf"\1{_STARS}\1", body)
-            body = _XML.sub(rf"\1{_STARS}", body)
+            body = _QUOTED.sub(rf"\1{STARS}\1", body)
+            body = _XML.sub(rf"\1{STARS}", body)
         lines.append(sign + _RANDOM.sub(_random, redact(body)))
     return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
 
@@ -178,7 +177,7 @@ def _mentions_secret(line: str) -> bool:
 
 
 def _random(match: re.Match[str]) -> str:
-    return _STARS if is_random(match[0]) else match[0]
+    return STARS if is_random(match[0]) else match[0]
 
 
 class RedactingFilter(logging.Filter):

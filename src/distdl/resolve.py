@@ -78,13 +78,20 @@ class Resolved:
         return text
 
 
+# What was resolved last: as written, with which environment, the answer.
+_last: list[Any] = []
+
+
 def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     """Resolves every value of a config and collects what cannot be resolved."""
     if not isinstance(config, DictConfig):
         config = OmegaConf.create(dict(config))
-    resolved = Resolved()
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
+    if _last and _last[:2] == [written, {**os.environ}]:
+        return _last[2]  # the stages of validation ask one after the other
+    resolved = Resolved()
+    _last[:] = written, {**os.environ}, resolved
     resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
     deferred: dict[str, Problem] = {}
     for key in resolved.written:

@@ -83,7 +83,7 @@ def _named(match: re.Match[str]) -> bool:
 
 
 def _password(match: re.Match[str]) -> bool:
-    password = match["password"]
+    password = match["value"]
     chosen = not (is_example(password) or _PLAIN_PASSWORDS.fullmatch(password))
     host = match.string[match.end() : match.end() + 80]
     return chosen and password != match["user"] and not _NOBODYS_HOST.match(host)
@@ -106,33 +106,38 @@ class Shape:
 
     Args:
         kind: For people: "a GitHub token".
-        pattern: Finds it.
+        pattern: Finds it. Its group `value` is what is hidden; without one, all of the match.
         needles: One of them is in every match, so most files are done with before the pattern.
-        hidden: What stands for a match where it is hidden.
         sure: Whether a match is no example.
     """
 
     kind: str
     pattern: re.Pattern[str]
     needles: tuple[str, ...]
-    hidden: str = STARS
     sure: Sure = _token
 
+    def hide(self, text: str) -> str:
+        return self.pattern.sub(self._hidden, text)
 
-def _shape(kind: str, pattern: str, *needles: str, sure: Sure = _token) -> Shape:
-    return Shape(kind, re.compile(pattern), needles, sure=sure)
+    def _hidden(self, match: re.Match[str]) -> str:
+        if "value" not in self.pattern.groupindex:
+            return "***PRIVATE KEY***" if self is KEY_BLOCK else STARS
+        start, end = (place - match.start() for place in match.span("value"))
+        return match[0][:start] + STARS + match[0][end:]
 
 
-KEY_BLOCK = Shape(
+def _shape(kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> Shape:
+    return Shape(
+        kind, re.compile(pattern), needles, sure or (_value if "<value>" in pattern else _token)
+    )
+
+
+KEY_BLOCK = _shape(
     "a private key",
-    re.compile(
-        r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----.*?"
-        r"(-----END [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----|\Z)",
-        re.DOTALL,
-    ),
-    ("PRIVATE KEY",),
-    "***PRIVATE KEY***",
-    _key_block,
+    r"(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----.*?"
+    r"(-----END [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----|\Z)",
+    "PRIVATE KEY",
+    sure=_key_block,
 )
 # In the order in which they are hidden: what a URL holds is hidden with it.
 SHAPES = (
@@ -142,77 +147,46 @@ SHAPES = (
         "a private key", r"Private-Lines: \d+\s+[A-Za-z0-9+/=]{40,}[A-Za-z0-9+/=\s]*", "Private-L"
     ),
     _shape("a private key", r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE-SECRET-KEY-"),
-    Shape(
+    _shape(
         "a password in a URL",
-        re.compile(r"(?<=\w)://(?!\$\{)(?P<user>[^\s/:@\"']*):(?!\$\{)(?P<password>[^\s/\"']+)@"),
-        ("://",),
-        rf"://\g<user>:{STARS}@",
-        _password,
+        r"(?<=\w)://(?!\$\{)(?P<user>[^\s/:@\"']*):(?!\$\{)(?P<value>[^\s/\"']+)@",
+        "://",
+        sure=_password,
     ),
-    Shape(
-        "a token in a URL",
-        re.compile(r"(?<=\w)://(?P<value>[^\s/:@\"'${}]{16,})@"),
-        ("://",),
-        f"://{STARS}@",
-        _value,
-    ),
-    Shape(
+    _shape("a token in a URL", r"(?<=\w)://(?P<value>[^\s/:@\"'${}]{16,})@", "://"),
+    _shape(
         "a signed URL",
-        re.compile(
-            r"(\b(?:sig|X-Amz-Signature|X-Goog-Signature)=)"
-            r"(?!\$\{|\*\*\*)(?P<value>[^&\s\"';,<>\\]+)",
-            re.I,
-        ),
-        ("sig=", "ignature="),
-        rf"\1{STARS}",
-        lambda match: len(match["value"]) >= 40 and _value(match),
+        r"(?i)\b(?:sig|X-Amz-Signature|X-Goog-Signature)="
+        r"(?!\$\{|\*\*\*)(?P<value>[^&\s\"';,<>\\]+)",
+        *("sig=", "ignature="),
+        sure=lambda match: len(match["value"]) >= 40 and _value(match),
     ),
-    Shape(
+    _shape(
         "a token in a URL",
-        re.compile(
-            r"([?&](?:access_|auth_|api_|private_)?(?:token|key)=)(?P<value>[\w.~+/-]{16,})"
-        ),
-        ("token=", "key="),
-        rf"\1{STARS}",
-        _value,
+        r"[?&](?:access_|auth_|api_|private_)?(?:token|key)=(?P<value>[\w.~+/-]{16,})",
+        *("token=", "key="),
     ),
-    Shape(
+    _shape(
         "a bearer token",
-        re.compile(
-            r"\b(bearer|authorization:?\s*basic)(\s+)(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
-            re.I,
-        ),
-        ("earer", "EARER", "asic", "ASIC"),
-        rf"\1\2{STARS}",
-        _value,
+        r"(?i)\b(?:bearer|authorization:?\s*basic)\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
+        *("earer", "EARER", "asic", "ASIC"),
     ),
-    Shape(
+    _shape(
         "the key of a storage account",
-        re.compile(r"((?:Account|SharedAccess|Shared)Key=)(?P<value>[A-Za-z0-9+/]{40,}={0,2})"),
-        ("Key=",),
-        rf"\1{STARS}",
-        _value,
+        r"(?:Account|SharedAccess|Shared)Key=(?P<value>[A-Za-z0-9+/]{40,}={0,2})",
+        "Key=",
     ),
-    Shape(
+    _shape(
         "an AWS secret key",
-        re.compile(
-            r"(aws_?secret_?(?:access_?)?key[\"']?\s*[=:]\s*[\"']?)"
-            r"(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
-            re.I,
-        ),
-        ("ecret", "ECRET"),
-        rf"\1{STARS}",
-        _value,
+        r"(?i)aws_?secret_?(?:access_?)?key[\"']?\s*[=:]\s*[\"']?"
+        r"(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
+        *("ecret", "ECRET"),
     ),
-    Shape(
+    _shape(
         "a Weights & Biases key",
-        re.compile(
-            r"(WANDB_API_KEY[\"']?\s*[=:]\s*[\"']?|wandb\.login\([^)\n]{0,80}?[\"'])"
-            r"(?P<value>[0-9a-f]{40,})\b"
-        ),
-        ("WANDB_API_KEY", "wandb.login"),
-        rf"\1{STARS}",
-        _value,
+        r"(?:WANDB_API_KEY[\"']?\s*[=:]\s*[\"']?|wandb\.login\([^)\n]{0,80}?[\"'])"
+        r"(?P<value>[0-9a-f]{40,})\b",
+        *("WANDB_API_KEY", "wandb.login"),
     ),
     _shape("an AWS access key", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "AKIA", "ASIA"),
     _shape(
@@ -229,12 +203,7 @@ SHAPES = (
         sure=lambda match: ".eyJ" in match[0] and len(match[0]) >= 60 and _token(match),
     ),
     _shape("a Hugging Face token", r"\bhf_[A-Za-z0-9]{16,}", "hf_", sure=_long),
-    _shape(
-        "an API key (sk-...)",
-        r"\bsk-(?P<value>(?=[\w-]*\d)[\w-]{16,})",
-        "sk-",
-        sure=_value,
-    ),
+    _shape("an API key (sk-...)", r"\b(?P<value>sk-(?=[\w-]*\d)[\w-]{16,})", "sk-"),
     _shape("a Slack token", r"\bxox[a-z]-[\w-]{10,}", "xox"),
     _shape(
         "a Slack webhook",
@@ -253,12 +222,10 @@ SHAPES = (
 
 # A literal of random letters and digits under a telling name. Only searched for in files: logs and
 # diffs look at the name alone (`distdl.redact`).
-_NAMED = Shape(
+_NAMED = _shape(
     "a secret by its name",
-    re.compile(
-        r"[=:]{1,2}>?[ \t]*(?P<quote>[\"']?)(?P<value>[\w+/=~.-]{20,200}+)(?P=quote)(?![\w(\[])"
-    ),
-    ("=", ":"),
+    r"[=:]{1,2}>?[ \t]*(?P<quote>[\"']?)(?P<value>[\w+/=~.-]{20,200}+)(?P=quote)(?![\w(\[])",
+    *("=", ":"),
     sure=_named,
 )
 
@@ -266,7 +233,7 @@ _NAMED = Shape(
 def hide_shapes(text: str) -> str:
     """Hides what is a secret by its look alone, whatever it is called."""
     for shape in SHAPES:
-        text = shape.pattern.sub(shape.hidden, text)
+        text = shape.hide(text)
     return text
 
 
@@ -278,12 +245,10 @@ def find(content: bytes) -> Iterator[tuple[int, str]]:
     """
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")
-    text: str | None = None
+    text = ""
     for shape in (*SHAPES, _NAMED):
-        if not any(needle.encode() in content for needle in shape.needles):
-            continue
-        text = content.decode("latin-1") if text is None else text
-        found = (match.start() for match in shape.pattern.finditer(text) if shape.sure(match))
-        first = next(found, None)
-        if first is not None:
-            yield text.count("\n", 0, first) + 1, shape.kind
+        if any(needle.encode() in content for needle in shape.needles):
+            text = text or content.decode("latin-1")
+            matches = (m.start() for m in shape.pattern.finditer(text) if shape.sure(m))
+            if (first := next(matches, None)) is not None:
+                yield text.count("\n", 0, first) + 1, shape.kind

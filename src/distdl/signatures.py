@@ -15,7 +15,8 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from inspect import Parameter
 from typing import Any, Literal, Union
 
 from annotated_types import Ge, Gt
@@ -30,96 +31,78 @@ VAR_KEYWORD_GOES_TO = {
         "torch.distributed.fsdp.FullyShardedDataParallel"
     ),
 }
+# Arguments that such a class passes itself.
+_OWN = ("module", "device_ids", "process_group")
 UNIONS = (Union, types.UnionType)
 DTYPE, TENSOR = "a dtype of torch", "<class 'torch.Tensor'>"
-# Arguments that such a class passes itself.
-_OWN = {"module", "device_ids", "process_group"}
+_PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "an integer"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+}
+
+# The arguments of a callable by name, without `self`. `*args` and `**kwargs` are among them where
+# anything is taken.
+Parameters = dict[str, Parameter]
 
 
-@dataclass
-class Takes:
-    """The arguments of a callable, without `self`."""
-
-    parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
-    any_positional: bool = False
-    any_keyword: bool = False
-    hints: dict[str, Any] = field(default_factory=dict)
-
-    def names(self) -> list[str]:
-        return [n for n, p in self.parameters.items() if p.kind is not p.POSITIONAL_ONLY]
-
-
-def takes(called: Callable[..., Any]) -> Takes | None:
+def takes(called: Callable[..., Any]) -> Parameters | None:
     """Reads a signature; None where Python cannot tell (some builtins)."""
     try:
-        signature = inspect.signature(called)
+        parameters = _parameters(called)
     except (TypeError, ValueError):
         return None
-    result = Takes()
-    _add(result, signature, _hints(called))
-    if result.any_keyword and inspect.isclass(called):
-        result.any_keyword = _follow(called, result)
-    return result
+    return _followed(called, parameters) if inspect.isclass(called) else parameters
 
 
-def _add(result: Takes, signature: inspect.Signature, hints: dict[str, Any]) -> None:
-    result.any_keyword = False
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            result.any_positional = True
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            result.any_keyword = True
-        elif name != "self":
-            result.parameters.setdefault(name, parameter)
-            result.hints.setdefault(name, hints.get(name, parameter.annotation))
+def takes_anything(parameters: Parameters, kind: Any = Parameter.VAR_KEYWORD) -> bool:
+    """Whether further arguments are taken, by keyword or by position."""
+    return any(parameter.kind is kind for parameter in parameters.values())
 
 
-def _hints(called: Any) -> dict[str, Any]:
-    function = called.__init__ if inspect.isclass(called) else called
-    try:
-        return typing.get_type_hints(inspect.unwrap(function), include_extras=True)
-    except Exception:  # a name that only a type checker can see
-        return {}
+def _parameters(called: Any) -> Parameters:
+    signature = inspect.signature(called)
+    with suppress(Exception):  # an annotation may be a name that only a type checker can see
+        signature = inspect.signature(called, eval_str=True)
+    return {name: each for name, each in signature.parameters.items() if name != "self"}
 
 
-def _follow(cls: type, result: Takes) -> bool:
-    """Follows **kwargs from a class to its bases; True when they end anywhere else."""
+def _followed(cls: type, parameters: Parameters) -> Parameters:
+    """Follows **kwargs from a class to its bases; they are left in where they end anywhere else."""
+    if not takes_anything(parameters):
+        return parameters
+    names = {n: p for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     for base in cls.__mro__:
         init = vars(base).get("__init__")
         if init is None:
             continue
         if base is object:
-            return False
-        keyword = _keyword_of(init)
-        if base is not cls:
-            inherited = Takes()
-            _add(inherited, inspect.signature(init), _hints(base))
-            for name, parameter in inherited.parameters.items():
+            return names
+        inherited = _parameters(init)
+        for name, parameter in inherited.items() if base is not cls else ():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                names.setdefault(name, parameter)
+            elif parameter.kind is not parameter.VAR_KEYWORD:
                 # A base's required argument may be passed by the subclass itself.
                 optional = parameter.replace(kind=parameter.KEYWORD_ONLY, default=None)
-                result.parameters.setdefault(name, optional)
-                result.hints.setdefault(name, inherited.hints[name])
+                names.setdefault(name, optional)
+        keyword = next((n for n, p in inherited.items() if p.kind is p.VAR_KEYWORD), None)
         if keyword is None:
-            return False
-        elsewhere = VAR_KEYWORD_GOES_TO.get(f"{base.__module__}.{base.__qualname__}")
-        if elsewhere:
+            return names
+        if elsewhere := VAR_KEYWORD_GOES_TO.get(f"{base.__module__}.{base.__qualname__}"):
             module, _, name = elsewhere.rpartition(".")
-            further = takes(getattr(importlib.import_module(module), name))
-            for name, parameter in (further.parameters if further else {}).items():
-                if name not in _OWN:
-                    result.parameters.setdefault(name, parameter.replace(default=None))
-                    # torch's wrappers have no annotations; a switch is known by its default.
-                    if isinstance(parameter.default, bool):
-                        result.hints.setdefault(name, bool)
-            return further is None or further.any_keyword
+            further = takes(getattr(importlib.import_module(module), name)) or parameters
+            for name, parameter in further.items():
+                # torch's wrappers have no annotations; a switch is known by its default.
+                hint = bool if isinstance(parameter.default, bool) else parameter.empty
+                if name not in _OWN and parameter.kind is not parameter.VAR_KEYWORD:
+                    optional = parameter.replace(default=None, annotation=hint)
+                    names.setdefault(name, optional)
+            return {**parameters, **names} if takes_anything(further) else names
         if not _passes_on(init, keyword):
-            return True
-    return True
-
-
-def _keyword_of(function: Any) -> str | None:
-    parameters = inspect.signature(function).parameters.values()
-    return next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+            break
+    return {**parameters, **names}
 
 
 def _passes_on(init: Any, keyword: str) -> bool:
@@ -143,7 +126,7 @@ def _passes_on(init: Any, keyword: str) -> bool:
 
 
 def bind(
-    called: Takes,
+    called: Parameters,
     given: Mapping[str, Any],
     *,
     positional: int = 0,
@@ -164,38 +147,34 @@ def bind(
         the value in what is wrong, and for the path of the node in the remedy.
     """
     by_position = [
-        name
-        for name, p in called.parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        name for name, p in called.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     filled = by_position[:positional]
-    if positional > len(by_position) and not called.any_positional:
+    if positional > len(by_position) and not takes_anything(called, Parameter.VAR_POSITIONAL):
         yield "", f"takes {len(by_position)} positional arguments, {positional} are given", ""
-    names = called.names()
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    names = [name for name, parameter in called.items() if parameter.kind in by_name]
     for name, value in given.items():
         if name in filled:
             yield name, "is passed by distdl or by position already", "remove it"
-        elif name not in names and not called.any_keyword:
+        elif name in names and not _fits(value, called[name]):
+            expected, meant = _name_of(called[name].annotation), respelt(value)
+            fits = repr(meant) != repr(value) and _fits(meant, called[name])
+            remedy = f"write {written(f'{{}}{name}', meant)}" if fits else ""
+            yield name, f"must be {expected}, not {{}}", remedy or near_dtype(value, expected)
+        elif name not in names and not takes_anything(called):
             free = [n for n in names if n not in filled]
             near = closest(name, free)
             listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 24 else ""
             yield name, "unknown argument", f"did you mean {{}}{near}?" if near else listed
-        elif name in called.hints and not _fits(value, called, name):
-            expected, other = _name_of(called.hints[name]), respelt(value)
-            meant = repr(other) != repr(value) and _fits(other, called, name)
-            typed = written(f"{{}}{name}", other)
-            remedy = f"write {typed}" if meant else near_dtype(value, expected)
-            yield name, f"must be {expected}, not {{}}", remedy
-    if partial:
-        return
-    for name, parameter in called.parameters.items():
-        if parameter.default is parameter.empty and name not in (*filled, *given, *offered):
+    for name, p in called.items() if not partial else ():
+        needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if needed and name not in (*filled, *given, *offered):
             yield name, "missing argument", ""
 
 
-def _fits(value: Any, called: Takes, name: str) -> bool:
-    default = called.parameters[name].default
-    return value == default or matches(value, called.hints[name])
+def _fits(value: Any, parameter: Parameter) -> bool:
+    return bool(value == parameter.default) or matches(value, parameter.annotation)
 
 
 def matches(value: Any, hint: Any) -> bool:
@@ -206,23 +185,17 @@ def matches(value: Any, hint: Any) -> bool:
     """
     if isinstance(value, dict) and "_target_" in value:
         return True
-    origin = typing.get_origin(hint)
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return matches(value, hint.__origin__) and all(_within(value, b) for b in hint.__metadata__)
+        return matches(value, members[0]) and all(_within(value, b) for b in members[1:])
     if origin in UNIONS:
-        return any(matches(value, member) for member in typing.get_args(hint))
+        return any(matches(value, member) for member in members)
     if origin is Literal:
-        return value in typing.get_args(hint)
-    if hint is None or hint is type(None):
+        return value in members
+    if hint in (None, type(None)):
         return value is None
-    if hint is bool:
-        return isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is str:
-        return isinstance(value, str)
+    if isinstance(hint, type) and hint in _PLAIN:
+        return isinstance(value, _PLAIN[hint][0]) and (hint is bool or not isinstance(value, bool))
     if hint == _dtype():
         return dtype_named(value) is not None
     return not (isinstance(value, str) and f"{hint}" == TENSOR)
@@ -251,11 +224,11 @@ def near_dtype(value: Any, expected: str) -> str:
     return f"did you mean torch.{near}?" if near else "such as torch.float32"
 
 
-def _takes_dtype(called: Takes, name: str) -> bool:
+def _takes_dtype(parameter: Parameter) -> bool:
     """Whether an argument is a dtype: by its annotation, or by its default where it has none."""
-    hint, default = called.hints.get(name), called.parameters[name].default
+    hint, default, name = parameter.annotation, parameter.default, parameter.name
     members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
-    if hint is inspect.Parameter.empty:  # as of torch's own layers
+    if hint is Parameter.empty:  # as of torch's own layers
         return isinstance(default, _dtype()) or (name.endswith("dtype") and default is None)
     if isinstance(hint, str):  # a name beside it is one that only a type checker sees
         return "torch.dtype" in hint and "str" not in hint
@@ -271,9 +244,9 @@ def with_dtypes(node: Any) -> Any:
     new = {key: with_dtypes(value) for key, value in node.items()}
     texts = [key for key, value in node.items() if dtype_named(value)]
     if texts and "_target_" in node and node.get("_recursive_") is not False:
-        called = takes(kinds.locate(node["_target_"])) or Takes()
+        called = takes(kinds.locate(node["_target_"])) or {}
         for key in texts:
-            if key in called.parameters and _takes_dtype(called, key):
+            if key in called and _takes_dtype(called[key]):
                 new[key] = {"_target_": "hydra.utils.get_object", "path": dtype_named(node[key])}
     return new
 
@@ -286,20 +259,15 @@ def _within(value: Any, bound: Any) -> bool:
 
 
 def _name_of(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Annotated:
-        bounds = [
-            f" of at least {b.ge}" if isinstance(b, Ge) else f" above {b.gt}"
-            for b in hint.__metadata__
-            if isinstance(b, (Ge, Gt))
-        ]
-        return _name_of(hint.__origin__) + "".join(bounds)
-    if hint == _dtype():
-        return DTYPE
-    if f"{hint}" == TENSOR:
-        return "a tensor"
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    if typing.get_origin(hint) in UNIONS:
-        return " or ".join(_name_of(member) for member in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(repr, typing.get_args(hint)))
-    return "null" if hint in (None, type(None)) else words.get(hint, str(hint))
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        bounds = [b for b in members[1:] if isinstance(b, (Ge, Gt))]
+        least = [f" of at least {b.ge}" if isinstance(b, Ge) else f" above {b.gt}" for b in bounds]
+        return _name_of(members[0]) + "".join(least)
+    if origin in UNIONS or origin is Literal:
+        return " or ".join(map(_name_of if origin in UNIONS else repr, members))
+    if hint == _dtype() or f"{hint}" == TENSOR:
+        return DTYPE if hint == _dtype() else "a tensor"
+    if hint in (None, type(None)):
+        return "null"
+    return _PLAIN[hint][1] if isinstance(hint, type) and hint in _PLAIN else str(hint)

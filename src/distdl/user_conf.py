@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def folder() -> Path | None:
 
 
 def folders() -> list[Path]:
-    """The user's folders: his own, and those of --config-dir."""
+    """The user's folders: `./conf`, and those of --config-dir."""
     return [*([found] if (found := folder()) else []), *_further]
 
 
@@ -87,50 +89,58 @@ def not_read(group: str, option: str) -> str:
     )
 
 
+def _read(file: Path) -> dict[str, Any]:
+    """A file of configs; empty if it is none that can be read.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return written if isinstance(written, dict) else {}
+
+
 def allowed() -> tuple[str, ...]:
-    """What the files of the user's folder write as `project.allow`: trusted by him, here."""
+    """What the files of the user's folder write as `project.allow`: trusted by that user, here."""
     path = folder()
-    found: dict[str, None] = {}
+    names: list[Any] = []
     for file in sorted(path.rglob("*.yaml")) if path else ():
-        try:
-            written = yaml.safe_load(file.read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            continue
-        project = written.get("project") if isinstance(written, dict) else None
-        names = project.get("allow") if isinstance(project, dict) else None
-        found |= dict.fromkeys(n for n in names if isinstance(n, str)) if names else {}
-    return tuple(found)
+        with suppress(UnicodeDecodeError):
+            project = _read(file).get("project")
+            names += (project.get("allow") or ()) if isinstance(project, dict) else ()
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 def broken() -> list[Problem]:
     """Files of the user's that Hydra cannot read or never ends to read: not UTF-8, or naming each
     other in a circle under `defaults`."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     names: dict[str, list[str]] = {}
     for top in folders():
         for file in sorted(top.rglob("*.yaml")):
             try:
-                written = yaml.safe_load(file.read_text(encoding="utf-8"))
+                defaults = _read(file).get("defaults")
             except UnicodeDecodeError as error:
                 line = error.object.count(b"\n", 0, error.start) + 1
                 what = f"is not UTF-8: {error.reason}, line {line}"
-                found.append(Problem(str(file), what, "save it as UTF-8"))
+                problems.append(Problem(str(file), what, "save it as UTF-8"))
                 continue
-            except (OSError, yaml.YAMLError):
-                continue
-            defaults = written.get("defaults") if isinstance(written, dict) else None
             group = file.parent.relative_to(top)
             names[str(group / file.stem)] = [
                 text[1:] if text[:1] == "/" else os.path.normpath(group / text)
                 for text in map(_entry, defaults if isinstance(defaults, list) else ())
             ]
-    told: set[str] = set()
-    for start in names:
-        if start not in told and (ring := _ring(names, [start])):
-            told |= {*ring}
+    while True:  # one circle after the other
+        try:
+            TopologicalSorter(names).prepare()
+            return problems
+        except CycleError as error:
+            ring = error.args[1][::-1]  # from a file to what it names
             what = f"names itself under defaults: {' -> '.join(ring)}"
-            found.append(Problem(f"{start}.yaml", what, "take that line out"))
-    return found
+            problems.append(Problem(f"{ring[0]}.yaml", what, "take that line out"))
+            names = {name: after for name, after in names.items() if name not in ring}
 
 
 def _entry(written: Any) -> str:
@@ -138,16 +148,6 @@ def _entry(written: Any) -> str:
     if isinstance(written, dict):
         written = "/".join(str(part) for part in next(iter(written.items()), ()))
     return str(written).removeprefix("override ")
-
-
-def _ring(names: Mapping[str, list[str]], path: list[str]) -> list[str]:
-    """The way by which a file leads to itself; empty if none does."""
-    for after in names.get(path[-1], ()):
-        if after == path[0]:
-            return [*path, after]
-        if after not in path and (ring := _ring(names, [*path, after])):
-            return ring
-    return []
 
 
 def print_shadowed() -> None:

@@ -39,24 +39,6 @@ from distdl.targets import Trust, nodes, target_problems
 
 _CHILD_SECONDS = 300.0
 
-# What the builder (distdl.build) passes besides the node's own keys. `supplied`: names of the
-# leading positional arguments; `consumed`: keys of the node that never reach the target;
-# `null_is_absent`: keys that reach it if they are set; `offered`: arguments passed if the signature
-# takes them.
-SUPPLIED: dict[str, dict[str, list[str]]] = {
-    "optimizer": {
-        "supplied": ["params"],
-        "consumed": ["lr_scaling", "lr_reference_batch", "decay_norm_and_bias"],
-        "null_is_absent": ["fused"],
-    },
-    "schedule": {
-        "supplied": ["optimizer"],
-        "consumed": ["interval"],
-        "offered": ["steps_per_epoch", "max_epochs", "total_steps"],
-    },
-    "task": {"supplied": ["context"]},
-}
-
 
 def problems_of(
     config: DictConfig | Mapping[str, Any],
@@ -147,7 +129,6 @@ def check_bindings(
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
         "trust": [trust.folders, trust.allow],
-        "supplied": SUPPLIED,
         "context": {
             "num_nodes": known.num_nodes,
             "devices": known.devices,

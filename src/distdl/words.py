@@ -12,6 +12,7 @@ from typing import Any
 
 from distdl import user_conf
 from distdl.errors import Problem, UserError
+from distdl.redact import redact
 from distdl.suggest import closest, nearest
 
 _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
@@ -277,6 +278,22 @@ def for_experiment(word: str, rest: Sequence[str]) -> str:
     if not any((folder / f"experiment/{name}.yaml").is_file() for folder in folders):
         return ""
     return " ".join(["python -m distdl", f"experiment={name}", *rest])
+
+
+def for_override(text: str, error: str) -> str:
+    """What to write instead of an override that Hydra's grammar refuses with this error."""
+    key, equals, value = text.partition("=")
+    if not equals or text.startswith("~"):
+        return "write key=value, +key=value, group=option or ~key"
+    if lacking := open_brackets(value):
+        return f"it lacks {lacking}: {redact(repr(text.rstrip(', ') + lacking))}"
+    if (typed := meant(text)) != text:
+        return f"write {redact(shlex.quote(typed))}"
+    if value.startswith(("{", '"', "'")):  # a mapping, or quoted already
+        return redact(error)
+    escaped = value.replace('"', '\\"')
+    example = redact(f"""'{key}="{escaped}"'""")
+    return f"{redact(error)}\n    a text with special characters: {example}"
 
 
 def open_brackets(text: str) -> str:
