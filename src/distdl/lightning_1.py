@@ -10,13 +10,9 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 
+from distdl.words import table
 
-def _table(text: str) -> dict[str, str]:
-    rows = [line.strip().partition(": ") for line in text.strip().splitlines()]
-    return {name: instead for names, _, instead in rows for name in names.split()}
-
-
-TRAINER = _table("""
+TRAINER = table("""
     gpus num_processes auto_select_gpus tpu_cores ipus: trainer.devices=N
     auto_lr_find auto_scale_batch_size: choose optimizer.lr, data.batch_size
     checkpoint_callback: choose what is saved by checkpoint.*
@@ -29,7 +25,7 @@ TRAINER = _table("""
     track_grad_norm: log lightning.pytorch.utilities.grad_norm in on_before_optimizer_step
     weights_summary: trainer.enable_model_summary=true or false
 """)
-HOOKS = _table("""
+HOOKS = table("""
     training_epoch_end: on_train_epoch_end, for which the step keeps its outputs in self
     validation_epoch_end: on_validation_epoch_end, for which the step keeps its outputs in self
     test_epoch_end: on_test_epoch_end, for which the step keeps its outputs in self
@@ -44,7 +40,7 @@ HOOKS = _table("""
     tbptt_split_batch: training_step, with automatic_optimization = False
 """)
 # Modules and names below pytorch_lightning.
-IMPORTS = _table("""
+IMPORTS = table("""
     metrics: torchmetrics
     lite: lightning.fabric.Fabric
     profiler: lightning.pytorch.profilers
@@ -57,7 +53,7 @@ IMPORTS = _table("""
     utilities.seed.seed_everything: lightning.pytorch.seed_everything
     utilities.types.EPOCH_OUTPUT: list
 """)
-ARGUMENTS = _table("""
+ARGUMENTS = table("""
     optimizer_idx opt_idx: self.automatic_optimization = False, and step each of self.optimizers()
     dataloader_idx on_tpu using_native_amp using_lbfgs: leave it out
     outputs: keep them in an attribute of the module

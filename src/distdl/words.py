@@ -18,75 +18,69 @@ from distdl.suggest import closest, nearest
 _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
 _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
 _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
-_TASKS = "choose one: task=train, task=validate or task=test"
 _SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
 _NOWHERE = "not there yet: best.ckpt loads by Module.load_from_checkpoint in a script of yours"
 
-_SAVING = "checkpoint.monitor=METRIC checkpoint.mode=max, checkpoint.keep_last=N"
+
+def table(text: str) -> dict[str, str]:
+    """Lines of `name other_name: what to write instead`, by name."""
+    rows = [line.strip().partition(": ") for line in text.strip().splitlines()]
+    return {name: instead for names, _, instead in rows for name in names.split()}
+
 
 # A key, or the section that it is in. Trainer arguments have tables of their own.
-_KEYS = {
-    "hydra/launcher": "launcher=slurm (--help lists them); a sweep on any of them: -m",
-    "hydra/sweeper": _SWEEP,
-    "hydra.sweeper": _SWEEP,
-    "hydra.launcher": "launcher.<argument>=...",
-    "hydra.run": _PLACE,
-    "hydra.sweep": _PLACE,
-    "hydra.output_subdir": "the run's config.yaml is what was composed",
-    "hydra.job": "experiment_name=NAME and name=NAME name a run; nothing changes the folder",
-    "hydra": "distdl writes its own logs and folders; of hydra only hydra.searchpath is read",
-    "ckpt_path": _START,
-    "resume_from_checkpoint": _START,
-    "logger": "tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]",
-    "loggers": "tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]",
-    "seed_everything": "seed=N",
-    "task_name": "experiment_name=NAME",
-    "hparams_search": _SWEEP,
-    "optimized_metric": "checkpoint.monitor=METRIC checkpoint.mode=max chooses best.ckpt",
-    "train": _TASKS,
-    "test": _TASKS,
-    "paths.data_dir": "where it is used: data.root=FOLDER, or as your class calls it",
-    "paths": "output_dir=FOLDER for the runs, data.root=FOLDER for the data",
-    "extras": "tags=[...] labels a run; its config is kept in any case",
-    "print_config": "--cfg job prints it",
-    "checkpoint.save_top_k": _SAVING,
-    "checkpoint.save_last": "the newest are kept in any case: checkpoint.keep_last=N",
-    "checkpoint.dirpath": f"checkpoints lie in the run's folder: {_PLACE}",
-    "checkpoint.filename": "their names are distdl's own; name=NAME is the run's folder",
-    "model_checkpoint": _SAVING,
-    "callbacks.model_checkpoint": _SAVING,
-    "callbacks.model_summary": "trainer.enable_model_summary=true",
+_KEYS = table(f"""
+    hydra/launcher: launcher=slurm (--help lists them); a sweep on any of them: -m
+    hydra/sweeper hydra.sweeper hparams_search: {_SWEEP}
+    hydra.launcher: launcher.<argument>=...
+    hydra.run hydra.sweep: {_PLACE}
+    hydra.output_subdir: the run's config.yaml is what was composed
+    hydra.job: experiment_name=NAME and name=NAME name a run; nothing changes the folder
+    hydra: distdl writes its own logs and folders; of hydra only hydra.searchpath is read
+    ckpt_path resume_from_checkpoint: {_START}
+    logger loggers: tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]
+    seed_everything: seed=N
+    task_name: experiment_name=NAME
+    optimized_metric: checkpoint.monitor=METRIC checkpoint.mode=max chooses best.ckpt
+    train test: choose one: task=train, task=validate or task=test
+    paths.data_dir: where it is used: data.root=FOLDER, or as your class calls it
+    paths: output_dir=FOLDER for the runs, data.root=FOLDER for the data
+    extras: tags=[...] labels a run; its config is kept in any case
+    print_config: --cfg job prints it
+    checkpoint.save_last: the newest are kept in any case: checkpoint.keep_last=N
+    checkpoint.dirpath: checkpoints lie in the run's folder: {_PLACE}
+    checkpoint.filename: their names are distdl's own; name=NAME is the run's folder
+    callbacks.model_summary: trainer.enable_model_summary=true
+    lr_scheduler scheduler: schedule=NAME and schedule.<argument>=...
+    dataset datamodule: data=NAME and data.<argument>=...
+    gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices: trainer.devices=N
+    num_processes world_size: trainer.devices=N
+    nnodes n_nodes: trainer.num_nodes=N
+    epoch epochs n_epochs num_epochs num_train_epochs: trainer.max_epochs=N
+    steps num_steps iterations max_iters: trainer.max_steps=N
+    grad_clip clip_grad clip max_grad_norm gradient_clip: trainer.gradient_clip_val=...
+    accumulate grad_accum gradient_accumulation_steps: trainer.accumulate_grad_batches=N
+    workers nworkers: data.num_workers=N
+    data_dir data_path data_root dataset_path: data.root=FOLDER
+    wd l2: optimizer.weight_decay=...
+    optim opt: optimizer=NAME
+    exp config config_name recipe: experiment=NAME
+    device cuda use_gpu use_cuda: trainer.accelerator=gpu or cpu, trainer.devices=N
+    warmup warmup_steps: schedule.warmup_epochs=N
+    out output save_dir log_dir out_dir work_dir default_root_dir: output_dir=FOLDER
+    run_name exp_name project_name: experiment_name=NAME and name=NAME
+    resume resume_run: python -m distdl resume RUN
+""")
+for _theirs, _ours in {
+    "checkpoint.save_top_k model_checkpoint callbacks.model_checkpoint": "checkpoint.monitor=METRIC"
+    " checkpoint.mode=max, checkpoint.keep_last=N",
     "callbacks.rich_progress_bar": "+callbacks.bar._target_="
     "lightning.pytorch.callbacks.RichProgressBar",
-    "lr_scheduler": "schedule=NAME and schedule.<argument>=...",
-    "scheduler": "schedule=NAME and schedule.<argument>=...",
-    "dataset": "data=NAME and data.<argument>=...",
-    "datamodule": "data=NAME and data.<argument>=...",
-}  # fmt: skip
-# What goes by many names, and by none that is spelt like ours.
-for _ours, _theirs in {
-    "trainer.devices=N": "gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices "
-    "num_processes world_size",
-    "trainer.num_nodes=N": "nnodes n_nodes",
-    "trainer.max_epochs=N": "epoch epochs n_epochs num_epochs num_train_epochs",
-    "trainer.max_steps=N": "steps num_steps iterations max_iters",
-    "trainer.precision=16-mixed, bf16-mixed or 32-true": "fp16 bf16 amp half dtype mixed_precision",
-    "trainer.gradient_clip_val=...": "grad_clip clip_grad clip max_grad_norm gradient_clip",
-    "trainer.accumulate_grad_batches=N": "accumulate grad_accum gradient_accumulation_steps",
-    "data.batch_size=N, of each device": "bs bsz train_batch_size per_device_train_batch_size",
-    "data.num_workers=N": "workers nworkers",
-    "data.root=FOLDER": "data_dir data_path data_root dataset_path",
-    "optimizer.lr=..., or model.lr=... where the model makes the optimizer itself": "lr "
-    "learning_rate base_lr max_lr",
-    "optimizer.weight_decay=...": "wd l2",
-    "optimizer=NAME": "optim opt",
-    "experiment=NAME": "exp config config_name recipe",
-    "trainer.accelerator=gpu or cpu, trainer.devices=N": "device cuda use_gpu use_cuda",
-    "schedule.warmup_epochs=N": "warmup warmup_steps",
-    "output_dir=FOLDER": "out output save_dir log_dir out_dir work_dir default_root_dir",
-    "experiment_name=NAME and name=NAME": "run_name exp_name project_name",
-    "python -m distdl resume RUN": "resume resume_run",
-    _KEYS["logger"]: "wandb comet neptune clearml mlflow tensorboard csv",
+    "fp16 bf16 amp half dtype mixed_precision": "trainer.precision=16-mixed, bf16-mixed or 32-true",
+    "bs bsz train_batch_size per_device_train_batch_size": "data.batch_size=N, of each device",
+    "lr learning_rate base_lr max_lr": "optimizer.lr=..., or model.lr=... where the model makes the"
+    " optimizer itself",
+    "wandb comet neptune clearml mlflow tensorboard csv": _KEYS["logger"],
 }.items():
     _KEYS |= dict.fromkeys(_theirs.split(), _ours)
 # Arguments of the Trainer that distdl fills itself.
@@ -128,47 +122,44 @@ NOT_GLOBAL = (
     "make its first line: # @package _global_",
 )
 # Options of groups.
-_CHOICES = {
-    "trainer=cpu": "trainer.accelerator=cpu",
-    "trainer=gpu": "trainer.accelerator=gpu trainer.devices=1",
-    "trainer=mps": "trainer.accelerator=mps",
-    "trainer=ddp": "strategy=ddp trainer.accelerator=gpu trainer.devices=N",
-    "trainer=ddp_sim": "strategy=ddp trainer.accelerator=cpu trainer.devices=2",
-    "debug=default": "debug=cpu trainer.detect_anomaly=true",
-    "debug=fdr": "debug=step, or trainer.fast_dev_run=true",
-    "task=fit": "task=train",
-    "task=eval": "task=test task.checkpoint=FILE",
-    "task=predict": _NOWHERE,
-    "tracking=neptune": "Neptune was shut down, and Lightning's logger for it only raises: "
-    "tracking=wandb, comet or clearml",
-}
+_CHOICES = table(f"""
+    trainer=cpu: trainer.accelerator=cpu
+    trainer=gpu: trainer.accelerator=gpu trainer.devices=1
+    trainer=mps: trainer.accelerator=mps
+    trainer=ddp: strategy=ddp trainer.accelerator=gpu trainer.devices=N
+    trainer=ddp_sim: strategy=ddp trainer.accelerator=cpu trainer.devices=2
+    debug=default: debug=cpu trainer.detect_anomaly=true
+    debug=fdr: debug=step, or trainer.fast_dev_run=true
+    task=fit: task=train
+    task=eval: task=test task.checkpoint=FILE
+    task=predict: {_NOWHERE}
+""")
+_CHOICES["tracking=neptune"] = (
+    "Neptune was shut down, and Lightning's logger for it only raises: "
+    "tracking=wandb, comet or clearml"
+)
 # Options of the command line.
-_OPTIONS = {
-    "--config-name": "experiment=NAME takes conf/experiment/NAME.yaml",
-    "-cn": "experiment=NAME takes conf/experiment/NAME.yaml",
-    "--config-path": "--config-dir FOLDER, or export DISTDL_CONF=FOLDER",
-    "-cp": "--config-dir FOLDER, or export DISTDL_CONF=FOLDER",
-    "--config": "experiment=NAME takes conf/experiment/NAME.yaml",
-    "--ckpt_path": _START,
-    "--experimental-rerun": "python -m distdl resume RUN",
-    "--debug": "debug=cpu",
-    "--resume": "python -m distdl resume RUN",
-    "--print_config": "--cfg job",
-    "--run": "python -m distdl key=value ... starts a run",
-}
-# Verbs of others.
-_VERBS = {
-    **dict.fromkeys(("train", "fit", "run", "launch", "start"), "python -m distdl {}"),
-    **dict.fromkeys(("test", "eval", "evaluate"), "python -m distdl resume RUN task=test"),
-    **dict.fromkeys(("validate", "val"), "python -m distdl resume RUN task=validate"),
-    "predict": _NOWHERE,
-    "sweep": "python -m distdl -m {}",
-    "multirun": "python -m distdl -m {}",
-    "list": "python -m distdl jobs list",
-    "logs": "python -m distdl jobs logs RUN",
-    "status": "python -m distdl jobs status RUN",
-    "cancel": "python -m distdl jobs cancel RUN",
-}
+_OPTIONS = table(f"""
+    --config-name -cn --config: experiment=NAME takes conf/experiment/NAME.yaml
+    --config-path -cp: --config-dir FOLDER, or export DISTDL_CONF=FOLDER
+    --ckpt_path: {_START}
+    --experimental-rerun --resume: python -m distdl resume RUN
+    --debug: debug=cpu
+    --print_config: --cfg job
+    --run: python -m distdl key=value ... starts a run
+""")
+# Verbs of others. {} stands for the words that follow.
+_VERBS = table(f"""
+    train fit run launch start: python -m distdl {{}}
+    test eval evaluate: python -m distdl resume RUN task=test
+    validate val: python -m distdl resume RUN task=validate
+    predict: {_NOWHERE}
+    sweep multirun: python -m distdl -m {{}}
+    list: python -m distdl jobs list
+    logs: python -m distdl jobs logs RUN
+    status: python -m distdl jobs status RUN
+    cancel: python -m distdl jobs cancel RUN
+""")
 
 
 def strategy_for(name: str) -> str:
@@ -215,10 +206,9 @@ def for_choice(group: str, option: str) -> str:
 
 def for_component(collection: str, name: str, config: Mapping[str, Any] | None = None) -> str:
     """How to choose an option beside those of the config; "" if distdl has none of the name."""
-    if not files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file():
-        return ""
-    first = {"callbacks": "default", "tracking": "mlflow"}[collection]
-    if name in (first, "none"):
+    default = {"callbacks": "default", "tracking": "mlflow"}[collection]
+    shipped = files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file()
+    if not shipped or name in (default, "none"):
         return ""
     return f"{collection}=[{','.join([*_chosen(collection, config), name])}]"
 
@@ -226,21 +216,18 @@ def for_component(collection: str, name: str, config: Mapping[str, Any] | None =
 def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
     """The options of a collection that a config is made of, by the keys that their files hold: a
     key of no file stands in the config in any case."""
-    folders = [Path(str(files("distdl.conf"))), *user_conf.folders()]
     options: dict[str, set[str]] = {}
-    for folder in folders:
+    for folder in (Path(str(files("distdl.conf"))), *user_conf.folders()):
         for file in folder.glob(f"{collection}/*.yaml"):
             for key in re.findall(r"^(\w+):", file.read_text(errors="replace"), re.MULTILINE):
                 options.setdefault(key, set()).add(file.stem)
-    nodes = (config or {}).get(collection)
-    found = [
-        options[key]
-        for key, node in (nodes.items() if isinstance(nodes, Mapping) else ())
-        if key in options and isinstance(node, Mapping) and "_target_" in node
-    ]
-    if config is None or any(len(names) > 1 for names in found):
+    section = (config or {}).get(collection)
+    nodes = section.items() if isinstance(section, Mapping) else ()
+    chosen = [key for key, node in nodes if isinstance(node, Mapping) and "_target_" in node]
+    names = [options[key] for key in chosen if key in options]
+    if config is None or any(len(several) > 1 for several in names):
         return ["<those you have>"]
-    return [*dict.fromkeys(name for names in found for name in names)]
+    return [*dict.fromkeys(name for (name,) in names)]
 
 
 def for_option(option: str, known: Iterable[str], following: str = "") -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
+import pytest
 from omegaconf import DictConfig, OmegaConf
+
+from distdl import validate
+from distdl.errors import UserError
 
 _YAML = """
 name: null
@@ -69,3 +75,24 @@ def sample(changes: dict[str, Any] | None = None) -> DictConfig:
         OmegaConf.update(config, path, value, merge=False, force_add=True)
     assert isinstance(config, DictConfig)
     return config
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the second stage runs in this process, so that Lightning is imported once."""
+
+    def answer(request: str) -> dict[str, Any]:
+        from distdl.binding import answered
+
+        return json.loads(json.dumps(answered(json.loads(request))))  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(validate, "_ask_child", answer)
+
+
+def refusals(config: DictConfig, root: Any = None) -> list[str]:
+    """What both stages of validation refuse, as a user reads it."""
+    try:
+        validate.validate(config, None, local=True, project_root=str(root) if root else None)
+    except UserError as error:
+        return [str(problem) for problem in error.problems]
+    return []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,12 +63,9 @@ def test_several_options_of_one_group() -> None:
     assert list(config.callbacks) == ["progress", "ema"]
 
 
-def test_unknown_keys_are_left_to_validation() -> None:
+def test_unknown_keys_and_interpolations_are_left_to_validation() -> None:
     config = compose.compose(["lrr=1", "+optimizer.foo=2", "trainer.max_epoch=3"])
     assert (config.lrr, config.optimizer.foo, config.trainer.max_epoch) == (1, 2, 3)
-
-
-def test_interpolations_are_left_to_validation() -> None:
     config = compose.compose(["experiment_name=${nope}", "name=${oc.env:NOPE}"])
     assert config._get_node("experiment_name")._value() == "${nope}"
 
@@ -101,30 +100,42 @@ def test_a_file_that_is_no_yaml(tmp_path) -> None:
 
 def test_sweeps_are_products_in_order() -> None:
     jobs = compose.sweep(["seed=1,2", "model=resnet18", "optimizer.lr=range(1,3)"])
-    assert jobs == [
-        ["seed=1", "model=resnet18", "optimizer.lr=1"],
-        ["seed=1", "model=resnet18", "optimizer.lr=2"],
-        ["seed=2", "model=resnet18", "optimizer.lr=1"],
-        ["seed=2", "model=resnet18", "optimizer.lr=2"],
-    ]
+    pairs = [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert jobs == [[f"seed={seed}", "model=resnet18", f"optimizer.lr={lr}"] for seed, lr in pairs]
     assert compose.sweep(["model=glob(*18)"]) == [["model=resnet18"]]
-    assert compose.sweep(["tracking=[csv],[csv,mlflow]"]) == [
-        ["tracking=[csv]"],
-        ["tracking=[csv,mlflow]"],
-    ]
+    several = [["tracking=[csv]"], ["tracking=[csv,mlflow]"]]
+    assert compose.sweep(["tracking=[csv],[csv,mlflow]"]) == several
     assert compose.sweep_keys(["seed=1,2", "tags=[a,b]", "+x=choice(1,2)"]) == ["seed", "x"]
+    assert "cannot be counted out" in refused("optimizer.lr=interval(0,1)", sweep=True)
+    assert "matches nothing" in refused("model=glob(nothing*)", sweep=True)
+    assert "matches nothing" in refused("optimizer.lr=glob(*)", sweep=True)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("optimizer.lr=interval(0,1)", "cannot be counted out"),
-        ("model=glob(nothing*)", "matches nothing"),
-        ("optimizer.lr=glob(*)", "matches nothing"),
-    ],
-)
-def test_sweeps_without_members(override, words) -> None:
-    assert words in refused(override, sweep=True)
+def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command parses each word once, resolves its config once and asks one child."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from distdl import __main__, launch, resolve, validate
+
+    counted: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, answer: Any = None) -> None:
+        real = getattr(owner, name)
+
+        def counting(*arguments: Any, **named: Any) -> Any:
+            counted[name] += 1
+            return answer if answer is not None else real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(OverridesParser, "parse_override")
+    count(resolve, "Resolved")
+    count(validate, "_ask_child", {"problems": [], "notes": [], "facts": {}})
+    count(launch, "render", "the request")
+    words = ["optimizer.lr=0.123", "seed=321", "trainer.accelerator=cpu", "dry_run=true"]
+    compose._parsed.cache_clear()
+    assert __main__.main(words) == 0
+    assert counted == {"parse_override": 4, "Resolved": 1, "_ask_child": 1, "render": 1}
 
 
 def test_config_dir_adds_and_does_not_shadow(tmp_path) -> None:

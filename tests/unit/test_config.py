@@ -17,16 +17,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTDL_CONF", raising=False)
 
 
-ELSEWHERE = (
-    "trainer.devices=8",
-    "trainer.num_nodes=4",
-    "launcher.max_attempts=3",
-    "launcher.forward_env=[A]",
-    "output_dir=elsewhere",
-    "project.root=/somewhere",
-    "task=validate",
+ELSEWHERE = [
+    *("trainer.devices=8", "trainer.num_nodes=4", "launcher.max_attempts=3", "task=validate"),
+    *("launcher.forward_env=[A]", "output_dir=elsewhere", "project.root=/somewhere"),
     "dry_run=true",
-)
+]
 
 
 def test_the_recipe_does_not_depend_on_where_it_runs() -> None:
@@ -38,22 +33,14 @@ def test_the_recipe_does_not_depend_on_where_it_runs() -> None:
 
 
 def test_where_it_runs_holds_the_rest() -> None:
-    where = configs.where_of(compose.compose(list(ELSEWHERE)))
+    where = configs.where_of(compose.compose(ELSEWHERE))
     assert where.trainer == {"devices": 8, "num_nodes": 4}
     assert where.project == {"root": "/somewhere", "allow": [], "max_snapshot_mb": 300}
     assert where.task._target_ == "distdl.tasks.validate"
     assert (where.output_dir, where.dry_run) == ("elsewhere", True)
     assert where.launcher.max_attempts == 3
-    assert set(where) == {
-        "checkpoint",
-        "trainer",
-        "project",
-        "task",
-        "output_dir",
-        "dry_run",
-        "follow",
-        "launcher",
-    }
+    keys = "checkpoint trainer project task output_dir dry_run follow launcher"
+    assert set(where) == set(keys.split())
 
 
 def test_both_together_are_the_config_again() -> None:
@@ -77,13 +64,8 @@ def test_the_frozen_file_reads_as_what_was_written(experiment, tmp_path) -> None
 
 def test_what_only_hydra_knows_is_resolved_and_the_environment_is_not(monkeypatch) -> None:
     monkeypatch.setenv("PLACE", "/secret/place")
-    config = compose.compose(
-        [
-            "name=run-${now:%Y}-${hydra:job.name}",
-            "tags=['${hydra:job.name}']",
-            "+data.root=${oc.env:PLACE}",
-        ]
-    )
+    named = ["name=run-${now:%Y}-${hydra:job.name}", "tags=['${hydra:job.name}']"]
+    config = compose.compose([*named, "+data.root=${oc.env:PLACE}"])
     recipe = configs.recipe_of(config)
     plain = OmegaConf.to_container(recipe, resolve=False)
     assert plain["name"].startswith("run-20") and plain["name"].endswith("-distdl")
@@ -110,21 +92,22 @@ def test_the_difference_is_what_people_read() -> None:
     assert configs.difference(old, old) == ""
 
 
-def test_paths() -> None:
+def test_paths_and_hashes() -> None:
     config = {"a": {"b": {"c": 1}, "d": {}}, "e": [1]}
     assert configs.flat_paths(config) == ["a.b.c", "e"]
     assert configs.flat_paths(config, leaves=False) == ["a", "a.b", "a.b.c", "a.d", "e"]
-
-
-def test_hashes_tell_recipes_apart() -> None:
     assert configs.hash_of("a") != configs.hash_of("b")
     assert len(configs.hash_of("a")) == 8 and len(configs.hash_of("a", 6)) == 6
 
 
-def test_how_to_train_longer_names_what_ends_the_training() -> None:
-    config = compose.compose(["trainer.max_epochs=3"])
-    assert configs.longer(config) == "trainer.max_epochs=<more>"
-    config = compose.compose(["trainer.max_epochs=3", "trainer.max_steps=9"])
-    assert configs.longer(config) == "trainer.max_epochs=<more> trainer.max_steps=<more>"
-    config = compose.compose(["trainer.max_epochs=-1", "trainer.max_steps=9"])
-    assert configs.longer(config) == "trainer.max_steps=<more>"
+@pytest.mark.parametrize(
+    ("epochs", "steps", "expected"),
+    [
+        (3, -1, "trainer.max_epochs=<more>"),
+        (3, 9, "trainer.max_epochs=<more> trainer.max_steps=<more>"),
+        (-1, 9, "trainer.max_steps=<more>"),
+    ],
+)
+def test_how_to_train_longer(epochs: int, steps: int, expected: str) -> None:
+    config = OmegaConf.create({"trainer": {"max_epochs": epochs, "max_steps": steps}})
+    assert configs.longer(config) == expected

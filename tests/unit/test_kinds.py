@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from sample_config import sample
+from sample_config import in_process, refusals, sample
 
-from distdl import kinds, validate
-from distdl.binding import Binding
+from distdl import kinds
 from distdl.errors import UserError
 from distdl.resolve import resolve
 from distdl.targets import Trust, problem_of
@@ -29,84 +28,67 @@ SHELL = {"_target_": RUN, "command": "{command}"}
 LATER = {**SHELL, "_partial_": True}
 CREATED = "{{_target_: " + RUN + ", command: '{command}'}}"
 
+
+def node(target: str, *arguments: Any, **named: Any) -> dict[str, Any]:
+    return {"_target_": target, **({"_args_": [*arguments]} if arguments else {}), **named}
+
+
+CONTROLLER = "distdl.launchers.slurm.controller.run"
+TOUCH = node(CONTROLLER, "touch", "{file}")
+FROM_FILE = "lightning.pytorch.LightningModule.load_from_checkpoint"
 GADGETS: dict[str, tuple[str, Any]] = {
     # The nine of the inspection.
     "collect_env.run": ("model.x", SHELL),
     "run_and_read_all": (
         "callbacks.x",
-        {"_target_": f"{RUN}_and_read_all", "run_lambda": LATER, "command": "{command}"},
+        node(f"{RUN}_and_read_all", run_lambda=LATER, command="{command}"),
     ),
-    "controller": (
-        "tracking.x",
-        {"_target_": "distdl.launchers.slurm.controller.run", "_args_": ["touch", "{file}"]},
-    ),
+    "controller": ("tracking.x", TOUCH),
     "torchrun": (
         "callbacks.x",
-        {"_target_": "torch.distributed.run.main", "args": ["--no-python", "touch", "{file}"]},
+        node("torch.distributed.run.main", args=["--no-python", "touch", "{file}"]),
     ),
-    "agent": ("task", {"_target_": "distdl.agent.run", "_args_": [["-c", "{command}"]]}),
-    "timm helpers": ("model.x", {"_target_": "timm.models.helpers.load_state_dict", **PICKLED}),
-    "timm _helpers": ("model.x", {"_target_": "timm.models._helpers.load_state_dict", **PICKLED}),
-    "cloud_io": (
-        "model.x",
-        {"_target_": CLOUD_IO, "path_or_url": "{pickle}", "weights_only": False},
-    ),
+    "agent": ("task", node("distdl.agent.run", ["-c", "{command}"])),
+    "timm helpers": ("model.x", node("timm.models.helpers.load_state_dict", **PICKLED)),
+    "timm _helpers": ("model.x", node("timm.models._helpers.load_state_dict", **PICKLED)),
+    "cloud_io": ("model.x", node(CLOUD_IO, path_or_url="{pickle}", weights_only=False)),
     "TorchCheckpointIO": (
         "strategy.x",
-        {"_target_": CHECKPOINT_IO, "_args_": [None, "{pickle}"], "weights_only": False},
+        node(CHECKPOINT_IO, None, "{pickle}", weights_only=False),
     ),
     # What a function may be reached by, whatever the section.
-    "optimizer": ("optimizer", SHELL),
-    "schedule": ("schedule", SHELL),
-    "strategy": ("strategy", SHELL),
-    "data": ("data", SHELL),
+    **{key: (key, SHELL) for key in ("optimizer", "schedule", "strategy", "data")},
     "profiler": ("trainer.profiler", SHELL),
-    "launcher": ("launcher", {"_target_": "distdl.launchers.slurm.controller.run"}),
-    "within a launcher": (
-        "launcher.env",
-        {"X": {"_target_": "distdl.launchers.slurm.controller.run", "_args_": ["touch", "{file}"]}},
-    ),
-    "load": ("model.x", {"_target_": "torch.load", "f": "{pickle}", "weights_only": False}),
-    "hub": (
-        "model.x",
-        {"_target_": "torch.hub.load", "repo_or_dir": "{hub}", "model": "m", "source": "local"},
-    ),
-    "a module's module": ("model.x", {"_target_": "torch.hub.os.system", "_args_": ["{command}"]}),
-    "a module of one's own": ("model.x", {"_target_": "own_kinds.os.system", "_args_": ["x"]}),
-    "re-exported": ("model.x", {"_target_": "own_kinds.run", "command": "{command}"}),
-    "class method": (
-        "model",
-        {
-            "_target_": "lightning.pytorch.LightningModule.load_from_checkpoint",
-            "checkpoint_path": "{pickle}",
-            "weights_only": False,
-        },
-    ),
-    "a callback's function": ("callbacks.x", {"_target_": LAMBDA, "on_fit_start": LATER}),
+    "launcher": ("launcher", node(CONTROLLER)),
+    "within a launcher": ("launcher.env", {"X": TOUCH}),
+    "load": ("model.x", node("torch.load", f="{pickle}", weights_only=False)),
+    "hub": ("model.x", node("torch.hub.load", repo_or_dir="{hub}", model="m", source="local")),
+    "a module's module": ("model.x", node("torch.hub.os.system", "{command}")),
+    "a module of one's own": ("model.x", node("own_kinds.os.system", "x")),
+    "re-exported": ("model.x", node("own_kinds.run", command="{command}")),
+    "class method": ("model", node(FROM_FILE, **PICKLED)),
+    "a callback's function": ("callbacks.x", node(LAMBDA, on_fit_start=LATER)),
     "not built by Hydra": (
         "model.x",
-        {"_target_": "torch.nn.Identity", "_recursive_": False, "inner": [1, {"deep": SHELL}]},
+        node("torch.nn.Identity", _recursive_=False, inner=[1, {"deep": SHELL}]),
     ),
-    "hydra": ("model.x", {"_target_": "hydra.utils.get_method", "path": "os.system"}),
+    "hydra": ("model.x", node("hydra.utils.get_method", path="os.system")),
     "interpolated": ("model.x", "${{oc.create:" + CREATED + "}}"),
     "interpolated twice": (
         "model.x",
-        {"_target_": "torchvision.models.resnet18", "y": r"\${{oc.create:" + CREATED + "}}"},
+        node("torchvision.models.resnet18", y=r"\${{oc.create:" + CREATED + "}}"),
     ),
     "create_model": (
         "model.x",
-        {"_target_": "timm.create_model", "model_name": "resnet10t", "checkpoint_path": "{pickle}"},
+        node("timm.create_model", model_name="resnet10t", checkpoint_path="{pickle}"),
     ),
     "timm by position": (
         "model.x",
-        {"_target_": "timm.create_model", "_args_": ["resnet10t", False, None, None, "{pickle}"]},
+        node("timm.create_model", "resnet10t", False, None, None, "{pickle}"),
     ),
-    "a folder's model": (
-        "model.x",
-        {"_target_": "timm.create_model", "model_name": "local-dir:{hub}"},
-    ),
-    "a cache": ("data.x", {"_target_": "torchvision.datasets.LSUNClass", "root": "{hub}"}),
-    "a graph's code": ("model.x", {"_target_": "torch.fx.GraphModule", "root": {}, "graph": "x"}),
+    "a folder's model": ("model.x", node("timm.create_model", model_name="local-dir:{hub}")),
+    "a cache": ("data.x", node("torchvision.datasets.LSUNClass", root="{hub}")),
+    "a graph's code": ("model.x", node("torch.fx.GraphModule", root={}, graph="x")),
 }
 
 
@@ -140,30 +122,13 @@ def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     }
 
 
-def asked(config: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Both stages of validation, the child's work in this process."""
-
-    def answer(request: str) -> dict[str, Any]:
-        import json
-
-        binding = Binding(json.loads(request))
-        binding.run()
-        return {"problems": binding.problems, "notes": binding.notes, "facts": binding.facts}
-
-    monkeypatch.setattr(validate, "_ask_child", answer)
-    try:
-        validate.validate(config, None, local=True)
-    except UserError as error:
-        return [str(problem) for problem in error.problems]
-    return []
-
-
 @pytest.mark.parametrize(("path", "node"), GADGETS.values(), ids=GADGETS)
 def test_no_gadget_runs(
     path: str, node: Any, traps: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = sample({path: filled(node, traps)})
-    problems = asked(config, monkeypatch)
+    in_process(monkeypatch)
+    problems = refusals(config)
     assert any(problem.startswith(path.partition(".")[0]) for problem in problems), problems
     if not path.startswith("launcher"):  # no worker builds that
         with pytest.raises(UserError):
@@ -181,56 +146,64 @@ def test_the_gadgets_are_real(traps: dict[str, str]) -> None:
 
 
 GOOD: list[tuple[str, Any]] = [
-    ("model.x", {"_target_": "torch.nn.CrossEntropyLoss", "weight": {"_target_": "torch.ones"}}),
-    ("model.x", {"_target_": "torch.optim.Adam", "_partial_": True}),
-    ("model.x", {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "_partial_": True}),
-    ("model.x", {"_target_": "torchvision.models.get_model", "_partial_": True}),
-    ("model.x", {"_target_": "torchvision.models.detection.ssd300_vgg16", "_partial_": True}),
-    ("model.x", {"_target_": "timm.models.resnet18"}),
-    ("model.x", {"_target_": "timm.layers.SelectAdaptivePool2d"}),
-    ("data.x", {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}),
-    ("data.x", {"_target_": "torchvision.transforms.Compose", "transforms": []}),
-    ("data.x", {"_target_": "torchvision.datasets.FakeData"}),
-    ("data.x", {"_target_": "timm.data.Mixup"}),
-    ("strategy.x", {"_target_": "datetime.timedelta", "hours": 1}),
-    ("strategy.x", {"_target_": "lightning.pytorch.plugins.precision.MixedPrecision"}),
-    ("strategy.x", {"_target_": "torch.distributed.fsdp.CPUOffload"}),
-    ("trainer.profiler", {"_target_": "lightning.pytorch.profilers.PyTorchProfiler"}),
-    ("callbacks.x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
-    ("callbacks.x", {"_target_": "own_kinds.Thing.make"}),
-    ("callbacks.x", {"_target_": "own_kinds.Thing"}),
-    ("model.x", {"_target_": "own_kinds.Linear", "in_features": 1, "out_features": 1}),
-    ("tracking.x", {"_target_": "distdl.tracking.mlflow.MLflowLogger"}),
-    ("optimizer", {"_target_": "timm.optim.Lars"}),
-    ("schedule", {"_target_": "distdl.optim.warmup_cosine"}),
-    ("strategy", {"_target_": "distdl.strategies.single"}),
-    ("launcher", {"_target_": "distdl.launchers.azureml.launcher.AzureMLLauncher"}),
+    ("model.x", node("torch.nn.CrossEntropyLoss", weight={"_target_": "torch.ones"})),
+    ("model.x", node("own_kinds.Linear", in_features=1, out_features=1)),
+    ("data.x", node("torchvision.transforms.Compose", transforms=[])),
+    ("strategy.x", node("datetime.timedelta", hours=1)),
+    ("optimizer", node("timm.optim.Lars")),
+    ("schedule", node("distdl.optim.warmup_cosine")),
+    ("strategy", node("distdl.strategies.single")),
+    ("launcher", node("distdl.launchers.azureml.launcher.AzureMLLauncher")),
+    ("trainer.profiler", node("lightning.pytorch.profilers.PyTorchProfiler")),
+    ("tracking.x", node("distdl.tracking.mlflow.MLflowLogger")),
+    *(
+        ("model.x", node(target, _partial_=True))
+        for target in (
+            "torch.optim.Adam",
+            "torch.optim.lr_scheduler.ReduceLROnPlateau",
+            "torchvision.models.get_model",
+            "torchvision.models.detection.ssd300_vgg16",
+        )
+    ),
+    *(
+        (f"{section}.x", node(target))
+        for section, target in (
+            ("model", "timm.models.resnet18"),
+            ("model", "timm.layers.SelectAdaptivePool2d"),
+            ("data", "torchvision.transforms.v2.RandomHorizontalFlip"),
+            ("data", "torchvision.datasets.FakeData"),
+            ("data", "timm.data.Mixup"),
+            ("strategy", "lightning.pytorch.plugins.precision.MixedPrecision"),
+            ("strategy", "torch.distributed.fsdp.CPUOffload"),
+            ("callbacks", "lightning.pytorch.callbacks.ModelCheckpoint"),
+            ("callbacks", "own_kinds.Thing.make"),
+            ("callbacks", "own_kinds.Thing"),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize(("path", "node"), GOOD, ids=lambda value: str(value)[:70])
 def test_what_stays_possible(path: str, node: Any, traps: dict[str, str]) -> None:
-    kinds.refuse({path.split(".")[0]: _nested(path, node)}, Trust((str(Path.cwd()),)))
-    assert problem_of(node["_target_"], Trust((str(Path.cwd()),)), tuple(path.split("."))) is None
-
-
-def _nested(path: str, node: Any) -> Any:
+    section, trust = path.split(".")[0], Trust((str(Path.cwd()),))
     config = OmegaConf.create({})
     OmegaConf.update(config, path, node, force_add=True)
-    return OmegaConf.to_container(config)[path.split(".")[0]]  # type: ignore[index,call-overload]
+    kinds.refuse({section: OmegaConf.to_container(config[section])}, trust)
+    assert problem_of(node["_target_"], trust, tuple(path.split("."))) is None
 
 
 def test_a_refusal_says_what_to_write(
     traps: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (message,) = asked(sample({"callbacks.x": {"_target_": RUN, "command": "x"}}), monkeypatch)
+    in_process(monkeypatch)
+    (message,) = refusals(sample({"callbacks.x": {"_target_": RUN, "command": "x"}}))
     assert message == (
         f"callbacks.x._target_: {RUN} is not a Callback of Lightning's, and callbacks takes nothing"
         " else\n    such as lightning.pytorch.callbacks.EarlyStopping; if you trust it: "
         f"project.allow=[{RUN}]"
     )
     node = {"_target_": "torch.hub.os.system"}
-    message = asked(sample({"callbacks.x": {"_target_": LAMBDA, "setup": node}}), monkeypatch)[0]
+    message = refusals(sample({"callbacks.x": {"_target_": LAMBDA, "setup": node}}))[0]
     assert "torch.hub.os.system is Python's own posix.system, and not a layer" in message
     assert "project.allow" not in message
 

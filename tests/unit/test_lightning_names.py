@@ -4,7 +4,6 @@ imported, and what only Lightning 1 had is told before a start."""
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import multiprocessing
 import subprocess
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_config import sample
+from sample_config import in_process, refusals, sample
 
 from distdl import lightning_1, lightning_names, validate
-from distdl.binding import Binding
 
 # A library of somebody's, which derives from the other name in several ways.
 LIBRARY = """
@@ -28,32 +26,14 @@ from lightning_fabric.utilities.seed import seed_everything
 from pytorch_lightning import LightningDataModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.utilities import rank_zero as zero
-from torch import nn, optim
-from torch.utils.data import DataLoader, TensorDataset
-import torch
-
+from torch import nn
 
 class Net(pl.LightningModule):
-    def __init__(self, loss=None):
-        super().__init__()
-        self.layer, self.loss = nn.Linear(2, 1), loss
+    def __init__(self, loss=None): super().__init__()
 
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.layer(batch[0]))
+class Loss(nn.Module): ...
 
-    def configure_optimizers(self):
-        return optim.SGD(self.parameters(), 0.1)
-
-
-class Loss(nn.Module):
-    def forward(self, x):
-        return x.square().mean()
-
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
-
+class Data(LightningDataModule): ...
 
 class Stop(pl.callbacks.EarlyStopping):
     def __init__(self):
@@ -164,24 +144,12 @@ def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent(
     assert child.exitcode == 0
 
 
-def asked(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path
-) -> tuple[list[str], list[str]]:
-    """Problems and notes of both stages; the child's work is done in this process."""
-    notes: list[str] = []
-
-    def answer(text: str) -> dict[str, Any]:
-        binding = Binding(json.loads(text))
-        binding.run()
-        notes.extend(binding.notes)
-        return {"problems": binding.problems, "notes": binding.notes, "facts": binding.facts}
-
-    monkeypatch.setattr(validate, "_ask_child", answer)
-    try:
-        validate.validate(sample(changes), None, local=True, project_root=str(root))
-    except validate.UserError as error:
-        return [str(problem) for problem in error.problems], notes
-    return [], notes
+def problems(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path | None = None
+) -> list[str]:
+    """What both stages refuse, and no note is printed; the child's work is done here."""
+    in_process(monkeypatch)
+    return refusals(sample(changes), root)
 
 
 def test_a_librarys_classes_are_components_once_it_is_allowed(
@@ -200,57 +168,33 @@ def test_a_librarys_classes_are_components_once_it_is_allowed(
         "callbacks.stop": {"_target_": "some_library.Stop"},
         "checkpoint.monitor": None,
     }
-    problems, _ = asked(changes, monkeypatch, elsewhere)
-    assert len(problems) == 4
-    assert all("if you trust it: project.allow=[some_library]" in problem for problem in problems)
+    refused = problems(changes, monkeypatch, elsewhere)
+    assert len(refused) == 4
+    assert all("if you trust it: project.allow=[some_library]" in problem for problem in refused)
     allowed = {**changes, "project.allow": ["some_library"]}
-    assert asked(allowed, monkeypatch, elsewhere) == ([], [])
+    assert problems(allowed, monkeypatch, elsewhere) == []
 
 
 OLD = """
 import pytorch_lightning as pl
 
-
 class Net(pl.LightningModule):
-    def training_step(self, batch, batch_idx, optimizer_idx):
-        return batch
-
-    def training_epoch_end(self, outputs):
-        pass
-
-    def validation_step_end(self, outputs):
-        pass
-
-    def on_epoch_end(self):
-        pass
-
-    def on_train_epoch_end(self):
-        self.on_epoch_end()
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure=None):
-        pass
-
-    def on_train_epoch_start(self, *outputs, unused=None):
-        pass
-
+    def training_step(self, batch, batch_idx, optimizer_idx): ...
+    def training_epoch_end(self, outputs): ...
+    def validation_step_end(self, outputs): ...
+    def on_epoch_end(self): ...
+    def on_train_epoch_end(self): self.on_epoch_end()
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure=None): ...
+    def on_train_epoch_start(self, *outputs, unused=None): ...
 
 class Watch(pl.Callback):
-    def on_batch_end(self, trainer, pl_module):
-        pass
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx):
-        pass
-
-    def on_train_epoch_end(self, trainer, pl_module, outputs=None):
-        pass
-
+    def on_batch_end(self, trainer, pl_module): ...
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx): ...
+    def on_train_epoch_end(self, trainer, pl_module, outputs=None): ...
 
 class Data(pl.LightningDataModule):
-    def train_dataloader(self):
-        return []
-
-    def on_train_dataloader(self):
-        pass
+    def train_dataloader(self): ...
+    def on_train_dataloader(self): ...
 """
 
 
@@ -267,8 +211,7 @@ def test_what_lightning_2_calls_no_more_is_refused_with_what_replaced_it(
     }
     gone, takes = "is a hook of Lightning 1, and nobody calls it", "which Lightning 2 does not pass"
     by_hand = "self.automatic_optimization = False, and step each of self.optimizers()"
-    problems, notes = asked(changes, monkeypatch, tmp_path)
-    assert notes == [] and problems == [
+    assert problems(changes, monkeypatch, tmp_path) == [
         f"callbacks.watch._target_: Watch.on_batch_end {gone}\n    it is now on_train_batch_end",
         f"callbacks.watch._target_: Watch.on_train_batch_end takes dataloader_idx, {takes}\n"
         "    leave it out",
@@ -281,9 +224,8 @@ def test_what_lightning_2_calls_no_more_is_refused_with_what_replaced_it(
     ]
     # What nobody calls may stand in a library for older versions, and the user cannot change it.
     allowed = {**changes, "project.allow": ["of_lightning_1"]}
-    problems, notes = asked(allowed, monkeypatch, tmp_path / "nothing")
-    assert len(problems) == 4 and not any("nobody calls" in p for p in problems if "epoch" not in p)
-    assert notes == []
+    refused = problems(allowed, monkeypatch, tmp_path / "nothing")
+    assert len(refused) == 4 and not any("nobody calls" in p for p in refused if "epoch" not in p)
 
 
 def test_lightnings_own_classes_and_ours_have_nothing_of_lightning_1() -> None:
@@ -318,7 +260,7 @@ def test_an_import_that_only_lightning_1_has_is_told_with_what_it_is_now(
     (tmp_path / "imports_old.py").write_text(f"{line}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     changes = {"model": {"_target_": "imports_old.Net"}}
-    (problem,) = asked(changes, monkeypatch, tmp_path)[0]
+    (problem,) = problems(changes, monkeypatch, tmp_path)
     assert "imports_old.Net cannot be imported: " in problem
     told = f"it is now {now}; " if now else ""
     assert problem.endswith(f"\n    {told}see {tmp_path / 'imports_old.py'}, line 1")

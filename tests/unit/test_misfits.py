@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from sample_config import sample
+from sample_config import in_process, refusals, sample
 from torch.optim import SGD, Adam
 
-from distdl import validate, worker
-from distdl.binding import Binding
+from distdl import worker
 from distdl.errors import UserError
 from distdl.misfits import by_hand, explained, makes_several, misfits, refuse
 
@@ -167,88 +165,63 @@ def test_several_optimizers_are_known_by_their_source(text: str, several: bool) 
     assert makes_several(BoringModel) is makes_several(pl.LightningModule) is False
 
 
-def test_what_does_not_go_together() -> None:
-    trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
-    chosen = {
-        "callbacks.stop": EarlyStopping,
-        "callbacks.search": BatchSizeFinder,
-        "callbacks.more": GradientAccumulationScheduler,
-    }
-    found = list(misfits(trainer, chosen, ByHand))
-    assert [p.path.rpartition(".")[2] for p in found] == [
-        "gradient_clip_val",
-        "accumulate_grad_batches",
-        "search",
-        "more",
-    ]
-    assert "self.clip_gradients(optimizer, 0.5, 'norm')" in found[0].remedy
-    for model in (BoringModel, Depends):  # which only an instance tells
-        alone = list(misfits(trainer, chosen, model))
-        assert [p.path for p in alone] == ["callbacks.search", "callbacks.more"]
-        assert "scheduling={0: 4}" in alone[1].remedy
-    assert list(misfits({}, {"callbacks.stop": EarlyStopping}, ByHand)) == []
+OURS = "distdl.strategies"
+BOTH = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
+TRAINER = ["trainer.gradient_clip_val", "trainer.accumulate_grad_batches"]
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy", "said"),
+    ("model", "trainer", "callbacks", "strategy", "refused"),
     [
-        (Several, "distdl.strategies.DDPStrategy", "model: configure_optimizers returns several"),
-        (BoringModel, "distdl.strategies.DDPStrategy", ""),
-        (ByHand, "distdl.strategies.PipelineStrategy", "strategy: the model steps its optimizers"),
-        (ByHand, "distdl.strategies.DeepSpeedStrategy", ""),
+        (ByHand, BOTH, [BatchSizeFinder, GradientAccumulationScheduler], "", [*TRAINER, 0, 1]),
+        (BoringModel, BOTH, [BatchSizeFinder, GradientAccumulationScheduler], "", [0, 1]),
+        # Only an instance shows whether that one steps by hand.
+        (Depends, BOTH, [BatchSizeFinder, GradientAccumulationScheduler], "", [0, 1]),
+        (ByHand, {}, [EarlyStopping], "", []),
+        (ByHand, {}, [], f"{OURS}.PipelineStrategy", ["strategy"]),
+        (ByHand, {}, [], f"{OURS}.DeepSpeedStrategy", []),
+        (Several, {}, [], f"{OURS}.DDPStrategy", ["model"]),
+        (BoringModel, {}, [], f"{OURS}.DDPStrategy", []),
+        # Pruning wants intact weights, and what is unfrozen later a DDP that averages it.
+        (BoringModel, {}, [ModelPruning], f"{OURS}.FSDPStrategy", [0]),
+        (BoringModel, {}, [ModelPruning], f"{OURS}.DeepSpeedStrategy", [0]),
+        (BoringModel, {}, [ModelPruning], f"{OURS}.DDPStrategy", []),
+        (BoringModel, {}, [BackboneFinetuning], f"{OURS}.auto", [0]),
+        (BoringModel, {}, [BackboneFinetuning], "lightning.pytorch.strategies.DDPStrategy", [0]),
+        (BoringModel, {}, [BackboneFinetuning], f"{OURS}.DDPStrategy", []),
     ],
 )
-def test_optimizers_and_strategies(model: Any, strategy: str, said: str) -> None:
-    found = [f"{p.path}: {p.what}" for p in misfits({}, {}, model, strategy)]
-    assert len(found) == bool(said) and all(text.startswith(said) for text in found)
+def test_what_does_not_go_together(
+    model: Any, trainer: Any, callbacks: list[Any], strategy: str, refused: list[Any]
+) -> None:
+    """A number among the refused is that of a callback."""
+    chosen = {f"callbacks.{number}": cls for number, cls in enumerate(callbacks)}
+    problems = [*misfits(trainer, chosen, model, strategy, 2)]
+    paths = [f"callbacks.{each}" if isinstance(each, int) else each for each in refused]
+    assert [problem.path for problem in problems] == paths
+
+
+def test_what_to_write_instead() -> None:
+    clip, _ = misfits(BOTH, {}, ByHand)
+    assert "self.clip_gradients(optimizer, 0.5, 'norm')" in clip.remedy
+    (schedule,) = misfits(BOTH, {"callbacks.x": GradientAccumulationScheduler}, BoringModel)
+    assert "scheduling={0: 4}" in schedule.remedy
+    assert not [*misfits({}, {"x": BackboneFinetuning}, BoringModel, f"{OURS}.auto", 1)]
     several = Several()
     several.automatic_optimization = False
-    assert list(misfits({}, {}, several, "distdl.strategies.DDPStrategy")) == []
-    (problem,) = misfits({}, {}, several, "distdl.strategies.DeepSpeedStrategy")
+    assert not [*misfits({}, {}, several, f"{OURS}.DDPStrategy")]
+    (problem,) = misfits({}, {}, several, f"{OURS}.DeepSpeedStrategy")
     assert problem.path == "strategy" and "strategy=fsdp" in problem.remedy
 
 
-def test_pruning_wants_whole_weights() -> None:
-    callbacks = {"callbacks.x": ModelPruning}
-    for strategy, refused in {"FSDPStrategy": 1, "DeepSpeedStrategy": 1, "DDPStrategy": 0}.items():
-        found = [*misfits({}, callbacks, BoringModel, f"distdl.strategies.{strategy}", 2)]
-        assert len(found) == refused
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "refused"),
-    [
-        ("distdl.strategies.auto", 1, False),
-        ("distdl.strategies.auto", 2, True),
-        ("lightning.pytorch.strategies.DDPStrategy", 2, True),
-        ("distdl.strategies.DDPStrategy", 2, False),
-    ],
-)
-def test_what_is_unfrozen_later_wants_our_ddp(strategy: str, ranks: int, refused: bool) -> None:
-    callbacks = {"callbacks.x": BackboneFinetuning}
-    assert bool([*misfits({}, callbacks, BoringModel, strategy, ranks)]) is refused
-
-
-def told_by_validation(monkeypatch: pytest.MonkeyPatch, model: type, **more: Any) -> list[Any]:
+@pytest.mark.parametrize(("task", "asked"), [("train", True), ("test", False)])
+def test_validation_finds_them(monkeypatch: pytest.MonkeyPatch, task: str, asked: bool) -> None:
     boring = "lightning.pytorch.demos.boring_classes.BoringModel"
-    monkeypatch.setattr(boring, model)
-    config = sample({"trainer.gradient_clip_val": 1.0, "project.allow": [boring], **more})
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        validate,
-        "_ask_child",
-        lambda text: asked.append(json.loads(text)) or {"problems": [], "notes": [], "facts": {}},
-    )
-    validate.check_bindings(config, None, None, local=True)
-    binding = Binding(asked[0])
-    binding.run()
-    return [path for path, _, _ in binding.problems]
-
-
-def test_validation_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "trainer.gradient_clip_val" in told_by_validation(monkeypatch, ByHand)
-    test = {"task._target_": "distdl.tasks.test"}
-    assert "trainer.gradient_clip_val" not in told_by_validation(monkeypatch, ByHand, **test)
+    monkeypatch.setattr(boring, ByHand)
+    in_process(monkeypatch)
+    changes = {"trainer.gradient_clip_val": 1.0, "task._target_": f"distdl.tasks.{task}"}
+    refused = refusals(sample({**changes, "project.allow": [boring]}))
+    assert any(each.startswith("trainer.gradient_clip_val: ") for each in refused) is asked
 
 
 class Brings(BoringModel):

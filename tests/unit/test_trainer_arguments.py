@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,12 +12,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from sample_config import sample
+from sample_config import in_process, refusals, sample
 
-from distdl import compose, validate, words
-from distdl.binding import Binding
+from distdl import compose, words
 from distdl.callbacks.metrics import rates
-from distdl.errors import UserError
 from distdl.words import strategy_for
 from tests.conftest import Said
 
@@ -74,22 +71,12 @@ REFUSED = {
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """What both stages say to `trainer.<override>`, the second in this process."""
 
-    def answer(text: str) -> dict[str, Any]:
-        binding = Binding(json.loads(text))
-        binding.run()
-        return {"problems": binding.problems, "notes": binding.notes, "facts": binding.facts}
-
-    monkeypatch.setattr(validate, "_ask_child", answer)
+    in_process(monkeypatch)
 
     def tell(*overrides: str) -> str:
         given = [f"trainer.{override}" for override in overrides]
         trainer = compose.compose(["trainer.accelerator=cpu", *given])
-        config = sample({"trainer": trainer.trainer})
-        try:
-            validate.validate(config, None, local=True)
-        except UserError as error:
-            return str(error)
-        return ""
+        return "\n".join(refusals(sample({"trainer": trainer.trainer})))
 
     yield tell
     torch.use_deterministic_algorithms(False)
