@@ -163,8 +163,8 @@ class Binding:
             sys.argv = [target]  # what parses it when it is imported speaks by that name
             return kinds.locate(target)
         except kinds.NoSuchName as error:
-            modules = [m.name for m in pkgutil.iter_modules(getattr(error.found, "__path__", ()))]
-            public = [name for name in vars(error.found) if not name.startswith("_")]
+            modules = [m.name for m in pkgutil.iter_modules(getattr(error.owner, "__path__", ()))]
+            public = [name for name in vars(error.owner) if not name.startswith("_")]
             near = closest(error.missing, [*modules, *public])
             self.add(path, str(error), f"did you mean {error.reached}.{near}?" if near else "")
         except (Exception, SystemExit) as error:
@@ -318,9 +318,9 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
     try:
         binding.run()
     except Exception as error:
-        if (found := shadowing(error, binding.trust.folders)) is None:
+        if (shadow := shadowing(error, binding.trust.folders)) is None:
             raise
-        binding.problems = [found]
+        binding.problems = [shadow]
     problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
     return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
 

@@ -18,7 +18,7 @@ def command() -> None:
     if not atexit._ncallbacks():  # the first one is called last, and ends it for any before
         atexit.register(end, codes)
     try:
-        here = os.getcwd()
+        folder = os.getcwd()
     except OSError:
         codes.append(refused(".", "the folder that this was typed in is gone", "cd to another one"))
         sys.exit(*codes)
@@ -33,15 +33,15 @@ def command() -> None:
         print("interrupted", file=sys.stderr)
         codes.append(130)
     except Exception as error:
-        if (found := shadowing(error, (here,))) is None:
+        if (shadow := shadowing(error, (folder,))) is None:
             raise
-        codes.append(refused(*found))
+        codes.append(refused(*shadow))
     sys.exit(*codes)
 
 
 def refused(path: str, what: str, remedy: str) -> int:
-    said = f"distdl: 1 problem, nothing was started\n  {path}: {what}\n      {remedy}"
-    print(said, file=sys.stderr)
+    text = f"distdl: 1 problem, nothing was started\n  {path}: {what}\n      {remedy}"
+    print(text, file=sys.stderr)
     return 2
 
 
@@ -72,8 +72,8 @@ def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str,
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)
     name = str(named or "").partition(".")[0]
     elsewhere = [path for path in sys.path if os.path.abspath(path) not in folders]
-    own, other = PathFinder.find_spec(name, [*folders]), PathFinder.find_spec(name, elsewhere)
-    if not own or not own.origin or not other or not other.origin:
+    users, other = PathFinder.find_spec(name, [*folders]), PathFinder.find_spec(name, elsewhere)
+    if not users or not users.origin or not other or not other.origin:
         return None
     what = f"stands in the place of {other.origin}: {type(error).__name__}: {error}"
-    return own.origin, what, "give it another name"
+    return users.origin, what, "give it another name"

@@ -50,7 +50,7 @@ def text(commands: Mapping[str, tuple[str, str]]) -> str:
 
 def _groups() -> dict[str, dict[str, str]]:
     """group -> option -> its first comment, ours and then the user's."""
-    found: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     mine = user_conf.folder()
     for root in [files("distdl.conf"), *([mine] if mine else [])]:
         for group in root.iterdir():
@@ -59,8 +59,8 @@ def _groups() -> dict[str, dict[str, str]]:
             for option in group.iterdir():
                 if option.name.endswith(".yaml"):
                     name = option.name.removesuffix(".yaml")
-                    found.setdefault(group.name, {})[name] = _about(option)
-    return found
+                    groups.setdefault(group.name, {})[name] = _about(option)
+    return groups
 
 
 def _about(option: Traversable) -> str:

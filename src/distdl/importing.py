@@ -41,10 +41,10 @@ def uncollected() -> Iterator[None]:
 def no_exit() -> Iterator[None]:
     """For imports of the user's code: `os._exit` fails as `sys.exit` does. It would end the command
     without a word, with the code 0 where that is what it was given."""
-    real, here = os._exit, os.getpid()
+    real, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != here:  # a child that was forked
+        if os.getpid() != process:  # a child that was forked
             real(status)
         raise SystemExit(f"os._exit({status}) would end Python")
 

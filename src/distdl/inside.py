@@ -60,7 +60,7 @@ def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     names = list(dict.fromkeys(names))
     folders = {parent for name in names for parent in above(name)}
     seen: dict[str, str] = {}
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     same = None  # whether capitals count is asked only if it matters
     for name in names:
         why = odd(name) or obstacle(folder, name)
@@ -72,8 +72,8 @@ def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
         if why:
             print(f"left out   {name!a}: {why}", file=sys.stderr, flush=True)
         elif not (OWN.fullmatch(name) and (folder / name).exists()):
-            found[name] = folder / name
-    return found
+            paths[name] = folder / name
+    return paths
 
 
 def above(name: str) -> list[str]:

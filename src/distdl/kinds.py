@@ -135,14 +135,14 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
     problems = [problem for _, problem in refused]
     for path, node in nodes(built):
         place = (*path, "_target_")
-        if place in (told for told, _ in refused):
+        if place in (path for path, _ in refused):
             continue
         try:
             called = locate(str(node["_target_"]))
         except Exception:
             continue  # its builder meets the same, and tells the cause
-        if found := problem_of_kind(called, node, path, trust):
-            problems.append(Problem(path_text(place), *found))
+        if why := problem_of_kind(called, node, path, trust):
+            problems.append(Problem(path_text(place), *why))
     if problems:
         raise UserError(*problems)
 
@@ -152,7 +152,7 @@ class NoSuchName(AttributeError):
 
     def __init__(self, reached: str, name: str, obj: Any) -> None:
         super().__init__(f"{reached} has no {name!r}")
-        self.reached, self.missing, self.found = reached, name, obj
+        self.reached, self.missing, self.owner = reached, name, obj
 
 
 def locate(target: str) -> Any:
@@ -163,39 +163,39 @@ def locate(target: str) -> Any:
         Exception: Whatever importing a module raises.
     """
     reached, *names = target.split(".")
-    found: Any = importlib.import_module(reached)
+    thing: Any = importlib.import_module(reached)
     for name in names:
-        if not hasattr(found, name) and inspect.ismodule(found):
+        if not hasattr(thing, name) and inspect.ismodule(thing):
             try:
                 importlib.import_module(f"{reached}.{name}")
             except ModuleNotFoundError as error:
                 if error.name != f"{reached}.{name}":
                     raise
-        if not hasattr(found, name):
-            raise NoSuchName(reached, name, found)
-        found, reached = getattr(found, name), f"{reached}.{name}"
-    return found
+        if not hasattr(thing, name):
+            raise NoSuchName(reached, name, thing)
+        thing, reached = getattr(thing, name), f"{reached}.{name}"
+    return thing
 
 
-def name_of(found: Any) -> str:
+def name_of(thing: Any) -> str:
     """Where a class or function really comes from, `posix.system`."""
-    named = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
+    named = thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing)
     return f"{getattr(named, '__module__', None) or ''}.{getattr(named, '__qualname__', named)}"
 
 
 def _classes_of(*bases: str) -> Callable[[Any], bool]:
     """Whether something is a class, of an allowed package, derived from one of these bases."""
 
-    def takes(found: Any) -> bool:
-        if not inspect.isclass(found) or found.__module__.partition(".")[0] not in ALLOWED:
+    def takes(thing: Any) -> bool:
+        if not inspect.isclass(thing) or thing.__module__.partition(".")[0] not in ALLOWED:
             return False
-        return any(base is not None and issubclass(found, base) for base in map(_known, bases))
+        return any(base is not None and issubclass(thing, base) for base in map(_known, bases))
 
     return takes
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
-    return lambda found: any(found is _known(name) for name in names)
+    return lambda thing: any(thing is _known(name) for name in names)
 
 
 def _known(name: str) -> Any:
@@ -204,48 +204,48 @@ def _known(name: str) -> Any:
     return getattr(sys.modules.get(module), attribute, None)
 
 
-def launches(found: Any) -> bool:
+def launches(thing: Any) -> bool:
     """Whether it is a class with the methods of a launcher (distdl.job.Launcher)."""
     methods = ("request", "submit", "attach")
-    return inspect.isclass(found) and all(callable(getattr(found, m, None)) for m in methods)
+    return inspect.isclass(thing) and all(callable(getattr(thing, m, None)) for m in methods)
 
 
-def _is_part(found: Any) -> bool:
-    if _one_of(PARTS)(found) or _is_registered(found):
+def _is_part(thing: Any) -> bool:
+    if _one_of(PARTS)(thing) or _is_registered(thing):
         return True
-    if not inspect.isclass(found):
+    if not inspect.isclass(thing):
         return False
-    if _classes_of("torch.nn.Module")(found):
-        return under(found.__module__, LAYERS)
-    if under(found.__module__, TRANSFORMS):
+    if _classes_of("torch.nn.Module")(thing):
+        return under(thing.__module__, LAYERS)
+    if under(thing.__module__, TRANSFORMS):
         return True
     learning = (f"{_OPTIM}.Optimizer", f"{_OPTIM}.lr_scheduler.LRScheduler")
-    return _classes_of(*learning, f"{_LIGHTNING}.plugins.precision.Precision")(found)
+    return _classes_of(*learning, f"{_LIGHTNING}.plugins.precision.Precision")(thing)
 
 
-def _is_registered(found: Any) -> bool:
+def _is_registered(thing: Any) -> bool:
     """Whether it builds a model and stands in torchvision's or timm's own register of those."""
-    name = getattr(found, "__name__", None)
-    if not inspect.isfunction(found) or name is None:
+    name = getattr(thing, "__name__", None)
+    if not inspect.isfunction(thing) or name is None:
         return False
-    if found.__module__.startswith("torchvision.models."):
+    if thing.__module__.startswith("torchvision.models."):
         models = sys.modules["torchvision.models"]
-        return name in models.list_models() and models.get_model_builder(name) is found
-    return _is_timm_entry(found)
+        return name in models.list_models() and models.get_model_builder(name) is thing
+    return _is_timm_entry(thing)
 
 
-def _is_timm_entry(found: Any) -> bool:
-    if not str(getattr(found, "__module__", "")).startswith("timm.models."):
+def _is_timm_entry(thing: Any) -> bool:
+    if not str(getattr(thing, "__module__", "")).startswith("timm.models."):
         return False
     timm = sys.modules["timm"]
-    name = getattr(found, "__name__", "")
-    return timm.is_model(name) and timm.model_entrypoint(name) is found
+    name = getattr(thing, "__name__", "")
+    return timm.is_model(name) and timm.model_entrypoint(name) is thing
 
 
 def _kind(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
     """What derives from one of these bases, or is one of these functions."""
     derived, named = _classes_of(*bases), _one_of(one_of)
-    return Kind(words, example, lambda found: derived(found) or named(found))
+    return Kind(words, example, lambda thing: derived(thing) or named(thing))
 
 
 _LIGHTNING, _OPTIM = "lightning.pytorch", "torch.optim"
@@ -272,7 +272,7 @@ KINDS = {
     "launcher": Kind(
         "a launcher",
         "distdl.launchers.local.LocalLauncher",
-        lambda found: launches(found) and under(found.__module__, ("distdl.launchers",)),
+        lambda thing: launches(thing) and under(thing.__module__, ("distdl.launchers",)),
     ),
     "task": _kind("a task of distdl", "distdl.tasks.train", one_of=TASKS),
     "tracking": _kind(

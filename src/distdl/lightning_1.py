@@ -71,7 +71,7 @@ def replaced(error: BaseException) -> str:
     return f"it is now {IMPORTS[name]}; " if name in IMPORTS else ""
 
 
-def problems(called: type, base: type, own: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+def problems(called: type, base: type, users: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
     """Yields what of Lightning 1 is in a class, and the remedy.
 
     What nobody calls may stand in a library for older versions, and is nothing that harms there.
@@ -79,7 +79,7 @@ def problems(called: type, base: type, own: Callable[[str], bool]) -> Iterator[t
     Args:
         called: The class.
         base: LightningModule, LightningDataModule or Callback.
-        own: Whether a dotted name is one of the user's own code.
+        users: Whether a dotted name is one of the user's own code.
     """
     for name in (n for n in dir(called) if not n.startswith("_") and n != "forward"):
         function = inspect.getattr_static(called, name)
@@ -87,14 +87,14 @@ def problems(called: type, base: type, own: Callable[[str], bool]) -> Iterator[t
             continue
         shown = f"{called.__name__}.{name}"
         refused = base.__name__ == "LightningModule" and name in _REFUSED
-        mine = name in HOOKS and own(f"{function.__module__}.x")
+        mine = name in HOOKS and users(f"{function.__module__}.x")
         if refused or (mine and not _is_used(called, name)):
             what = f"{shown} is a hook of Lightning 1, and nobody calls it"
             yield what, f"it is now {HOOKS[name]}"
         elif inspect.isfunction(getattr(base, name, None)):
-            given = inspect.signature(getattr(base, name)).parameters
+            passed = inspect.signature(getattr(base, name)).parameters
             for key, argument in inspect.signature(function).parameters.items():
-                known = key in given or (key == "dataloader_idx" and "args" in given)
+                known = key in passed or (key == "dataloader_idx" and "args" in passed)
                 needed = argument.default is argument.empty and not str(argument).startswith("*")
                 if key in ARGUMENTS and needed and not known:
                     what = f"{shown} takes {key}, which Lightning 2 does not pass"

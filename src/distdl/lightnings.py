@@ -46,8 +46,8 @@ def component(binding: Binding, called: Any, path: Path) -> None:
         binding.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
     elif base is LightningModule:
         default = LightningModule.configure_optimizers
-        own = getattr(called, "configure_optimizers", None) is not default
-        binding.facts["model_configures_optimizers"] = own
+        method = getattr(called, "configure_optimizers", None)
+        binding.facts["model_configures_optimizers"] = method is not default
     mine = partial(lies_in, folders=binding.trust.folders)
     for kind in (*BASES.values(), Callback):
         if issubclass(called, kind):
@@ -59,10 +59,10 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
     """The Trainer's arguments: those that bind are tried, and those that fit nothing else told."""
     binding.visit(node, ("trainer",))
     # Stage 1 speaks of those that are owned.
-    given = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
-    binding.bind(Trainer, given, ("trainer",), "lightning's Trainer")
-    told = {place for place, *_ in binding.problems}
-    plain = {k: v for k, v in given.items() if f"trainer.{k}" not in told}
+    arguments = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
+    binding.bind(Trainer, arguments, ("trainer",), "lightning's Trainer")
+    wrong = {place for place, *_ in binding.problems}
+    plain = {k: v for k, v in arguments.items() if f"trainer.{k}" not in wrong}
     refused = tried({k: v for k, v in plain.items() if "_target_" not in str(v)})
     if isinstance(refused, str):
         binding.absent(refused, ("trainer",))
@@ -70,14 +70,14 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
         binding.problems.append(astuple(refused))
     if (binding.config.get("task") or {}).get("_target_", TRAIN) in (TRAIN, BENCHMARK):
         classes = {place: c for place, c in binding.called.items() if inspect.isclass(c)}
-        found = misfits.misfits(
+        problems = misfits.misfits(
             node,
             {path_text(place): c for place, c in classes.items() if place[0] == "callbacks"},
             classes.get(("model",)),
             str((binding.config.get("strategy") or {}).get("_target_")),
             int(binding.context.get("world_size", 1)),
         )
-        binding.problems += map(astuple, found)
+        binding.problems += map(astuple, problems)
 
 
 def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
@@ -87,21 +87,21 @@ def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
         What is wrong; the name of a package that is missing; None.
     """
     # The devices need not be here, and what distdl owns is left out.
-    here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
-    here |= {"deterministic": None, "benchmark": None}  # switches of this very process
-    here |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    neutral = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
+    neutral |= {"deterministic": None, "benchmark": None}  # switches of this very process
+    neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     try:
         with warnings.catch_warnings(action="ignore"), unlogged():
-            Trainer(**{**arguments, **here})
+            Trainer(**{**arguments, **neutral})
     except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
         package = re.search(r"'([\w-]+)", str(error))
         return package[1] if package else str(error)
     except Exception as error:
         text = str(error)
-        given = {**arguments, **here}.items()
-        names = [k for k, v in given if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
-        said = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
-        return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {said}")
+        passed = {**arguments, **neutral}.items()
+        names = [k for k, v in passed if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
+        reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
+        return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {reason}")
     return None
 
 

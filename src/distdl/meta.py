@@ -44,11 +44,11 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
 
 def _explain(error: BaseException) -> tuple[str, str, str] | None:
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    if found := _UNEXPECTED.search(text):
-        names = _parameters(error, found[1])
-        near = closest(found[2], names)
+    if unexpected := _UNEXPECTED.search(text):
+        names = _parameters(error, unexpected[1])
+        near = closest(unexpected[2], names)
         remedy = f"did you mean {{}}.{near}?" if near else ""
-        return found[2], f"takes no argument {found[2]!r}", remedy
+        return unexpected[2], f"takes no argument {unexpected[2]!r}", remedy
     if "meta" in text or isinstance(error, NotImplementedError):
         return None
     if model := re.match(r"Unknown model \(([^)]*)\)", text):

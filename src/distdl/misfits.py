@@ -113,8 +113,9 @@ def refuse(trainer: Trainer) -> None:
     kinds = {type(callback).__name__: type(callback) for callback in callbacks}
     strategy = type(trainer.strategy)
     where = f"{strategy.__module__}.{strategy.__name__}"
-    if found := [*misfits(arguments, kinds, trainer.lightning_module, where, trainer.world_size)]:
-        raise UserError(*found)
+    module, ranks = trainer.lightning_module, trainer.world_size
+    if wrong := [*misfits(arguments, kinds, module, where, ranks)]:
+        raise UserError(*wrong)
 
 
 def explained(error: BaseException) -> Problem | None:
@@ -127,10 +128,10 @@ def explained(error: BaseException) -> Problem | None:
     for words, (place, what, remedy) in _SAID.items():
         if words in str(error):
             frames = traceback.extract_tb(error.__traceback__)
-            own = [
+            steps = [
                 f for f in frames if "site-packages" not in f.filename and f.name[-5:] == "_step"
             ]
-            line = f" ({own[-1].filename}, line {own[-1].lineno})" if own and what else ""
+            line = f" ({steps[-1].filename}, line {steps[-1].lineno})" if steps and what else ""
             return Problem(place, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
     return None
 
@@ -156,10 +157,10 @@ def by_hand(model: Any) -> bool | None:
         names = [getattr(n, key, None) for n in nodes for key in ("attr", "id", "name", "value")]
         inits = [s for s in tree.body if getattr(s, "name", "") == "__init__"]
         lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
-        said = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
+        sets = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
         # What comes after Lightning's class may not be called.
-        if len(said) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
-            return said[0].endswith("False")
+        if len(sets) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
+            return sets[0].endswith("False")
         if _SWITCH in names:
             return None
     return False
@@ -182,9 +183,9 @@ def makes_several(model: Any) -> bool:
     return bool(returned) and all(returned)
 
 
-def _parsed(found: Any) -> Any:
+def _parsed(thing: Any) -> Any:
     """The node of a class or function; None where nobody has its source."""
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
+        return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None

@@ -22,15 +22,15 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
     A run's folder is none either, although one may stand in it: it may come from somebody else.
     """
-    project, here = Path(root).resolve(), Path.cwd()
-    found: list[Path] = []
-    for top in [here, project] if here.is_relative_to(project) else [project]:
-        found.append(top)
+    project, folder = Path(root).resolve(), Path.cwd()
+    places: list[Path] = []
+    for top in [folder, project] if folder.is_relative_to(project) else [project]:
+        places.append(top)
         if (top / "src").is_dir() and not (top / "src" / "__init__.py").exists():
-            found.append(top / "src")
+            places.append(top / "src")
     known = [Path(entry) for entry in sys.path]
-    found += [f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)]
-    return tuple(dict.fromkeys(str(folder) for folder in found if not in_a_run(folder)))
+    places += [f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)]
+    return tuple(dict.fromkeys(str(place) for place in places if not in_a_run(place)))
 
 
 def python_path(root: Path) -> list[str]:
@@ -64,8 +64,8 @@ def place_in(trace: str) -> str:
     for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
         path, product = Path(file), Path(__file__).parent
         if path.is_file() and not path.is_relative_to(product) and not is_installed(path):
-            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            return f"{here}, line {line}, in {function}"
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f"{shown}, line {line}, in {function}"
     return ""
 
 

@@ -92,15 +92,15 @@ def _hide_environment(text: str) -> str:
 def _hide_assigned(text: str) -> str:
     parts, end = [], 0
     for word in _WORD.finditer(text):
-        found = _ASSIGNED.match(text, word.end()) if looks_secret(word[0]) else None
-        if found is None or word.start() < end:
+        assigned = _ASSIGNED.match(text, word.end()) if looks_secret(word[0]) else None
+        if assigned is None or word.start() < end:
             continue
-        value = found["value"]
+        value = assigned["value"]
         if not _REFERENCE.fullmatch(value) and not value.startswith(STARS):
             first = value.lstrip("rbf")[:1]
             mark = first if first in "\"'" else ""
-            parts += [text[end : found.start("value")], mark, STARS, mark]
-            end = found.end()
+            parts += [text[end : assigned.start("value")], mark, STARS, mark]
+            end = assigned.end()
     return "".join([*parts, text[end:]])
 
 

@@ -55,7 +55,7 @@ def folder() -> Path | None:
 
 def folders() -> list[Path]:
     """The user's folders: `./conf`, and those of --config-dir."""
-    return [*([found] if (found := folder()) else []), *_further]
+    return [*([first] if (first := folder()) else []), *_further]
 
 
 def shadowed() -> list[str]:
@@ -175,9 +175,8 @@ def register(config_dirs: Sequence[str] = ()) -> None:
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
             # Another Hydra application in this process must not see it.
             if any(e.path == "pkg://distdl.conf" for e in search_path.get_path()):
-                found = folder()
-                if found is not None:
-                    search_path.prepend("distdl-user", f"file://{found}")
+                if (users := folder()) is not None:
+                    search_path.prepend("distdl-user", f"file://{users}")
                 for directory in _further:
                     search_path.append("command-line", f"file://{directory}")
 

@@ -296,7 +296,7 @@ def open_brackets(text: str) -> str:
     return waiting
 
 
-def whole(words: Sequence[str]) -> tuple[int, str]:
+def first_override(words: Sequence[str]) -> tuple[int, str]:
     """How many words the shell made of the first override, and that override: 3 and `seed=3` of
     `seed = 3`, 2 and `a=[1, 2]` of `a=[1,` and `2]`; 1 where a word stands for itself.
     """
@@ -311,13 +311,13 @@ def whole(words: Sequence[str]) -> tuple[int, str]:
     if "=" in first and _is_open(first):
         return _closed(words)
     if "=" in first and first.endswith(",") and second and "=" not in second:
-        count, joined = whole([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
+        count, joined = first_override([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
         return count + 1, joined
     return 1, first
 
 
 def _closed(words: Sequence[str]) -> tuple[int, str]:
-    """As `whole`, of a first word with open brackets or quotes."""
+    """As `first_override`, of a first word with open brackets or quotes."""
     for count in range(2, len(words) + 1):
         if "=" in words[count - 1]:  # the next one
             break
@@ -383,7 +383,7 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
     """
     problems, left, commands = [], list(words), [*commands]
     while left:
-        count, override = whole(left)
+        count, override = first_override(left)
         word, left = left[0], left[count:]
         if (count == 1 and "=" in word[1:]) or word.startswith("~"):
             continue
