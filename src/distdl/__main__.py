@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distdl import __version__, leaving, lightning_names, stopping, words
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.own_code import in_a_run
 
 # Verbs that are no training run: module and one line for --help.
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
     started_by = environment.detect()
     if started_by and options.multirun:
         what = f"a sweep starts its own processes, and {started_by} has started several already"
-        raise UserError(Problem("-m", what, "python -m distdl -m ..."))
+        raise UserError.at("-m", what, "python -m distdl -m ...")
     if started_by:
         from distdl import external
 
@@ -104,7 +104,7 @@ def run(arguments: list[str]) -> int:
     if compose.sweep_keys(options.overrides):
         keys = ", ".join(compose.sweep_keys(options.overrides))
         remedy = "add -m to run each of them; a list is written [a,b]"
-        raise UserError(Problem(keys, "several values, and no sweep", remedy))
+        raise UserError.at(keys, "several values, and no sweep", remedy)
     return launch(compose.compose(options.overrides, options.config_dir))
 
 
@@ -135,7 +135,7 @@ class Parser(argparse.ArgumentParser):
             following = next((word for typed, word in pairs if typed == option), "")
             known = [*LAYERS, *known_paths()]
             remedy = words.for_option(option, known, following) or "--help lists the options"
-            raise UserError(Problem(option, "is no option of distdl", remedy))
+            raise UserError.at(option, "is no option of distdl", remedy)
         raise UserError(message)
 
 
@@ -174,14 +174,14 @@ def show_config(options: argparse.Namespace) -> int:
         if options.package:
             shown = OmegaConf.select(shown, options.package)
             if shown is None:
-                raise UserError(Problem("--package", f"the config has no {options.package!r}"))
+                raise UserError.at("--package", f"the config has no {options.package!r}")
             if not OmegaConf.is_config(shown):
                 print(shown)
                 continue
         try:
             print(OmegaConf.to_yaml(shown, resolve=options.resolve), end="")
         except OmegaConfBaseException as error:
-            raise UserError(Problem("--resolve", str(error).split("\n")[0])) from error
+            raise UserError.at("--resolve", str(error).split("\n")[0]) from error
     return 0
 
 

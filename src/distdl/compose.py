@@ -241,9 +241,9 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
             except HydraException as error:
                 what = f"{text} cannot be counted out: {first_lines(error)}"
                 remedy = f"name the values: {key}=a,b or {key}=range(1,4)"
-                raise UserError(Problem(override.key_or_group, what, remedy)) from error
+                raise UserError.at(override.key_or_group, what, remedy) from error
             if not values:
-                raise UserError(Problem(override.key_or_group, f"{text} matches nothing"))
+                raise UserError.at(override.key_or_group, f"{text} matches nothing")
             choices.append([f"{key}={value}" for value in values])
     return [list(job) for job in itertools.product(*choices)]
 

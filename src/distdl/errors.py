@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Problem:
 class UserError(Exception):
     """Refused because of the input. The command line prints it without a traceback and exits 2.
 
-    Raised in a loader's worker, it reaches the rank made anew by torch, of one text that ends in
-    the traceback there (`torch._utils.ExceptionWrapper`): then that is a note, and what was said
-    the message.
+    A UserError of a loader's worker is raised again in the rank by torch, with one text that ends
+    in the worker's traceback (`torch._utils.ExceptionWrapper`). That text becomes a note, and its
+    last line the message.
     """
 
     exit_code = 2
@@ -41,12 +42,17 @@ class UserError(Exception):
         name, text = type(self).__name__, problems[0] if problems else ""
         if isinstance(text, str) and text.startswith(f"Caught {name} in "):
             self.add_note(text)
-            _, _, said = text.rpartition(f"\n{type(self).__module__}.{name}: ")
-            problems = (said.rstrip("\n"),)
+            message = text.rpartition(f"\n{type(self).__module__}.{name}: ")[2]
+            problems = (message.rstrip("\n"),)
         self.problems: Sequence[Problem] = [
             p if isinstance(p, Problem) else Problem("", p) for p in problems
         ]
         super().__init__("\n".join(map(str, self.problems)))
+
+    @classmethod
+    def at(cls, path: str, what: str, remedy: str = "") -> Self:
+        """Of one problem."""
+        return cls(Problem(path, what, remedy))
 
 
 class Unchecked(UserError):

@@ -38,17 +38,15 @@ def folder() -> Path | None:
         return None
     if not path.is_dir():
         if named:
-            raise UserError(Problem(VARIABLE, f"{named!r} is no folder"))
+            raise UserError.at(VARIABLE, f"{named!r} is no folder")
         return None
     if path.samefile(Path(distdl.conf.__file__).parent):
         return None
     if (path / "distdl.yaml").exists():
-        raise UserError(
-            Problem(
-                f"{path.name}/distdl.yaml",
-                "would replace distdl's primary config; a folder of yours adds options to groups",
-                f"rename it, or point {VARIABLE} to another folder",
-            )
+        raise UserError.at(
+            f"{path.name}/distdl.yaml",
+            "would replace distdl's primary config; a folder of yours adds options to groups",
+            f"rename it, or point {VARIABLE} to another folder",
         )
     return path
 
