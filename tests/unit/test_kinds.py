@@ -145,41 +145,27 @@ def test_the_gadgets_are_real(traps: dict[str, str]) -> None:
     assert Path(traps["file"]).exists()
 
 
+PARTIAL = """
+torch.optim.Adam torch.optim.lr_scheduler.ReduceLROnPlateau torchvision.models.get_model
+torchvision.models.detection.ssd300_vgg16
+"""
+PLAIN = """
+model.x=timm.models.resnet18 model.x=timm.layers.SelectAdaptivePool2d data.x=timm.data.Mixup
+data.x=torchvision.transforms.v2.RandomHorizontalFlip data.x=torchvision.datasets.FakeData
+strategy.x=lightning.pytorch.plugins.precision.MixedPrecision optimizer=timm.optim.Lars
+strategy.x=torch.distributed.fsdp.CPUOffload schedule=distdl.optim.warmup_cosine
+trainer.profiler=lightning.pytorch.profilers.PyTorchProfiler strategy=distdl.strategies.single
+callbacks.x=lightning.pytorch.callbacks.ModelCheckpoint callbacks.x=own_kinds.Thing.make
+callbacks.x=own_kinds.Thing tracking.x=distdl.tracking.mlflow.MLflowLogger
+launcher=distdl.launchers.azureml.launcher.AzureMLLauncher
+"""
 GOOD: list[tuple[str, Any]] = [
     ("model.x", node("torch.nn.CrossEntropyLoss", weight={"_target_": "torch.ones"})),
     ("model.x", node("own_kinds.Linear", in_features=1, out_features=1)),
     ("data.x", node("torchvision.transforms.Compose", transforms=[])),
     ("strategy.x", node("datetime.timedelta", hours=1)),
-    ("optimizer", node("timm.optim.Lars")),
-    ("schedule", node("distdl.optim.warmup_cosine")),
-    ("strategy", node("distdl.strategies.single")),
-    ("launcher", node("distdl.launchers.azureml.launcher.AzureMLLauncher")),
-    ("trainer.profiler", node("lightning.pytorch.profilers.PyTorchProfiler")),
-    ("tracking.x", node("distdl.tracking.mlflow.MLflowLogger")),
-    *(
-        ("model.x", node(target, _partial_=True))
-        for target in (
-            "torch.optim.Adam",
-            "torch.optim.lr_scheduler.ReduceLROnPlateau",
-            "torchvision.models.get_model",
-            "torchvision.models.detection.ssd300_vgg16",
-        )
-    ),
-    *(
-        (f"{section}.x", node(target))
-        for section, target in (
-            ("model", "timm.models.resnet18"),
-            ("model", "timm.layers.SelectAdaptivePool2d"),
-            ("data", "torchvision.transforms.v2.RandomHorizontalFlip"),
-            ("data", "torchvision.datasets.FakeData"),
-            ("data", "timm.data.Mixup"),
-            ("strategy", "lightning.pytorch.plugins.precision.MixedPrecision"),
-            ("strategy", "torch.distributed.fsdp.CPUOffload"),
-            ("callbacks", "lightning.pytorch.callbacks.ModelCheckpoint"),
-            ("callbacks", "own_kinds.Thing.make"),
-            ("callbacks", "own_kinds.Thing"),
-        )
-    ),
+    *(("model.x", node(target, _partial_=True)) for target in PARTIAL.split()),
+    *((path, node(target)) for path, _, target in (row.partition("=") for row in PLAIN.split())),
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sample_config import in_process, refusals, sample
 
-from distdl import lightning_1, lightning_names, validate
+from distdl import lightning_1, lightning_names
 
 # A library of somebody's, which derives from the other name in several ways.
 LIBRARY = """
@@ -271,23 +271,3 @@ def test_what_is_said_to_be_there_now_is() -> None:
 
     for now in lightning_1.IMPORTS.values():
         assert now in ("list", "torchmetrics") or locate(now)
-
-
-def test_arguments_of_lightning_1s_trainer_are_told_with_what_replaced_them(
-    tmp_path: Path,
-) -> None:
-    changes = {
-        "trainer.gpus": 2,
-        "trainer.weights_summary": None,
-        "trainer.accelerator": "ddp",
-        "trainer.resume_from_checkpoint": "x.ckpt",
-    }
-    said = [str(problem) for problem in validate.problems_of(sample(changes))]
-    assert said == [
-        "trainer.accelerator: ddp is a strategy\n    strategy=ddp, and trainer.accelerator=auto",
-        "trainer.gpus: Lightning 2's Trainer has it no more\n    trainer.devices=N",
-        "trainer.resume_from_checkpoint: Lightning 2's Trainer has it no more\n"
-        "    checkpoint.resume_from=FILE",
-        "trainer.weights_summary: Lightning 2's Trainer has it no more\n"
-        "    trainer.enable_model_summary=true or false",
-    ]

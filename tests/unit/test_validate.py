@@ -61,6 +61,10 @@ trainer.precision = "fp16" | write trainer.precision=16-mixed or bf16-mixed
 trainer.max_epochs = 1.5 | trainer.max_epochs: must be an integer
 trainer.limit_train_batches = "few" | trainer.limit_train_batches: must be
 trainer.logger = True | trainer.logger: is set by distdl itself; tracking=mlflow
+trainer.accelerator = "ddp" | ddp is a strategy; strategy=ddp, and trainer.accelerator=auto
+trainer.gpus = 2 | trainer.gpus: Lightning 2's Trainer has it no more; trainer.devices=N
+trainer.weights_summary = None | trainer.enable_model_summary=true or false
+trainer.resume_from_checkpoint = "x.ckpt" | checkpoint.resume_from=FILE
 model = "resnet50" | model: must be a mapping, not 'resnet50'
 optimizer._partial_ = "yes" | optimizer._partial_: must be a boolean
 data.root = "???" | data.root: missing; write data.root=...
