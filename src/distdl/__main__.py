@@ -41,7 +41,7 @@ HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 2 for whatever the user can mend."""
+    """Runs one command and returns its exit code: 2 for whatever the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if in_a_run(Path.cwd()):  # `python -m` looks there first, and it may be somebody else's

@@ -160,7 +160,7 @@ class Binding:
             return self.absent(package, path)
         typed = sys.argv
         try:
-            sys.argv = [target]  # what parses it when it is imported speaks by that name
+            sys.argv = [target]  # a parser that runs at import prints this name
             return kinds.locate(target)
         except kinds.NoSuchName as error:
             modules = [m.name for m in pkgutil.iter_modules(getattr(error.owner, "__path__", ()))]
@@ -262,7 +262,7 @@ class Binding:
         """Lets a target check its own node: a static or class method `check(node[, context])`.
 
         It returns Problems, whose paths are relative to the node, and strings: what it could not
-        check. The context says how many devices there are, whether the run is `local`, the whole
+        check. The context says how many devices there are, whether the run is `local`, all of
         `config`, and which components are `refused` and must not be imported; a check of a data
         node that does not ask for it looks at files, which only a local run finds here.
         """

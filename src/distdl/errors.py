@@ -1,4 +1,4 @@
-"""What goes wrong because of what a user wrote: said once, with the place and the remedy."""
+"""What goes wrong because of what a user wrote: where, what, and what to write instead."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ class Unchecked(UserError):
 
 
 class Unfinished(UserError):
-    """The same for a command that had begun: it can be given again and goes on where it was."""
+    """The same for a command that had begun: given again, it resumes where it was."""
 
     outcome = "what was done is kept"

@@ -59,9 +59,9 @@ def no_exit() -> Iterator[None]:
 def logged_later() -> Iterator[None]:
     """For imports before the run has a log: `log_early` logs there what they say and warn of."""
     root = logging.getLogger()
-    keeper, level = logging.Handler(), root.level
-    keeper.emit = _early.append  # type: ignore[assignment]
-    root.addHandler(keeper)
+    handler, level = logging.Handler(), root.level
+    handler.emit = _early.append  # type: ignore[assignment]
+    root.addHandler(handler)
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     try:
@@ -72,7 +72,7 @@ def logged_later() -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         root.setLevel(level)
-        root.removeHandler(keeper)
+        root.removeHandler(handler)
 
 
 def log_early() -> None:

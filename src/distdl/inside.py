@@ -51,7 +51,7 @@ def obstacle(folder: Path, name: str) -> str:
 
 
 def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Where each of these files goes. One that cannot go anywhere is left out, and it is said.
+    """Where each of these files goes. One that cannot go anywhere is left out, with a message.
 
     Args:
         folder: Below which all of them go; it may be absent.

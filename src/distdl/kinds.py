@@ -114,7 +114,7 @@ def is_trusted(called: Any, target: str, trust: Trust) -> bool:
     if not trust.covers(target):
         return False
     if target in trust.allow or not (inspect.isclass(called) or inspect.isroutine(called)):
-        return True  # said of this very thing; or an object of a trusted module, made there
+        return True  # allowed by its own name, or an object that a trusted module made
     home = str(getattr(called, "__module__", None) or "")
     return home.partition(".")[0] == target.partition(".")[0] or trust.covers(f"{home}.x")
 
@@ -140,7 +140,7 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
         try:
             called = locate(str(node["_target_"]))
         except Exception:
-            continue  # its builder meets the same, and tells the cause
+            continue  # its builder fails in the same way and reports the cause
         if why := problem_of_kind(called, node, path, trust):
             problems.append(Problem(path_text(place), *why))
     if problems:
@@ -224,7 +224,7 @@ def _is_part(thing: Any) -> bool:
 
 
 def _is_registered(thing: Any) -> bool:
-    """Whether it builds a model and stands in torchvision's or timm's own register of those."""
+    """Whether it builds a model and is listed in torchvision's or timm's own register."""
     name = getattr(thing, "__name__", None)
     if not inspect.isfunction(thing) or name is None:
         return False

@@ -1,6 +1,6 @@
-"""What Lightning 1 had and Lightning 2 has not, with what took its place.
+"""What Lightning 1 had and Lightning 2 has not, with what replaced it.
 
-The worst of it is a hook that was renamed: it is never called, and nobody says so. The tables
+A hook that was renamed is the worst case: it is never called, and no message says so. The tables
 follow https://lightning.ai/docs/pytorch/stable/upgrade/migration_guide.html.
 """
 
@@ -102,6 +102,6 @@ def problems(called: type, base: type, users: Callable[[str], bool]) -> Iterator
 
 
 def _is_used(called: type, name: str) -> bool:
-    """Whether a method of the class, other than that hook itself, speaks of it."""
+    """Whether a method of the class, other than that hook itself, names it."""
     others = [f for c in called.__mro__ for n, f in vars(c).items() if n != name]
     return any(inspect.isfunction(f) and name in f.__code__.co_names for f in others)

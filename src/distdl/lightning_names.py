@@ -33,7 +33,7 @@ class Names(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         real = real_name(fullname)
-        # The package of a submodule is imported by now. Nobody has it: told by the name asked.
+        # Its package is imported by now. A module that is missing is reported by the name asked.
         if not real or ("." in fullname and importlib.util.find_spec(real) is None):
             return None
         return ModuleSpec(fullname, self)

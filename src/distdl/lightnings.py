@@ -29,8 +29,8 @@ BASES = {"model": LightningModule, "data": LightningDataModule}
 
 
 def component(binding: Binding, called: Any, path: Path) -> None:
-    """The model must be Lightning's, and so must the data; a strategy can what is asked. Hooks that
-    only Lightning 1 called, or called with more arguments, are told."""
+    """The model must be Lightning's, and so must the data; a strategy must be able to shard
+    checkpoints if that is asked. Hooks of Lightning 1, and their arguments, are reported."""
     asked = (binding.config.get("checkpoint") or {}).get("sharded")
     if path == ("strategy",) and asked and not hasattr(called, "sharded_checkpoints"):
         what = f"{called.__name__} writes whole checkpoints only"
@@ -56,9 +56,10 @@ def component(binding: Binding, called: Any, path: Path) -> None:
 
 
 def trainer(binding: Binding, node: dict[str, Any]) -> None:
-    """The Trainer's arguments: those that bind are tried, and those that fit nothing else told."""
+    """The Trainer's arguments: Lightning tries those that bind; what excludes each other is
+    reported."""
     binding.visit(node, ("trainer",))
-    # Stage 1 speaks of those that are owned.
+    # Stage 1 reports those that distdl sets itself.
     arguments = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
     binding.bind(Trainer, arguments, ("trainer",), "lightning's Trainer")
     wrong = {place for place, *_ in binding.problems}

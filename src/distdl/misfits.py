@@ -140,7 +140,7 @@ def explained(error: BaseException) -> Problem | None:
 
 
 def by_hand(model: Any) -> bool | None:
-    """Whether a module steps its optimizers itself. None: its class does not tell, since that
+    """Whether a module steps its optimizers itself. None: its class does not show it, since that
     depends on arguments, is a property, or is set anywhere but at the top level of `__init__`."""
     if isinstance(model, LightningModule):
         return not model.automatic_optimization

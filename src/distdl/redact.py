@@ -3,7 +3,7 @@
 Three nets, widest last: the values of secret-looking environment variables, whatever they look
 like; text that looks like a secret (`api_key=x`, `Bearer x`, a private key); and, for diffs, which
 nobody proof-reads before they are recorded, also long random-looking tokens and every literal on a
-line that speaks of secrets. A false alarm costs a few stars, a miss costs a key.
+line that mentions secrets. A false alarm costs a few stars, a miss costs a key.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class Resolved:
         for _, name, _ in self.variables():
             value = os.environ.get(name, "")
             if len(value) >= 4:  # shorter ones would garble the text and give nothing away
-                whole = rf"(?<!\w){re.escape(value)}(?!\w)"
-                text = re.sub(whole, f"${{oc.env:{name}}}", text)
+                as_word = rf"(?<!\w){re.escape(value)}(?!\w)"
+                text = re.sub(as_word, f"${{oc.env:{name}}}", text)
         return text
 
 

@@ -3,7 +3,7 @@
 A config travels (mail, a shared folder, MLflow) and `_target_` calls what it names. So there are
 two gates. Here, by name: only what lies in known packages may be imported at all. Then by kind
 (`distdl.kinds`), on what the name really leads to: a callback must be a Callback, an optimizer an
-Optimizer. Whose code may be more than that is said by a `Trust`.
+Optimizer. A `Trust` says whose code may be more than that.
 """
 
 from __future__ import annotations

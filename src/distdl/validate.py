@@ -115,7 +115,7 @@ def check_bindings(
     Args:
         config, local, project_root: As in `problems_of`, which has found nothing.
         size: The size of the run; None where only the launcher knows it.
-        goes_on: This very process goes on as the worker, and imports all of it but once.
+        goes_on: This process becomes the worker afterwards: all is imported here, and only once.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
@@ -191,7 +191,7 @@ def _ask_here(request: str) -> dict[str, Any]:
 
 def _ask_child(request: str) -> dict[str, Any]:
     """Runs `distdl.binding`; that it hangs or crashes is a problem like any other."""
-    # -P: the current folder may hold anything; what is the user's own code stands in the request.
+    # -P: the current folder may hold anything; the request names the user's own folders.
     command = [sys.executable, "-P", "-m", "distdl.binding", str(os.getpid())]
     try:
         child = subprocess.run(

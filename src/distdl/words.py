@@ -215,7 +215,7 @@ def for_component(collection: str, name: str, config: Mapping[str, Any] | None =
 
 def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
     """The options of a collection that a config is made of, by the keys that their files hold: a
-    key of no file stands in the config in any case."""
+    key of no file is in the config in any case."""
     options: dict[str, set[str]] = {}
     for folder in (Path(str(files("distdl.conf"))), *user_conf.folders()):
         for file in folder.glob(f"{collection}/*.yaml"):

@@ -30,10 +30,13 @@ from torch import nn
 
 class Net(pl.LightningModule):
     def __init__(self, loss=None): super().__init__()
+    def training_step(self, batch, batch_idx): ...
+    def configure_optimizers(self): ...
 
 class Loss(nn.Module): ...
 
-class Data(LightningDataModule): ...
+class Data(LightningDataModule):
+    def train_dataloader(self): ...
 
 class Stop(pl.callbacks.EarlyStopping):
     def __init__(self):
@@ -147,7 +150,7 @@ def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent(
 def problems(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path | None = None
 ) -> list[str]:
-    """What both stages refuse, and no note is printed; the child's work is done here."""
+    """What both stages refuse; the child's work is done in this process."""
     in_process(monkeypatch)
     return refusals(sample(changes), root)
 
