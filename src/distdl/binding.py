@@ -20,6 +20,7 @@ from typing import Any
 
 from distdl import kinds, lightning_1, lightning_names
 from distdl.entry import shadowing
+from distdl.errors import Problem
 from distdl.importing import no_exit
 from distdl.own_code import editable, is_installed, make_importable
 from distdl.redact import hide_shapes
@@ -55,7 +56,7 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Binding:
-    """One validation; collects problems as (path, what, remedy), notes and facts."""
+    """One validation; collects problems, notes and facts."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.config: dict[str, Any] = request["config"]
@@ -65,7 +66,7 @@ class Binding:
         self.skip = [path[:-1] for path, _ in target_problems(self.config, self.trust)]
         self.called: dict[Path, Any] = {}
         self.expressions = {tuple(path): text for path, text in request["expressions"]}
-        self.problems: list[tuple[str, str, str]] = []
+        self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.before = {*sys.modules}
         self.facts: dict[str, Any] = {"model_configures_optimizers": None}
@@ -81,7 +82,7 @@ class Binding:
             lightnings.trainer(self, self.config["trainer"])
         if not self.local:
             self.left_behind()
-        self.problems = [each for each in self.problems if not self.follows(each[0], each[1])]
+        self.problems = [each for each in self.problems if not self.follows(each.path, each.what)]
 
     def follows(self, path: str, what: str) -> bool:
         """Whether a value is wrong because it refers to a wrong one, which is reported itself."""
@@ -90,7 +91,7 @@ class Binding:
         for origin in (path, *built):
             while origin in refers:
                 origin = refers[origin]
-            if origin != path and origin in (reported for reported, *_ in self.problems):
+            if origin != path and origin in (problem.path for problem in self.problems):
                 return True
         return False
 
@@ -146,11 +147,11 @@ class Binding:
             if built:
                 self.bind(self.called[place], node, place)
             # A hook may rely on values that are known to be wrong; a key too many harms none.
-            if built and all(UNKNOWN in what for _, what, _ in self.problems[before:]):
+            if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
                 self.hook(self.called[place], node, place)
 
     def add(self, path: Path, what: str, remedy: str = "") -> None:
-        self.problems.append((path_text(path), what, remedy))
+        self.problems.append(Problem(path_text(path), what, remedy))
 
     def locate(self, target: str, path: Path) -> Any:
         """Imports what a dotted path names; None (and a problem or a note) if it cannot be."""
@@ -282,7 +283,7 @@ class Binding:
                     self.notes.append(f"not checked: {start}: {problem}")
                 else:
                     place = f"{start}.{problem.path}" if problem.path else start
-                    self.problems.append((place, problem.what, problem.remedy))
+                    self.problems.append(Problem(place, problem.what, problem.remedy))
         except Exception as error:
             self.add(path, f"its own check failed: {in_short(error)}", origin(error))
 
@@ -320,8 +321,8 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         if (shadow := shadowing(error, binding.trust.folders)) is None:
             raise
-        binding.problems = [shadow]
-    problems = [[path, hide_shapes(what), remedy] for path, what, remedy in binding.problems]
+        binding.problems = [Problem(*shadow)]
+    problems = [[p.path, hide_shapes(p.what), p.remedy] for p in binding.problems]
     return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
 
 

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,23 +61,22 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
     # Stage 1 reports those that distdl sets itself.
     arguments = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
     binding.bind(Trainer, arguments, ("trainer",), "lightning's Trainer")
-    wrong = {place for place, *_ in binding.problems}
+    wrong = {problem.path for problem in binding.problems}
     plain = {k: v for k, v in arguments.items() if f"trainer.{k}" not in wrong}
     refused = tried({k: v for k, v in plain.items() if "_target_" not in str(v)})
     if isinstance(refused, str):
         binding.absent(refused, ("trainer",))
     elif refused is not None:
-        binding.problems.append(astuple(refused))
+        binding.problems.append(refused)
     if (binding.config.get("task") or {}).get("_target_", TRAIN) in (TRAIN, BENCHMARK):
         classes = {place: c for place, c in binding.called.items() if inspect.isclass(c)}
-        problems = misfits.misfits(
+        binding.problems += misfits.misfits(
             node,
             {path_text(place): c for place, c in classes.items() if place[0] == "callbacks"},
             classes.get(("model",)),
             str((binding.config.get("strategy") or {}).get("_target_")),
             int(binding.context.get("world_size", 1)),
         )
-        binding.problems += map(astuple, problems)
 
 
 def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
