@@ -91,7 +91,6 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     if _last and _last[:2] == [written, {**os.environ}]:
         return _last[2]  # the stages of validation ask one after the other
     resolved = Resolved()
-    _last[:] = written, {**os.environ}, resolved
     resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
     deferred: dict[str, Problem] = {}
     for key in resolved.written:
@@ -99,6 +98,7 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     # A value that refers to a broken one fails with it: reported once, at the origin.
     reported = " ".join(problem.what for problem in resolved.problems)
     resolved.problems += [item for name, item in deferred.items() if name not in reported]
+    _last[:] = written, {**os.environ}, resolved
     return resolved
 
 

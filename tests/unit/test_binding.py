@@ -95,11 +95,10 @@ broken_check.check = lambda config: 1 / 0
 def project(tmp_path: Path) -> Iterator[Path]:
     """A user's project with modules good and bad."""
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "failing.py").write_text("raise RuntimeError('no licence')\n")
     (tmp_path / "needy.py").write_text("import package_that_is_absent\n")
     yield tmp_path
-    for name in ("mine", "broken", "failing", "needy"):
+    for name in ("mine", "failing", "needy"):
         sys.modules.pop(name, None)
 
 
@@ -299,11 +298,22 @@ def test_what_the_builder_supplies(project: Path) -> None:
     assert "optimizer: is passed by distdl" in only({"schedule": {**node, "optimizer": 1}}, project)
 
 
-def test_modules_that_cannot_be_imported(project: Path) -> None:
-    message = only({"callbacks.x": {"_target_": "broken.f"}}, project)
-    assert "broken.f cannot be imported: SyntaxError" in message and "broken.py, line 1" in message
-    message = only({"callbacks.x": {"_target_": "failing.f"}}, project)
-    assert "RuntimeError: no licence" in message and "failing.py, line 1" in message
+UNIMPORTABLE = {
+    "broken": ("def f(:\n", "SyntaxError", "broken.py, line 1"),
+    "failing": ("raise RuntimeError('no licence')\n", "no licence", "failing.py, line 1"),
+    "leaves": ("import sys\nsys.exit(0)\n", "SystemExit", "leaves.py, line 2"),
+    # Which shows no traceback.
+    "ends": ("import os\n\nos._exit(0)\n", "os._exit(0) would end Python", "ends.py, line 3"),
+}
+
+
+@pytest.mark.parametrize("name", UNIMPORTABLE)
+def test_modules_that_cannot_be_imported(project: Path, name: str) -> None:
+    text, error, line = UNIMPORTABLE[name]
+    (project / f"{name}.py").write_text(text)
+    message = only({"callbacks.x": {"_target_": f"{name}.f"}}, project)
+    assert message.startswith(f"callbacks.x._target_: {name}.f cannot be imported: ")
+    assert error in message and line in message
 
 
 def test_absent_packages(project: Path) -> None:
@@ -463,17 +473,8 @@ def test_an_optimizer_without_fused_kernels_takes_the_presets_null() -> None:
     assert "optimizer.fused" in only({"optimizer": {**node, "fused": True}})
 
 
-def test_an_import_that_ends_python_or_goes_elsewhere(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (project / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+def test_an_import_that_goes_elsewhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "moves.py").write_text("import os\nos.chdir('/')\n\n\ndef f(): ...\n")
     monkeypatch.chdir(project)
-    message = only({"callbacks.x": {"_target_": "leaves.f"}}, project)
-    assert "callbacks.x._target_: leaves.f cannot be imported: SystemExit" in message
-    (project / "ends.py").write_text("import os\n\nos._exit(0)\n")  # which shows no traceback
-    message = only({"callbacks.x": {"_target_": "ends.f"}}, project)
-    assert "ends.f cannot be imported: SystemExit: os._exit(0) would end Python" in message
-    assert "ends.py, line 3" in message
     assert _child_of(project, "moves.f", monkeypatch, "_ask_here")["problems"] == []
     assert Path.cwd() == project

@@ -64,10 +64,9 @@ def test_the_primary_config_cannot_be_replaced(conf) -> None:
 def test_inside_a_foreign_hydra_project(conf) -> None:
     """Its primary config and its own groups are of no interest to us."""
     (conf / "config.yaml").write_text("defaults: [nothing_of_ours]\nseed: 99\n")
-    (conf / "hydra").mkdir()
-    (conf / "hydra/job_logging.yaml").write_text("nonsense: true\n")
-    (conf / "db").mkdir()
-    (conf / "db/mysql.yaml").write_text("port: 3306\n")
+    for file, text in {"hydra/job_logging": "nonsense: true\n", "db/mysql": "port: 3306\n"}.items():
+        (conf / f"{file}.yaml").parent.mkdir()
+        (conf / f"{file}.yaml").write_text(text)
     config = compose.compose([])
     assert config.seed == 0 and "db" not in config
 
@@ -84,8 +83,13 @@ def test_other_applications_do_not_see_it(conf) -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    compose.compose([])
+    for _ in range(3):  # registered once, however often
+        compose.compose([])
+    plugins = [p.__name__ for p in Plugins.instance().discover(SearchPathPlugin)]
+    assert plugins.count("UserConf") == 1
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf / "model"), version_base="1.3"):
         path = GlobalHydra.instance().config_loader().get_search_path()
@@ -98,13 +102,3 @@ def test_other_applications_do_not_see_it(conf) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "distdl" not in shown.stdout
-
-
-def test_registering_again_is_harmless(conf) -> None:
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    for _ in range(3):
-        user_conf.register()
-    found = [p.__name__ for p in Plugins.instance().discover(SearchPathPlugin)]
-    assert found.count("UserConf") == 1

@@ -100,23 +100,17 @@ def test_what_has_no_remedy() -> None:
     assert str(problems_of(config)[0]) == "seed: missing\n    write seed=..."
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("optimizer.lr", 1),
-        ("trainer.devices", [0, 2]),
-        ("trainer.devices", -1),
-        ("trainer.precision", 16),
-        ("trainer.limit_train_batches", 0.5),
-        ("trainer.profiler", {"_target_": "lightning.pytorch.profilers.SimpleProfiler"}),
-        ("optimizer", {}),
-        ("model", None),
-        ("callbacks.early_stopping", None),
-        ("tracking", None),
-        ("name", "run-1.b_2"),
-        ("strategy.timeout", {"_target_": "datetime.timedelta", "hours": 1}),
-    ],
-)
+SIMPLE = {"_target_": "lightning.pytorch.profilers.SimpleProfiler"}
+ACCEPTED: list[tuple[str, Any]] = [
+    *(("optimizer.lr", 1), ("trainer.devices", [0, 2]), ("trainer.devices", -1)),
+    *(("trainer.precision", 16), ("trainer.limit_train_batches", 0.5), ("optimizer", {})),
+    *(("model", None), ("callbacks.early_stopping", None), ("tracking", None)),
+    *(("name", "run-1.b_2"), ("trainer.profiler", SIMPLE)),
+    ("strategy.timeout", {"_target_": "datetime.timedelta", "hours": 1}),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), ACCEPTED)
 def test_accepted_values(path: str, value: Any) -> None:
     assert messages({path: value}) == []
 
