@@ -95,7 +95,9 @@ def _read(file: Path) -> dict[str, Any]:
     """
     try:
         written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except UnicodeDecodeError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return written if isinstance(written, dict) else {}
 
@@ -107,7 +109,8 @@ def allowed() -> tuple[str, ...]:
     for file in sorted(path.rglob("*.yaml")) if path else ():
         with suppress(UnicodeDecodeError):
             project = _read(file).get("project")
-            names += (project.get("allow") or ()) if isinstance(project, dict) else ()
+            allow = project.get("allow") if isinstance(project, dict) else None
+            names += allow if isinstance(allow, list) else []
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
