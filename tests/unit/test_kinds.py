@@ -38,7 +38,7 @@ GADGETS: dict[str, tuple[str, Any]] = {
     ),
     "controller": (
         "tracking.x",
-        {"_target_": "distdl.launchers.slurm.controller.run", "_args_": ["touch", "{file}"]},
+        {"_target_": "distdl.launchers.slurm.commands.run", "_args_": ["touch", "{file}"]},
     ),
     "torchrun": (
         "callbacks.x",
@@ -61,10 +61,10 @@ GADGETS: dict[str, tuple[str, Any]] = {
     "strategy": ("strategy", SHELL),
     "data": ("data", SHELL),
     "profiler": ("trainer.profiler", SHELL),
-    "launcher": ("launcher", {"_target_": "distdl.launchers.slurm.controller.run"}),
+    "launcher": ("launcher", {"_target_": "distdl.launchers.slurm.commands.run"}),
     "within a launcher": (
         "launcher.env",
-        {"X": {"_target_": "distdl.launchers.slurm.controller.run", "_args_": ["touch", "{file}"]}},
+        {"X": {"_target_": "distdl.launchers.slurm.commands.run", "_args_": ["touch", "{file}"]}},
     ),
     "load": ("model.x", {"_target_": "torch.load", "f": "{pickle}", "weights_only": False}),
     "hub": (

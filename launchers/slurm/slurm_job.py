@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from distdl.errors import Problem, UserError
 from distdl.job import JobState
-from distdl.launchers.slurm import controller
+from distdl.launchers.common import AskedJob, Forgotten
+from distdl.launchers.slurm import commands
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
 STATES = {
@@ -48,7 +49,7 @@ SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sign
 
 
 @dataclass
-class SlurmJob:
+class SlurmJob(AskedJob):
     """A job, or one task of an array.
 
     Args:
@@ -61,39 +62,30 @@ class SlurmJob:
     poll_seconds: float = 5
     log: Path | None = None
     url: None = field(default=None, init=False)
-    why: str = field(default="", init=False)
     killed: str = field(default="", init=False)
     failed: bool = field(default=False, init=False)  # by itself: Slurm did not end it
-    _answers: list[controller.Look | str | None] = field(default_factory=list, init=False)
 
     @property
     def handle(self) -> str:
         return f"slurm://{self.number}"
 
-    @staticmethod
-    def ask(jobs: Sequence[SlurmJob]) -> None:
-        """Asks Slurm once, for the next `state` of each."""
+    def _look(self) -> commands.Look:
+        return commands.look(self.number)
+
+    @classmethod
+    def _listed(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
         try:
-            found = controller.look_at([job.number for job in jobs])
-        except controller.Unreachable as error:
-            for job in jobs:
-                job._answers = [str(error)]
+            found = commands.look_at([job.number for job in jobs])
+        except commands.Unreachable as error:
+            yield from ((job, error) for job in jobs)
             return
         for job in jobs:
-            job._answers = [found.get(job.number)]
+            yield job, found.get(job.number) or commands.forgotten(job.number)
 
-    def state(self) -> JobState:
-        try:
-            found = self._answers.pop() if self._answers else controller.look(self.number)
-        except controller.Unreachable as error:
-            found = str(error)
-        if isinstance(found, str):
-            self.why = found
-            return JobState.UNKNOWN
-        self.why = "" if found else "Slurm does not know it, or has forgotten it (MinJobAge)"
-        self.killed = f"ended by Slurm: {told(found)}" if found and found.state in KILLS else ""
-        self.failed = found is not None and found.state == "FAILED"
-        return state_of(found)
+    def _meaning(self, answer: commands.Look) -> JobState:
+        self.killed = f"ended by Slurm: {answer}" if answer.state in KILLS else ""
+        self.failed = answer.state == "FAILED"
+        return STATES.get(answer.state, JobState.UNKNOWN)
 
     def first_end(self, logs: Path) -> tuple[int, int, str] | None:
         """The rank that ended badly before all others, by srun's word in the log: it ends them
@@ -120,14 +112,10 @@ class SlurmJob:
 
     def wait(self) -> JobState:
         """Until it has ended, or Slurm has forgotten it (UNKNOWN)."""
-        while True:
-            try:
-                found = controller.look(self.number)
-                if found is None or state_of(found).ended:
-                    return state_of(found)
-            except controller.Unreachable:
-                pass  # a controller that restarts; the job goes on meanwhile
-            time.sleep(self.poll_seconds)
+        try:
+            return super().wait()
+        except Forgotten:
+            return JobState.UNKNOWN
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log; with `follow` also why the job waits, and Slurm's word for how it ended.
@@ -137,58 +125,36 @@ class SlurmJob:
         """
         from distdl.tailing import tail
 
-        said = ""
-        while follow and state_of(found := self._look()) is JobState.PENDING:
-            if told(found) != said:
-                said = told(found)
-                yield f"{self.handle}: {said}"
+        shown = ""
+        while follow and self._meaning(answer := self._look()) is JobState.PENDING:
+            if str(answer) != shown:
+                shown = str(answer)
+                yield f"{self.handle}: {shown}"
             time.sleep(self.poll_seconds)
         path = self.log or self._look().log
         if path is None or not (follow or path.exists()):
             return
         yield from tail(path, self._under_way() if follow else lambda: False)
         if follow:
-            yield f"{self.handle}: {told(self._look())}"
+            yield f"{self.handle}: {self._look()}"
 
     def cancel(self) -> None:
-        controller.cancel(self.number)
-
-    def _look(self) -> controller.Look:
-        try:
-            found = controller.look(self.number)
-        except controller.Unreachable as error:
-            raise UserError(Problem(self.handle, str(error))) from None
-        if found is None:
-            raise UserError(
-                Problem(
-                    self.handle,
-                    "Slurm has forgotten this job",
-                    "its log is in the run's attempts/NNN/logs/",
-                )
-            )
-        return found
+        commands.cancel(self.number)
 
     def _under_way(self) -> Callable[[], bool]:
         """Whether it may still write; asks the controller only now and then."""
-        asked, alive = time.monotonic(), True
+        asked, ended = time.monotonic(), False
 
         def under_way() -> bool:
-            nonlocal asked, alive
-            if alive and time.monotonic() - asked >= self.poll_seconds:
+            nonlocal asked, ended
+            if not ended and time.monotonic() - asked >= self.poll_seconds:
                 try:
-                    found = controller.look(self.number)
-                    alive = found is not None and not state_of(found).ended
-                except controller.Unreachable:
+                    ended = self._meaning(self._look()).ended
+                except Forgotten:
+                    ended = True
+                except commands.Unreachable:
                     pass
                 asked = time.monotonic()
-            return alive
+            return not ended
 
         return under_way
-
-
-def state_of(found: controller.Look | None) -> JobState:
-    return STATES.get(found.state, JobState.UNKNOWN) if found else JobState.UNKNOWN
-
-
-def told(found: controller.Look) -> str:
-    return f"{found.state} ({found.reason})" if found.reason else found.state

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distdl.errors import Problem, UserError
+from distdl.launchers.common import Forgotten
+from distdl.launchers.slurm.slurm_settings import SlurmSettings
 
 TIMEOUT = 60  # seconds; a command waits for an absent controller for 10 to 20
 # Of the shell's variables, what a batch script and srun need to find their way.
@@ -27,7 +29,7 @@ DEFAULTS = {
     "SBATCH_TIMELIMIT": "walltime",
     "SBATCH_RESERVATION": "",
 }
-# What sbatch says -> which setting it is about, and what to do.
+# Words of sbatch's refusal -> which setting it is about, and what to do.
 REFUSALS = {
     "partition": ("launcher.partition", "sinfo -s lists the partitions"),
     "account": ("launcher.account", "sacctmgr show associations user=$USER lists yours"),
@@ -43,21 +45,27 @@ REFUSALS = {
     ),
     "array": ("launcher", "scontrol show config | grep MaxArraySize shows how long one may be"),
 }
-# What any command says when there is nobody to talk to.
+# What any command prints when no controller answers.
 DOWN = ("unable to contact slurm controller", "process configuration", "configuration source")
 
 
-class Unreachable(Exception):
+class Unreachable(UserError):
     """Slurm did not answer: its commands are not here, or its controller is down."""
+
+
+def forgotten(number: str) -> Forgotten:
+    """A job is known for MinJobAge seconds after its end; the accounting may know it for longer."""
+    what = f"Slurm does not know job {number}, or has forgotten it (MinJobAge)"
+    return Forgotten(f"{what}; its log is in the run's attempts/NNN/logs/")
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the controller says about a job.
+    """How a job stands.
 
     Args:
         state: Slurm's own word, `RUNNING`.
-        reason: Why it waits or ended, `Resources`; empty if nothing is said.
+        reason: Why it waits or ended, `Resources`; empty if unknown.
         log: Where its output goes.
     """
 
@@ -65,19 +73,24 @@ class Look:
     reason: str = ""
     log: Path | None = None
 
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason else self.state
 
-def environment(forwarded: Iterable[str] = (), settings: Mapping[str, Any] = {}) -> dict[str, str]:
+
+def environment(
+    forwarded: Iterable[str] = (), settings: SlurmSettings | None = None
+) -> dict[str, str]:
     """Variables for Slurm's commands, and by sbatch for the job, which inherits them.
 
     Few are chosen, rather than named in `sbatch --export`: that takes SLURM_* variables of an
-    allocation we may stand in, and makes a login shell on the node. What is forwarded goes by this
+    allocation we may stand in, and starts a login shell on the node. What is forwarded goes by this
     way only, so that its value stands in no script and on no command line.
 
     Args:
         forwarded: Further names.
-        settings: The launcher's; where one is given, the user's own default for it is left out.
+        settings: The launcher's; where one is set, the user's own default for it is left out.
     """
-    defaults = [name for name, key in DEFAULTS.items() if settings.get(key) is None]
+    defaults = [name for name, key in DEFAULTS.items() if getattr(settings, key, None) is None]
     names = {*NEEDED, *CLUSTER, *defaults, *forwarded}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
@@ -88,57 +101,60 @@ def reach() -> None:
     Raises:
         UserError: Slurm is not here, or its controller does not answer.
     """
-    try:
+    with from_a_login_node():
         done = run("scontrol", "ping")
+        if done.returncode != 0:  # "Slurmctld(primary) at head is DOWN", one line per controller
+            down = [line for line in done.stdout.splitlines() if line.endswith("DOWN")]
+            raise Unreachable(" / ".join(down) or "its controller does not answer")
+
+
+@contextmanager
+def from_a_login_node() -> Iterator[None]:
+    try:
+        yield
     except Unreachable as error:
-        raise absent(str(error)) from None
-    if done.returncode != 0:  # "Slurmctld(primary) at head is DOWN", one line per controller
-        said = [line for line in done.stdout.splitlines() if line.endswith("DOWN")]
-        raise absent(" / ".join(said) or "its controller does not answer")
+        remedy = "launcher=slurm submits from a login node of a cluster"
+        raise UserError(Problem("launcher", str(error), remedy)) from None
 
 
-def absent(why: str) -> UserError:
-    remedy = "launcher=slurm submits from a login node of a cluster"
-    return UserError(Problem("launcher", why, remedy))
-
-
-def submit(path: Path, forwarded: Iterable[str], settings: Mapping[str, Any]) -> str:
+def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
     """Submits a script and returns the job's number.
 
     Raises:
         UserError: Slurm is not here, does not answer, or refuses the job.
     """
-    try:
+    with from_a_login_node():
         done = run("sbatch", "--parsable", str(path), env=environment(forwarded, settings))
-    except Unreachable as error:
-        raise absent(str(error)) from None
     # A site's own plugin may print more around it; with several clusters ";name" follows.
     number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 and number:
         return number[1]
-    said = re.sub(r"^sbatch: (error: |fatal: )?", "", done.stderr, flags=re.MULTILINE).strip()
-    said = " / ".join(line for line in said.splitlines() if line)
-    known = (about for words, about in REFUSALS.items() if words in said.lower())
+    errors = re.sub(r"^sbatch: (error: |fatal: )?", "", done.stderr, flags=re.MULTILINE)
+    reason = " / ".join(filter(None, errors.strip().splitlines()))
+    known = (about for words, about in REFUSALS.items() if words in reason.lower())
     key, remedy = next(known, ("launcher", ""))
-    raise UserError(Problem(key, f"sbatch refuses it: {said or 'without a reason'}", remedy))
+    raise UserError(Problem(key, f"sbatch refuses it: {reason or 'without a reason'}", remedy))
 
 
-def look(number: str) -> Look | None:
-    """How a job stands; None if Slurm has forgotten it.
+def look(number: str) -> Look:
+    """How a job stands.
 
     Raises:
+        Forgotten: Slurm does not know it.
         Unreachable: Slurm does not answer.
     """
     done = run("scontrol", "show", "job", number)
     state = re.search(r"JobState=(\S+)", done.stdout)
     if done.returncode == 0 and state:
-        reason = re.search(r"Reason=(\S+)", done.stdout)
+        reason = re.search(r"Reason=(?!None\b)(\S+)", done.stdout)
         log = re.search(r"^\s*StdOut=(.+)$", done.stdout, re.MULTILINE)
-        said = reason[1] if reason and reason[1] != "None" else ""
-        return Look(state[1], said, Path(log[1].replace("%%", "%")) if log else None)
+        path = Path(log[1].replace("%%", "%")) if log else None
+        return Look(state[1], reason[1] if reason else "", path)
     if "invalid job id" not in done.stderr.lower():
-        raise Unreachable(done.stderr.strip() or "scontrol says nothing")
-    return remembered([number]).get(number)
+        raise Unreachable(done.stderr.strip() or "scontrol prints nothing")
+    if found := remembered([number]):
+        return found[number]
+    raise forgotten(number)
 
 
 def look_at(numbers: Sequence[str]) -> dict[str, Look]:
@@ -151,7 +167,7 @@ def look_at(numbers: Sequence[str]) -> dict[str, Look]:
     for some in in_questions(numbers):
         done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ",".join(some))
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
-            raise Unreachable(done.stderr.strip() or "squeue says nothing")
+            raise Unreachable(done.stderr.strip() or "squeue prints nothing")
         for line in done.stdout.splitlines():
             number, state, reason = line.split("|", 2)
             found[number] = Look(state, "" if reason == "None" else reason)
@@ -159,7 +175,7 @@ def look_at(numbers: Sequence[str]) -> dict[str, Look]:
 
 
 def remembered(numbers: Sequence[str]) -> dict[str, Look]:
-    """What the accounting says, of jobs that the controller has forgotten (MinJobAge, 5 minutes);
+    """What the accounting knows of jobs that the controller has forgotten (MinJobAge, 5 minutes);
     empty where no accounting is kept. Source: https://slurm.schedmd.com/sacct.html"""
     found = {}
     for some in in_questions(numbers):
@@ -185,10 +201,7 @@ def cancel(number: str) -> None:
     Raises:
         UserError: Slurm does not answer, or the job is somebody else's.
     """
-    try:
-        done = run("scancel", number)
-    except Unreachable as error:
-        raise UserError(Problem("", str(error))) from None
+    done = run("scancel", number)
     if done.returncode != 0:
         raise UserError(Problem(f"slurm://{number}", done.stderr.strip()))
 
