@@ -51,7 +51,7 @@ def _seconds(value: Any) -> int:
         raise Refused(str(error), walltime.FORMS) from None
 
 
-def _with_paths(inputs: Any) -> Any:
+def with_paths(inputs: Any) -> Any:
     if not isinstance(inputs, Mapping):
         return {} if inputs is None else inputs
     return {k: v if isinstance(v, Mapping) else {"path": v} for k, v in inputs.items()}
@@ -64,7 +64,7 @@ Walltime = Annotated[Any, BeforeValidator(_seconds)]
 ListOf = Annotated[list[T], BeforeValidator(lambda value: [] if value is None else value)]
 Values = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 # Name -> {path: ..., and what else the launcher knows}; `name: text` is short for its path.
-Inputs = Annotated[dict[str, dict[str, Any]], BeforeValidator(_with_paths)]
+Inputs = Annotated[dict[str, dict[str, Any]], BeforeValidator(with_paths)]
 
 
 def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
@@ -99,7 +99,7 @@ class LauncherSettings(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            refuse(_problems(error, given, type(self).model_fields))
+            refuse(problems(error, given, type(self).model_fields))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -137,14 +137,14 @@ class LauncherSettings(BaseModel):
         return iter(())
 
 
-def refuse(problems: Iterable[Problem]) -> None:
+def refuse(found: Iterable[Problem]) -> None:
     """Raises problems whose paths are relative to `launcher`, if there are any.
 
     Raises:
         UserError: With all of them.
     """
-    if found := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in problems]:
-        raise UserError(*found)
+    if wrong := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in found]:
+        raise UserError(*wrong)
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
@@ -165,7 +165,7 @@ def unknown_keys(
             yield Problem(f"inputs.{name}.{key}", "no such setting of an input", hint)
 
 
-def _problems(
+def problems(
     error: ValidationError, given: Mapping[str, Any], known: Iterable[str]
 ) -> Iterator[Problem]:
     """One Problem for each value that pydantic refuses; a union's reasons become one sentence."""
@@ -177,6 +177,8 @@ def _problems(
         cause = next((i["ctx"]["error"] for i in items if i["type"] == "value_error"), None)
         if cause is not None:
             yield Problem(path, str(cause), getattr(cause, "remedy", ""))
+        elif first["type"] == "missing":
+            yield Problem(path, "missing", f"write {path}=...")
         elif first["type"] == "extra_forbidden":
             yield Problem(path, "no such setting", did_you_mean(path, known))
         else:

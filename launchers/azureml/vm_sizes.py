@@ -9,8 +9,9 @@ from dataclasses import dataclass
 # CUDA 13, with which torch's wheels of the image are built, knows nothing older than Turing.
 # https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
 TOO_OLD = ("K80", "P40", "P100", "V100")
-
-
+# Azure retired low-priority VMs on 2026-03-31, and gives spot VMs to those who ask for them: by the
+# second name, which its API keeps. https://github.com/MicrosoftDocs/azure-ai-docs/pull/806
+SPOT = ("spot", "low_priority")
 # https://learn.microsoft.com/azure/virtual-machines/vm-naming-conventions
 NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGNORECASE)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import http.client
 import shutil
+import socket
 import ssl
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-from distdl.launchers.azureml.store import Store
-from tests.cluster.azurite import ACCOUNT, CONTAINER, Azurite, Places
+from distdl.errors import UserError
+from distdl.launchers.azureml import datastore
+from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places
 
 pytestmark = pytest.mark.skipif(
     shutil.which("azurite-blob") is None, reason="not installed: npm install -g azurite"
@@ -32,34 +35,46 @@ def put(azurite: Azurite, name: str, content: bytes) -> None:
     line.close()
 
 
-class Emulated(Store):
-    """Its container is the emulator's; there is no workspace to ask for it."""
+def connection(azurite: Azurite) -> Any:
+    """A workspace whose datastores are all in the emulator."""
+    facts = SimpleNamespace(
+        container_name=CONTAINER,
+        account_name=ACCOUNT,
+        protocol="https",
+        endpoint=azurite.domain,
+        credentials=SimpleNamespace(account_key=KEY),
+    )
+    get = lambda name, include_secrets: facts  # noqa: E731
+    return SimpleNamespace(client=SimpleNamespace(datastores=SimpleNamespace(get=get)))
 
-    def __init__(self, azurite: Azurite) -> None:
-        super().__init__(None, f"azureml://datastores/x/paths/{FOLDER}")  # type: ignore[arg-type]
-        self.azurite = azurite
 
-    def container(self) -> Any:
-        return self.azurite.service().get_container_client(CONTAINER)
-
-
-def test_names_are_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    azurite = Azurite(Places(tmp_path), tmp_path / "azurite")
+def test_names_are_not_believed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, address = Places(tmp_path), f"azureml://datastores/x/paths/{FOLDER}"
+    azurite, here = Azurite(places, tmp_path / "azurite"), tmp_path / "a/b/here"
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(places.certificate))
+    find = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: find("127.0.0.1", *more))
     try:
-        store, here = Emulated(azurite), tmp_path / "a/b/here"
+        workspace = connection(azurite)
         here.mkdir(parents=True)
         (tmp_path / "target").mkdir()
         (here / "link").symlink_to(tmp_path / "target")
-        with store.container() as container:
-            for name in (*GOOD, *BAD):
-                put(azurite, f"{FOLDER}/{name}", name.encode())
+        for name in (*GOOD, *BAD):
+            put(azurite, f"{FOLDER}/{name}", name.encode())
+        with azurite.service().get_container_client(CONTAINER) as container:
             container.upload_blob(f"{FOLDER}/attempts", b"", metadata={"hdi_isfolder": "true"})
-        assert store.fetch(here) == len(GOOD)
-        assert store.fetch(here) == 0
+        assert datastore.fetch(workspace, address, here) == len(GOOD)
+        assert datastore.fetch(workspace, address, here) == 0
+        sent = {"checkpoints/a b.ckpt": here / "config.yaml", "new": here / "config.yaml"}
+        assert datastore.send(workspace, address, sent) == 1
+        with pytest.raises(UserError, match=r"nothing is in .*elsewhere yet"):
+            datastore.fetch(workspace, "azureml://datastores/x/paths/elsewhere", here)
     finally:
         azurite.close()
-    found = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
-    assert found == {*GOOD}
+    files = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
+    assert files == {*GOOD}
     assert not [*tmp_path.rglob("outside")] and not [*(tmp_path / "target").iterdir()]
     said = capsys.readouterr().err
     assert [name for name in BAD if f"left out   {name!a}: " not in said] == []

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from distdl.launchers.azureml import provision_sas
+from distdl.launchers.azureml.provision import sas
 from tests.cluster.arm_store import TENANT, certificate
 
 AZURITE = shutil.which("azurite-blob")
@@ -88,7 +88,7 @@ def test_the_link_reads_lists_and_nothing_else(blobs: str, capsys) -> None:
     service = BlobServiceClient(blobs, credential=Identity())
     service.create_container("data").upload_blob("a.txt", b"hello")
     given = {"account": ACCOUNT, "container": "data", "days": 2, "endpoint": blobs}
-    assert provision_sas.run(given, Identity()) == 0
+    assert sas.run(given, Identity()) == 0
     link, note = capsys.readouterr()
     said = dict(urllib.parse.parse_qsl(link.strip().partition("?")[2]))
     assert (said["sp"], said["sr"], said["spr"], said["skoid"]) == ("rl", "c", "https", WHO)

@@ -153,7 +153,7 @@ def test_launchers_stand_alone(path: Path) -> None:
     for name in imports(path, lazy=False):
         plain = name.partition(".")[0] in {*sys.stdlib_module_names, "__future__", "pydantic"}
         own = under(name, place_of(path))
-        ours = ("job", "errors", "processes", "walltime", "ranges", "launchers.common")
+        ours = ("job", "errors", "processes", "walltime", "ranges", "stores", "launchers.common")
         allowed = any(under(name, f"distdl.{m}") for m in ours) or name == "distdl"
         assert plain or own or allowed, f"{name_of(path)} imports {name} at its top level"
     for name in imports(path):

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from distdl.launchers.azureml import provision_network
-from distdl.launchers.azureml.needs import SPOT
-from distdl.launchers.azureml.provision_settings import Compute, Settings
-from distdl.launchers.azureml.provision_values import Ids, Ref, Resource
+from distdl.launchers.azureml.provision import network
+from distdl.launchers.azureml.provision.settings import Compute, ProvisionSettings
+from distdl.launchers.azureml.provision.values import Ids, Ref, Resource
+from distdl.launchers.azureml.vm_sizes import SPOT
 
 # learn.microsoft.com/azure/role-based-access-control/built-in-roles
 ROLES = {
@@ -28,33 +28,38 @@ ROLES = {
 }
 
 
-def resources(settings: Settings) -> list[Resource]:
+def resources(settings: ProvisionSettings) -> list[Resource]:
     """Each after those it needs."""
     s, ids = settings, Ids(settings)
-    found = [Resource("resource group", ids.group, "2024-03-01", {"location": s.location})]
-    if s.private:
-        found += provision_network.network(ids, s)
-    found += [*accounts(ids, s), *storage(ids, s)]
-    if s.private:
-        found += provision_network.dependencies(ids, s)
-    found.append(workspace(ids, s))
-    if s.private:
-        found += provision_network.of_workspace(ids, s)
-    return [*found, *datastores(ids), *roles(ids, s), *clusters(ids, s)]
+    group = Resource("resource group", ids.group, "2024-03-01", {"location": s.location})
+    return [
+        group,
+        *(network.network(ids, s) if s.private else ()),
+        *accounts(ids, s),
+        *storage(ids, s),
+        *(network.dependencies(ids, s) if s.private else ()),
+        workspace(ids, s),
+        *(network.of_workspace(ids, s) if s.private else ()),
+        *datastores(ids),
+        *roles(ids, s),
+        *clusters(ids, s),
+    ]
 
 
-def public_access(settings: Settings) -> dict[str, Any]:
-    """Who may come over the internet."""
+def internet(settings: ProvisionSettings) -> str:
+    """Whether anybody may come over the internet, in Azure's word."""
+    return "Disabled" if settings.private else "Enabled"
+
+
+def public_access(settings: ProvisionSettings) -> dict[str, Any]:
     rule = "Deny" if settings.private else "Allow"
-    return {
-        "publicNetworkAccess": "Disabled" if settings.private else "Enabled",
-        "networkAcls": {"bypass": "AzureServices", "defaultAction": rule},
-    }
+    rules = {"bypass": "AzureServices", "defaultAction": rule}
+    return {"publicNetworkAccess": internet(settings), "networkAcls": rules}
 
 
-def accounts(ids: Ids, settings: Settings) -> Iterator[Resource]:
-    here = {"location": settings.location}
-    yield Resource("managed identity", ids.identity, "2023-01-31", here, named_by="identity")
+def accounts(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
+    location = {"location": settings.location}
+    yield Resource("managed identity", ids.identity, "2023-01-31", location, named_by="identity")
     properties: dict[str, Any] = {
         "tenantId": Ref(ids.subscription, "tenantId"),
         "sku": {"family": "A", "name": "standard"},
@@ -62,25 +67,19 @@ def accounts(ids: Ids, settings: Settings) -> Iterator[Resource]:
         "accessPolicies": [],  # must be there, and stays empty: access is by roles
         **public_access(settings),
     }
-    body = {**here, "properties": properties}
+    body = {**location, "properties": properties}
     fixed = ("location", "properties.tenantId")
     yield Resource("key vault", ids.vault, "2023-07-01", body, fixed, "key_vault", patch=True)
     properties = {"adminUserEnabled": False}
     if settings.registry.sku == "Premium":
-        properties["publicNetworkAccess"] = "Disabled" if settings.private else "Enabled"
+        properties["publicNetworkAccess"] = internet(settings)
         properties["networkRuleBypassOptions"] = "AzureServices"
-    body = {**here, "sku": {"name": settings.registry.sku}, "properties": properties}
-    yield Resource(
-        "container registry",
-        ids.registry,
-        "2023-07-01",
-        body,
-        named_by="registry.name",
-        patch=True,
-    )
+    body = {**location, "sku": {"name": settings.registry.sku}, "properties": properties}
+    name, api, key = "container registry", "2023-07-01", "registry.name"
+    yield Resource(name, ids.registry, api, body, named_by=key, patch=True)
 
 
-def storage(ids: Ids, settings: Settings) -> Iterator[Resource]:
+def storage(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     """An account for data and one for results, each with a container of that name."""
     for key, account, sku in (
         ("data", ids.data, settings.storage.data_sku),
@@ -99,28 +98,21 @@ def storage(ids: Ids, settings: Settings) -> Iterator[Resource]:
                 **public_access(settings),
             },
         }
-        yield Resource(
-            f"storage account for {key}",
-            account,
-            "2023-05-01",
-            body,
-            ("location", "kind", *(("sku.name",) if premium else ())),
-            f"storage.{key}",
-            patch=True,
-        )
+        kind, fixed = f"storage account for {key}", ("location", "kind", *["sku.name"] * premium)
+        yield Resource(kind, account, "2023-05-01", body, fixed, f"storage.{key}", patch=True)
         container = f"{account}/blobServices/default/containers/{key}"
         body = {"properties": {"publicAccess": "None"}}
         yield Resource("blob container", container, "2023-05-01", body, ())
 
 
-def workspace(ids: Ids, settings: Settings) -> Resource:
+def workspace(ids: Ids, settings: ProvisionSettings) -> Resource:
     properties: dict[str, Any] = {
         "friendlyName": settings.workspace,
         "storageAccount": ids.results,
         "keyVault": ids.vault,
         "containerRegistry": ids.registry,
         "hbiWorkspace": settings.high_business_impact,
-        "publicNetworkAccess": "Disabled" if settings.private else "Enabled",
+        "publicNetworkAccess": internet(settings),
         "systemDatastoresAuthMode": "identity",
     }
     if settings.private:
@@ -149,7 +141,7 @@ def datastores(ids: Ids) -> Iterator[Resource]:
         yield Resource("datastore", store, "2024-10-01", {"properties": properties}, ())
 
 
-def roles(ids: Ids, settings: Settings) -> Iterator[Resource]:
+def roles(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     """What jobs may do, and what the people may do who submit them."""
     jobs = Ref(ids.identity, "properties.principalId")
     for scope, role in (
@@ -189,14 +181,13 @@ def _role(ids: Ids, scope: str, role: str, who: str, principal: Ref | str, kind:
     )
 
 
-def clusters(ids: Ids, settings: Settings) -> Iterator[Resource]:
+def clusters(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     yield _cluster(ids, settings, settings.compute, "compute.name")
     if settings.private:
-        build = settings.build_compute
-        yield _cluster(ids, settings, Compute(build.name, build.vm_size), "build_compute.name")
+        yield _cluster(ids, settings, settings.build_compute, "build_compute.name")
 
 
-def _cluster(ids: Ids, settings: Settings, compute: Compute, named_by: str) -> Resource:
+def _cluster(ids: Ids, settings: ProvisionSettings, compute: Compute, named_by: str) -> Resource:
     properties: dict[str, Any] = {
         "vmSize": compute.vm_size,
         "vmPriority": "LowPriority" if compute.tier in SPOT else "Dedicated",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.launchers.azureml.provision_settings import Settings
+from distdl.launchers.azureml.provision.settings import ProvisionSettings
 
-# For a printed plan where no account was asked.
+# For a printed plan, for which no account was asked.
 UNKNOWN_SUBSCRIPTION = "00000000-0000-0000-0000-000000000000"
 NETWORK, ML = "Microsoft.Network", "Microsoft.MachineLearningServices"
+# Kinds whose own name says little -> where in the id, before the kind, their parent's name is.
+PARENT = {"subnets": -1, "virtualNetworkLinks": -1, "privateDnsZoneGroups": -1, "containers": -3}
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,13 @@ class Resource:
     fixed: tuple[str, ...] = ("location",)
     named_by: str = ""
     patch: bool = False
-
     label: str = ""
 
     @property
     def name(self) -> str:
         """What tells it from others of its kind."""
-        if self.label:
-            return self.label
-        parts = self.id.split("/")
-        of_parent = {"subnets": -3, "virtualNetworkLinks": -3, "privateDnsZoneGroups": -3}
-        parent = {**of_parent, "containers": -5}.get(parts[-2])
-        return f"{parts[parent]}/{parts[-1]}" if parent else parts[-1]
+        *parents, kind, name = self.id.split("/")
+        return self.label or (f"{parents[PARENT[kind]]}/{name}" if kind in PARENT else name)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -65,24 +62,20 @@ class Resource:
 class Ids:
     """The ARM paths of everything, from names that were given or made."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ProvisionSettings) -> None:
         s = settings
         self.subscription = f"/subscriptions/{s.subscription or UNKNOWN_SUBSCRIPTION}"
         self.group = f"{self.subscription}/resourceGroups/{s.resource_group}"
-
-        def unique(given: str | None, suffix: str, limit: int) -> str:
-            return s.name(given, suffix, limit, unique=True)
-
-        storage = "Microsoft.Storage/storageAccounts"
-        self.data = self.of(storage, unique(s.storage.data, "data", 24))
-        self.results = self.of(storage, unique(s.storage.results, "res", 24))
-        self.vault = self.of("Microsoft.KeyVault/vaults", unique(s.key_vault, "kv", 24))
-        kind = "Microsoft.ContainerRegistry/registries"
-        wanted = s.registry
-        self.registry = self.of(kind, unique(wanted.name, "cr", 50))
+        account, registry = "Microsoft.Storage/storageAccounts", "Microsoft.ContainerRegistry"
+        self.data = self.of(account, s.unique_name(s.storage.data, "data", 24))
+        self.results = self.of(account, s.unique_name(s.storage.results, "res", 24))
+        self.vault = self.of("Microsoft.KeyVault/vaults", s.unique_name(s.key_vault, "kv", 24))
+        self.registry = self.of(f"{registry}/registries", s.unique_name(s.registry.name, "cr", 50))
         identities = "Microsoft.ManagedIdentity/userAssignedIdentities"
-        self.identity = self.of(identities, s.name(s.identity, "jobs", 128))
-        self.network = self.of(f"{NETWORK}/virtualNetworks", s.name(s.network.name, "vnet"))
+        self.identity = self.of(identities, s.identity or f"{s.workspace}-jobs")
+        self.network = self.of(
+            f"{NETWORK}/virtualNetworks", s.network.name or f"{s.workspace}-vnet"
+        )
         self.workspace = self.of(f"{ML}/workspaces", s.workspace)
 
     def of(self, kind: str, name: str) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from distdl.launchers.azureml.client import Connection, told
+from distdl.launchers.azureml.client import Connection, azure_errors
 
 # user_logs/std_log_process_00.txt of rank 0, ..01.txt of rank 1; std_log.txt of one process.
 USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
@@ -58,7 +58,7 @@ class RunHistory:
         Raises:
             UserError: Azure refuses, or is out of reach.
         """
-        with told():
+        with azure_errors():
             response = self._service.send_request(_get(f"{self._runs}/{job}/details"))
             response.raise_for_status()
             return response.json()
@@ -71,7 +71,7 @@ class RunHistory:
         """
         address: str | None = f"{self._runs}/{job}/children"
         while address:
-            with told():
+            with azure_errors():
                 response = self._service.send_request(_get(address))
                 response.raise_for_status()
                 answer = response.json()
@@ -80,7 +80,7 @@ class RunHistory:
 
     def read(self, address: str, start: int) -> bytes | None:
         """What a file has from a byte on; None if it is shorter than that by now."""
-        with told():
+        with azure_errors():
             response = self._files.send_request(_get(address, {"Range": f"bytes={start}-"}))
             if response.status_code == 416:  # nothing from there on
                 size = response.headers.get("Content-Range", "").rpartition("/")[2]

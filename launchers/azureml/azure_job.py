@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
-from distdl.launchers.azureml.client import Connection, Workspace, told
-from distdl.launchers.azureml.logs import LogFile, RunHistory, by_rank
-from distdl.launchers.azureml.store import Store
+from distdl.launchers.azureml import datastore
+from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
+from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
+from distdl.launchers.common import AskedJob, from_pages, pace
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
 STATES = {
@@ -32,17 +32,17 @@ STATES = {
     "Canceled": JobState.CANCELLED,
     "Unknown": JobState.UNKNOWN,
 }
-WORTH_SAYING = {
+EXPLAINED = {
     "Queued": "waiting for nodes",
     "Preparing": "getting nodes and the image; the first build of an image takes 10 to 20 minutes",
     "CancelRequested": "being cancelled",
 }
-QUEUED_LONG = 120  # seconds, after which the likely reason is told
-SHORTEST, LONGEST = 1.0, 10.0  # seconds between two looks
+QUEUED_LONG = 120  # seconds, after which the likely reason is shown
+SHORTEST, LONGEST = 1.0, 10.0  # seconds between two looks at the log
 MISSES = 20  # looks in a row without an answer, after which following ends
 
 
-class AzureMLJob:
+class AzureMLJob(AskedJob):
     """One job, or one trial of a sweep job.
 
     Args:
@@ -56,8 +56,6 @@ class AzureMLJob:
         self._name, self._member = name, member
         self._history = RunHistory(connection)
         self._trial: str | None = None
-        self.why = ""
-        self._listed = JobState.UNKNOWN  # in the answer to `ask`
 
     @property
     def handle(self) -> str:
@@ -67,77 +65,66 @@ class AzureMLJob:
     def url(self) -> str | None:
         return self._connection.page(self._name)
 
-    @staticmethod
-    def ask(jobs: Sequence[AzureMLJob]) -> None:
-        """Asks for lists of the workspace's jobs, for the next `state` of each: no more often than
-        one by one would. Trials, and what is in none of the lists, are asked by themselves.
-
-        Raises:
-            UserError: Azure refuses, or is out of reach.
-        """
+    @classmethod
+    def _listed(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
+        """Trials are in none of the workspace's lists."""
         workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
         for job in jobs:
             if job._member is None:
                 workspaces.setdefault(job._connection.workspace, {})[job._name] = job
-        for missing in workspaces.values():
-            connection, most = next(iter(missing.values()))._connection, len(missing)
-            with told():
-                for page in islice(connection.client.jobs.list().by_page(), most):
-                    for listed in page:  # None: the SDK knows no such kind of job
-                        if listed and (found := missing.pop(listed.name, None)):
-                            found._listed = STATES.get(listed.status, JobState.UNKNOWN)
-                    if not missing:
-                        break
+        for named in workspaces.values():
+            client = next(iter(named.values()))._connection.client
+            with azure_errors():
+                pages = (  # None: the SDK knows no such kind of job
+                    [(job.name, {"status": job.status}) for job in page if job]
+                    for page in client.jobs.list().by_page()
+                )
+                yield from from_pages(named, pages)
 
-    def state(self) -> JobState:
-        listed, self._listed = self._listed, JobState.UNKNOWN
-        if listed is not JobState.UNKNOWN:
-            return listed
-        try:
-            return STATES.get(self._details()["status"], JobState.UNKNOWN)
-        except UserError as error:
-            self.why = str(error)
-            return JobState.UNKNOWN
+    def _look(self) -> dict[str, Any]:
+        """`status`, `logFiles`, `error`, and more."""
+        run = self._run()
+        if run is not None:
+            return self._history.details(run)
+        sweep = self._history.details(self._name)
+        # Its trial may start as long as the sweep runs.
+        ended = self._meaning(sweep).ended
+        return {"status": "Canceled" if ended else "Queued", "error": sweep.get("error")}
 
-    def wait(self) -> JobState:
-        for _ in pace():
-            state = self.state()
-            if state.ended:
-                return state
-        raise AssertionError
+    def _meaning(self, answer: Any) -> JobState:
+        return STATES.get(answer["status"], JobState.UNKNOWN)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """Rank 0's output, and what Azure itself has to say; of a failed job every rank's."""
-        file, steps, misses = LogFile(self._history), pace(), 0
-        said, since, explained = "", time.monotonic(), False
+        """Rank 0's output, and what Azure itself reports; of a failed job every rank's."""
+        file, steps, misses = LogFile(self._history), pace(SHORTEST, LONGEST), 0
+        status, since, explained = "", time.monotonic(), False
         while True:
             try:
-                details = self._details()
+                details = self._look()
                 ranks = by_rank(details.get("logFiles") or {})
                 lines = file.new(ranks[0]) if 0 in ranks else []
             except UserError as error:
-                # The job goes on without us; a network that is gone for a minute is no reason.
+                # The job runs without us: a network that is gone for a minute is no reason to end.
                 misses += 1
                 if not follow or misses > MISSES:
                     raise
                 yield f"azureml: no answer, trying again: {error.problems[0].what}"
                 next(steps)
                 continue
-            status, misses = details["status"], 0
-            if status != said and follow:
-                more = WORTH_SAYING.get(status)
+            misses, before, status = 0, status, details["status"]
+            if status != before and follow:
+                more = EXPLAINED.get(status)
                 yield f"azureml: {status.lower()}" + (f": {more}" if more else "")
                 since = time.monotonic()
-            said = status
             yield from lines
-            state = STATES.get(status, JobState.UNKNOWN)
+            state = self._meaning(details)
             if state.ended or not follow:
                 break
             if status == "Queued" and not explained and time.monotonic() - since > QUEUED_LONG:
                 explained = True
-                yield f"azureml: still queued after {QUEUED_LONG} s: {self._cluster_says()}"
+                yield f"azureml: still queued after {QUEUED_LONG} s: {self._why_queued()}"
             if lines:
-                steps = pace()
+                steps = pace(SHORTEST, LONGEST)
             next(steps)
         yield from file.rest()
         if state is JobState.FAILED:
@@ -146,44 +133,30 @@ class AzureMLJob:
     def cancel(self) -> None:
         run = self._run()
         if run is None:
-            raise UserError(
-                Problem(
-                    self.handle,
-                    "has not started yet, and Azure ML has no name for it",
-                    f"cancel the whole sweep: {self._connection.workspace.handle(self._name)}",
-                )
-            )
+            what = "has not started yet, and Azure ML has no name for it"
+            remedy = f"cancel the whole sweep: {self._connection.workspace.handle(self._name)}"
+            raise UserError(Problem(self.handle, what, remedy))
         if not self.state().ended:
-            with told(self.handle):
+            with azure_errors(self.handle):
                 self._connection.client.jobs.begin_cancel(run)
 
     def fetch(self, to: Path) -> None:
         """Copies the store (checkpoints, logs, status) here; what is here already is kept."""
-        with told(self.handle):
+        with azure_errors(self.handle):
             path = str(self._connection.client.jobs.get(self._name).outputs["store"].path)
         address = f"{path.rstrip('/')}/{self._member}" if self._member else path
-        Store(self._connection, address).fetch(Path(to))
+        datastore.fetch(self._connection, address, Path(to))
 
     def _run(self) -> str | None:
-        """What Azure calls it; None for a member of a sweep that has not begun."""
+        """Azure's name for it; None for a member of a sweep that has not started."""
         if self._member is None:
             return self._name
         if self._trial is None:
             for child in self._history.children(self._name):
-                given = json.loads((child.get("tags") or {}).get("hyperparameters") or "{}")
-                if given.get("member") == self._member:
+                values = json.loads((child.get("tags") or {}).get("hyperparameters") or "{}")
+                if values.get("member") == self._member:
                     self._trial = str(child["runId"])
         return self._trial
-
-    def _details(self) -> dict[str, Any]:
-        run = self._run()
-        if run is not None:
-            return self._history.details(run)
-        sweep = self._history.details(self._name)
-        # While the sweep goes on its turn may come; when that has ended, it never will.
-        status = sweep["status"]
-        going_on = not STATES.get(status, JobState.UNKNOWN).ended
-        return {"status": "Queued" if going_on else "Canceled", "error": sweep.get("error")}
 
     def _failure(self, details: dict[str, Any], ranks: dict[int, str]) -> Iterator[str]:
         """Rank 0 often fails because of another; the others wrote errors only."""
@@ -192,13 +165,13 @@ class AzureMLJob:
                 file = LogFile(self._history)
                 for line in [*file.new(address), *file.rest()]:
                     yield f"[rank {rank}] {line}"
-        error = (details.get("error") or {}).get("error") or {}
-        if error.get("message"):
-            yield f"azureml: {' '.join(str(error['message']).split())[:600]}"
+        message = ((details.get("error") or {}).get("error") or {}).get("message")
+        if message:
+            yield f"azureml: {' '.join(str(message).split())[:600]}"
 
-    def _cluster_says(self) -> str:
+    def _why_queued(self) -> str:
         quota = "is the quota used up (Studio, Quota), or has the region no such VMs to give?"
-        with told():
+        with azure_errors():
             client = self._connection.client
             name = str(client.jobs.get(self._name).compute or "").rpartition("/")[2]
             if not name:
@@ -207,17 +180,6 @@ class AzureMLJob:
             nodes = len(list(client.compute.list_nodes(name)))
         most, tier = getattr(cluster, "max_instances", "?"), getattr(cluster, "tier", "")
         text = f"cluster {name} has {nodes} of at most {most} nodes ({cluster.size}, {tier})"
-        errors = getattr(cluster, "provisioning_errors", None)
-        if errors:
+        if errors := getattr(cluster, "provisioning_errors", None):
             return f"{text}, and Azure says {errors}"
         return f"{text}: all are busy" if nodes == most else f"{text}; {quota}"
-
-
-def pace() -> Iterator[None]:
-    """Waits between looks: a second at first, then longer and longer."""
-    pause = SHORTEST
-    yield
-    while True:
-        time.sleep(pause)
-        yield
-        pause = min(pause * 1.3, LONGEST)

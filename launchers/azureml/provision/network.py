@@ -10,27 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from distdl.launchers.azureml.provision_settings import Settings
-from distdl.launchers.azureml.provision_values import NETWORK, Ids, Resource
+from distdl.launchers.azureml.provision.settings import ProvisionSettings
+from distdl.launchers.azureml.provision.values import NETWORK, Ids, Resource
 
 BLOB = "privatelink.blob.core.windows.net"
 
 
-def network(ids: Ids, settings: Settings) -> Iterator[Resource]:
+def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     """One network with a subnet for nodes and one for endpoints."""
-    wanted, here = settings.network, {"location": settings.location}
+    wanted, location = settings.network, {"location": settings.location}
     outbound: dict[str, Any] = {}
     if wanted.nat_gateway:
         address = ids.of(f"{NETWORK}/publicIPAddresses", f"{settings.workspace}-nat-ip")
         gateway = ids.of(f"{NETWORK}/natGateways", f"{settings.workspace}-nat")
-        standard = {**here, "sku": {"name": "Standard"}}
+        standard = {**location, "sku": {"name": "Standard"}}
         static = {"properties": {"publicIPAllocationMethod": "Static"}}
         yield Resource("public address", address, "2024-05-01", {**standard, **static})
         addresses = {"properties": {"publicIpAddresses": [{"id": address}]}}
         yield Resource("NAT gateway", gateway, "2024-05-01", {**standard, **addresses})
         outbound = {"natGateway": {"id": gateway}}
     space = {"addressSpace": {"addressPrefixes": [wanted.address_space]}}
-    body = {**here, "properties": space}
+    body = {**location, "properties": space}
     yield Resource("virtual network", ids.network, "2024-05-01", body, named_by="network.name")
     # Subnets are resources of their own here: a PUT of the network lists, and so removes, none.
     for name, prefix, more in (
@@ -41,8 +41,8 @@ def network(ids: Ids, settings: Settings) -> Iterator[Resource]:
         yield Resource("subnet", f"{ids.network}/subnets/{name}", "2024-05-01", body, ())
 
 
-def dependencies(ids: Ids, settings: Settings) -> Iterator[Resource]:
-    """Endpoints of what the workspace stands on; they come before it."""
+def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
+    """Endpoints of what the workspace needs; they come before it."""
     yield from endpoint(ids, settings, ids.data, "blob", BLOB)
     # The zone of blobs is there already.
     yield from endpoint(ids, settings, ids.results, "blob", BLOB, make_zones=False)
@@ -51,14 +51,19 @@ def dependencies(ids: Ids, settings: Settings) -> Iterator[Resource]:
     yield from endpoint(ids, settings, ids.registry, "registry", "privatelink.azurecr.io")
 
 
-def of_workspace(ids: Ids, settings: Settings) -> Iterator[Resource]:
+def of_workspace(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     """The endpoint by which people and nodes reach the workspace."""
     zones = ("privatelink.api.azureml.ms", "privatelink.notebooks.azure.net")
     yield from endpoint(ids, settings, ids.workspace, "amlworkspace", *zones)
 
 
 def endpoint(
-    ids: Ids, settings: Settings, target: str, group: str, *zones: str, make_zones: bool = True
+    ids: Ids,
+    settings: ProvisionSettings,
+    target: str,
+    group: str,
+    *zones: str,
+    make_zones: bool = True,
 ) -> Iterator[Resource]:
     """A private endpoint, and the private DNS zones by which the target's name leads there."""
     zone_ids = [ids.of(f"{NETWORK}/privateDnsZones", zone) for zone in zones]
