@@ -20,7 +20,7 @@ from distdl.errors import Problem, UserError
 
 
 class Cloud(NamedTuple):
-    """Addresses of one of Azure's clouds."""
+    """Host names of one of Azure's clouds."""
 
     login: str  # who signs in
     manager: str  # the resource manager
@@ -29,26 +29,17 @@ class Cloud(NamedTuple):
 
 
 # https://learn.microsoft.com/azure/azure-government/compare-azure-government-global-azure
-CLOUDS = {
-    "AzureCloud": Cloud(
-        "login.microsoftonline.com",
-        "https://management.azure.com",
-        "vault.azure.net",
-        "https://ml.azure.com",
-    ),
-    "AzureUSGovernment": Cloud(
-        "login.microsoftonline.us",
-        "https://management.usgovcloudapi.net",
-        "vault.usgovcloudapi.net",
-        "https://ml.azure.us",
-    ),
-    "AzureChinaCloud": Cloud(
-        "login.chinacloudapi.cn",
-        "https://management.chinacloudapi.cn",
-        "vault.azure.cn",
-        "https://studio.ml.azure.cn",
-    ),
-}
+PUBLIC = Cloud(
+    "login.microsoftonline.com", "management.azure.com", "vault.azure.net", "ml.azure.com"
+)
+CHINA = Cloud(
+    "login.chinacloudapi.cn", "management.chinacloudapi.cn", "vault.azure.cn", "studio.ml.azure.cn"
+)
+US_GOVERNMENT = Cloud(
+    *("login.microsoftonline.us", "management.usgovcloudapi.net"),
+    *("vault.usgovcloudapi.net", "ml.azure.us"),
+)
+CLOUDS = {"AzureCloud": PUBLIC, "AzureUSGovernment": US_GOVERNMENT, "AzureChinaCloud": CHINA}
 # What names a workspace: a variable, and a key of config.json, which Azure's portal offers.
 NAMED_BY = {
     "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
@@ -96,30 +87,37 @@ class Workspace:
         Raises:
             UserError: One of the three names is nowhere.
         """
-        file, exported = config_file(), from_environment()
-        names: list[Any] = []
-        problems = []
-        settings = (subscription, resource_group, workspace)
-        for (key, (variable, name)), setting in zip(NAMED_BY.items(), settings, strict=True):
-            names.append(setting or exported.get(key) or file.get(name))
-            if not names[-1]:
-                what = "missing, and the job cannot be sent (dry_run=true shows it)"
-                remedy = f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
-                remedy += "config.json here (Azure's portal offers it for download)"
-                problems.append(Problem(f"launcher.{key}", what, remedy))
+        exported, file = from_environment(), config_file()
+        names = zip(NAMED_BY, (subscription, resource_group, workspace), strict=True)
+        found = {
+            key: name or exported.get(key) or file.get(NAMED_BY[key][1]) for key, name in names
+        }
+        problems = [
+            Problem(
+                f"launcher.{key}",
+                "missing, and the job cannot be sent (dry_run=true shows it)",
+                f"write launcher.{key}=..., export {NAMED_BY[key][0]}=..., or put the workspace's "
+                "config.json here (Azure's portal offers it for download)",
+            )
+            for key, name in found.items()
+            if not name
+        ]
         if problems:
             raise UserError(*problems)
-        return cls(*map(str, names))
+        return cls(*map(str, found.values()))
+
+    @property
+    def group(self) -> str:
+        return f"subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
 
     @property
     def arm_id(self) -> str:
-        group = f"/subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
-        return f"{group}/providers/Microsoft.MachineLearningServices/workspaces/{self.name}"
+        kind = "Microsoft.MachineLearningServices/workspaces"
+        return f"/{self.group}/providers/{kind}/{self.name}"
 
     def handle(self, job: str, member: str | None = None) -> str:
         """Names a job to a later shell."""
-        group = f"subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
-        text = f"azureml://{group}/workspaces/{self.name}/jobs/{job}"
+        text = f"azureml://{self.group}/workspaces/{self.name}/jobs/{job}"
         return f"{text}/members/{member}" if member else text
 
 
@@ -165,7 +163,7 @@ class Connection:
 
     def __init__(self, workspace: Workspace, cloud: str | None) -> None:
         self.workspace, self.cloud = workspace, cloud
-        self._addresses = CLOUDS.get(cloud or "AzureCloud", CLOUDS["AzureCloud"])
+        self._hosts = CLOUDS.get(str(cloud), PUBLIC)
 
     @functools.cached_property
     def credential(self) -> Any:
@@ -195,13 +193,12 @@ class Connection:
         elsewhere = urlsplit(os.environ.get("ARM_CLOUD_METADATA_URL", ""))
         if elsewhere.netloc and self.cloud not in CLOUDS:
             return f"{elsewhere.scheme}://{elsewhere.netloc}/.default"
-        return f"{self._addresses.manager}/.default"
+        return f"https://{self._hosts.manager}/.default"
 
     def page(self, job: str) -> str:
         """The job in Azure ML's studio."""
-        there = self.workspace
-        group = f"/subscriptions/{there.subscription}/resourcegroups/{there.resource_group}"
-        return f"{self._addresses.studio}/runs/{job}?wsid={group}/workspaces/{there.name}"
+        group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
+        return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
     def look(self) -> None:
         """Asks for the workspace, and for nothing else.
@@ -218,7 +215,7 @@ class Connection:
             return key_vault.rstrip("/")
         with azure_errors():
             name = key_vault or self.client.workspaces.get(self.workspace.name).key_vault
-        return f"https://{str(name).rpartition('/')[2]}.{self._addresses.vaults}"
+        return f"https://{str(name).rpartition('/')[2]}.{self._hosts.vaults}"
 
 
 def sign_in(cloud: str | None = None) -> Any:

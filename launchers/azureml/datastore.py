@@ -43,10 +43,10 @@ class DatastoreFolder(BlobStore):
         account = facts.account_name
         endpoint = f"{facts.protocol}://{account}.blob.{facts.endpoint}"
         super().__init__(address, container, folder, account, endpoint, patience=PATIENCE)
-        key = getattr(facts.credentials, "account_key", None)
         signature = getattr(facts.credentials, "sas_token", None)
-        named = key and {"account_name": account, "account_key": key}
-        self._secret = signature or named or connection.credential
+        if key := getattr(facts.credentials, "account_key", None):
+            signature = {"account_name": account, "account_key": key}
+        self._secret = signature or connection.credential
 
     def _credential(self, account: str) -> Any:
         return self._secret
@@ -54,12 +54,10 @@ class DatastoreFolder(BlobStore):
     def files(self) -> dict[str, FarFile]:
         """All of them, by their names in the folder."""
         start = f"{self._folder}/"
-        list_all = lambda: list(  # noqa: E731
-            self.client.list_blobs(name_starts_with=start, include=["metadata"])
-        )
+        listed = lambda: list(self.client.list_blobs(start, include=["metadata"]))  # noqa: E731
         return {
             blob.name.removeprefix(start): FarFile(blob.size, blob.last_modified.timestamp())
-            for blob in self.retried("", list_all)
+            for blob in self.retried("", listed)
             if not (blob.metadata or {}).get("hdi_isfolder")  # how mounts mark a folder
         }
 

@@ -92,14 +92,12 @@ def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
         {
             "$schema": f"{SCHEMAS}/commandJob.schema.json",
             "type": "command",
-            **titles(settings, spec.name, spec.name),
+            **titles(settings, spec.name),
             "command": f"{ENTRY} {shlex.join([*attempt, *sources(settings, spec)])}",
             "code": spec.bundle,
             "environment": environment_name(settings),
             "environment_variables": variables(settings, spec),
-            "inputs": inputs(settings),
-            "outputs": {"store": output(settings, spec.name)},
-            "compute": settings.compute and f"azureml:{settings.compute}",
+            **data_and_compute(settings, spec.name),
             "distribution": distribution(settings, spec),
             "resources": resources(settings, spec),
             "queue_settings": queue(settings),
@@ -124,7 +122,7 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
         {
             "$schema": f"{SCHEMAS}/sweepJob.schema.json",
             "type": "sweep",
-            **titles(settings, common, common),
+            **titles(settings, common),
             "trial": tidy(
                 {
                     "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, first)])}",
@@ -135,9 +133,7 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
                     "resources": resources(settings, first),
                 }
             ),
-            "inputs": inputs(settings),
-            "outputs": {"store": output(settings, common)},
-            "compute": settings.compute and f"azureml:{settings.compute}",
+            **data_and_compute(settings, common),
             "queue_settings": queue(settings),
             "sampling_algorithm": "grid",
             "search_space": {"member": {"type": "choice", "values": names}},
@@ -159,11 +155,11 @@ def member_of(spec: JobSpec) -> str:
     return spec.name.rpartition("/")[2]
 
 
-def titles(settings: AzureSettings, run: str, default: str) -> dict[str, Any]:
+def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
     """How people find it. Azure takes letters, digits, - and _ for an experiment's name."""
     experiment = settings.experiment_name or run.partition("/")[0]
     return {
-        "display_name": settings.display_name or default,
+        "display_name": settings.display_name or run,
         "experiment_name": re.sub(r"[^A-Za-z0-9_-]+", "-", experiment),
         "tags": {"distdl.run": run, **{key: str(value) for key, value in settings.tags.items()}},
     }
@@ -203,21 +199,23 @@ def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
     return as_variables(values, spec.env, settings.env)
 
 
-def inputs(settings: AzureSettings) -> dict[str, Any]:
-    return {name: data.model_dump() for name, data in settings.inputs.items()}
+def data_and_compute(settings: AzureSettings, run: str) -> dict[str, Any]:
+    return {
+        "inputs": {name: data.model_dump() for name, data in settings.inputs.items()},
+        "outputs": {"store": output(settings, run)},
+        "compute": settings.compute and f"azureml:{settings.compute}",
+    }
 
 
-def output(settings: AzureSettings, name: str) -> dict[str, Any]:
+def output(settings: AzureSettings, run: str) -> dict[str, Any]:
     """A path of the run's own: Azure's default one changes with each job, so none could resume."""
-    path = f"azureml://datastores/{settings.datastore}/paths/distdl/{name}"
+    path = f"azureml://datastores/{settings.datastore}/paths/distdl/{run}"
     return {"type": "uri_folder", "path": path, "mode": "rw_mount"}
 
 
 def distribution(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
-    return {
-        "type": settings.distribution,
-        "process_count_per_instance": spec.resources.devices,
-    }
+    devices = spec.resources.devices
+    return {"type": settings.distribution, "process_count_per_instance": devices}
 
 
 def resources(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
@@ -242,28 +240,22 @@ def identity(settings: AzureSettings) -> dict[str, str] | None:
 
 
 def environment_name(settings: AzureSettings) -> str | dict[str, Any]:
-    if settings.environment:
-        return settings.environment
-    if settings.image:
-        return {"image": settings.image}
-    return f"azureml:distdl:{version_of(build_context(settings))}"
+    if own := environment(settings):
+        return f"azureml:{own['name']}:{own['version']}"
+    return settings.environment or {"image": settings.image}
 
 
 def environment(settings: AzureSettings) -> dict[str, Any] | None:
     """The environment to register: its version is a hash of what it is built from."""
     if settings.environment or settings.image:
         return None
-    folder = build_context(settings)
+    folder = Path(settings.build_context or IMAGE).expanduser()
     return {
         "$schema": f"{SCHEMAS}/environment.schema.json",
         "name": "distdl",
         "version": version_of(folder),
         "build": {"path": str(folder), "dockerfile_path": "Dockerfile"},
     }
-
-
-def build_context(settings: AzureSettings) -> Path:
-    return Path(settings.build_context).expanduser() if settings.build_context else IMAGE
 
 
 def version_of(folder: Path) -> str:

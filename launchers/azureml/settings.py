@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from distdl.errors import Problem
 from distdl.launchers.azureml import vm_sizes
@@ -56,22 +63,23 @@ INPUT_NAME = matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
 # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#available-mount-settings
-MountSetting = Literal[
-    "attribute_cache_ttl",
-    "block_based_cache_enabled",
-    "block_file_cache_enabled",
-    "block_file_cache_max_queue_size",
-    "block_file_cache_write_threads",
-    "cache_size",
-    "file_cache_prune_target",
-    "file_cache_prune_threshold",
-    "memory_cache_size",
-    "read_block_size",
-    "read_buffer_block_count",
-    "read_threads",
-    "reserved_free_disk_space",
+MOUNT = (
+    *("attribute_cache_ttl", "block_based_cache_enabled", "block_file_cache_enabled"),
+    *("block_file_cache_max_queue_size", "block_file_cache_write_threads", "cache_size"),
+    *("file_cache_prune_target", "file_cache_prune_threshold", "memory_cache_size"),
+    *("read_block_size", "read_buffer_block_count", "read_threads", "reserved_free_disk_space"),
     "unmount_timeout_seconds",
-]
+)
+
+
+def _mount_setting(name: str) -> str:
+    if name not in MOUNT:
+        remedy = did_you_mean(name, MOUNT) or f"one of {', '.join(MOUNT)}"
+        raise Refused("Azure's data mounts have no such setting", remedy)
+    return name
+
+
+MountSetting = Annotated[str, AfterValidator(_mount_setting)]
 
 
 class AzureInput(BaseModel, strict=True, validate_default=True):

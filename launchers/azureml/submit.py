@@ -94,7 +94,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> None:
-    """Registers an environment unless its very version is there: then nothing is built again."""
+    """Registers an environment, unless this version exists: then nothing is built again."""
     name, version = wanted["name"], wanted["version"]
     with azure_errors("launcher.environment"):
         from azure.ai.ml import load_environment

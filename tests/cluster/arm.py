@@ -132,7 +132,7 @@ class Azure:
         """Without the workspace's own, in whatever capitals the SDK writes it."""
         return re.sub(re.escape(WORKSPACE), "", path, flags=re.IGNORECASE)
 
-    def answer(self, method: str, path: str, body: Any, header: Any) -> None:
+    def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None:
         """Raises the Answer."""
         path = re.sub(re.escape(WORKSPACE), WORKSPACE, path, flags=re.IGNORECASE)
         if path == "/metadata/endpoints":

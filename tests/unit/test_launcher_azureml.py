@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"services": {"x": {"type": "ssh"}}}, "services.x.ssh_public_keys", "nobody could log in"),
     ({"files": "f", "forward_env": ["HF_TOKEN"]}, "files", "forward_env=[]"),
     ({"files": "f", "sweep": "azureml"}, "files", "sweep=jobs"),
-    ({"mount": {"block_cache": True}}, "mount.block_cache", "not 'attribute_cache_ttl'"),
+    ({"mount": {"block_cache": True}}, "mount.block_cache", "one of attribute_cache_ttl"),
     ({"walltime": "soon"}, "walltime", "'soon' is no time"),
     ({"walltime": 5400}, "walltime", "5400 would be 5400 hours"),
     ({"shm_size": "16gb"}, "shm_size", "16g"),
