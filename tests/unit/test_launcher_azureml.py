@@ -6,10 +6,10 @@ What is sent arrives for real, in a stand-in for Azure, in tests/cluster/test_az
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -97,8 +97,12 @@ def spec(name: str = "resnet50_ddp/first", size: Resources | None = None, **more
 
 def defaults(**changes: Any) -> dict[str, Any]:
     """The settings as shipped, with these changes."""
-    node = configs.plain(compose.compose(["launcher=azureml"]).launcher)
-    return {**node, **changes}
+    return {**shipped(), **changes}
+
+
+@functools.cache
+def shipped() -> dict[str, Any]:
+    return configs.plain(compose.compose(["launcher=azureml"]).launcher)
 
 
 def launcher(**changes: Any) -> AzureMLLauncher:
@@ -166,37 +170,9 @@ def test_the_sdk_reads_what_is_printed(case: str, tmp_path: Path) -> None:
     )
 
 
-def test_the_same_spec_gives_the_same_request() -> None:
-    assert rendered("everything") == rendered("everything")
-
-
 def test_every_setting_is_an_argument_and_the_other_way_round() -> None:
-    node = defaults()
-    node.pop("_target_")
-    assert set(AzureMLLauncher.model_fields) == set(node)
-
-
-def test_an_unchanged_image_keeps_its_version(tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM x\n")
-    first = request.version_of(tmp_path)
-    assert request.version_of(tmp_path) == first
-    (tmp_path / "constraints.txt").write_text("a==1\n")
-    assert request.version_of(tmp_path) != first
-    assert {p.name for p in request.IMAGE.iterdir()} == {
-        "Dockerfile",
-        "constraints.txt",
-        "requirements.txt",
-    }
-
-
-def test_the_image_has_the_mlflow_that_azure_ml_can_take() -> None:
-    lines = (request.IMAGE / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if "==" in line)
-    assert pins["azureml-mlflow"] == "1.62.0.post6"
-    assert tuple(map(int, pins["mlflow-skinny"].split("."))) <= (3, 15, 0)
-    assert tuple(map(int, pins["azure-storage-blob"].split("."))) <= (12, 27, 1)
-    wanted = (request.IMAGE / "requirements.txt").read_text().splitlines()
-    assert {name for name in wanted if name and name[0] != "#"} <= set(pins)
+    assert {*AzureMLLauncher.model_fields, "_target_"} == set(shipped())
+    assert rendered("everything") == rendered("everything"), "the same spec, the same request"
 
 
 MODE = {"path": "azureml:x:1", "mode": "eval_mount"}
@@ -328,48 +304,36 @@ def planned(*overrides: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_dry_run_writes_what_az_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folder by folder: the job with its code beside it, loaded as `az ml job create` loads it."""
+    """The job with its code beside it, loaded as `az ml job create` loads it. All of it is sent in
+    tests/cluster/test_azureml.py.
+    """
     azure = pytest.importorskip("azure.ai.ml")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("ours = 1\n")
-    plan = planned(
-        "trainer.devices=1",
-        "dry_run=true",
-        "launcher.files=files",
-        "launcher.compute=gpu",
-        "launcher.tier=spot",
-        "launcher.env={NCCL_DEBUG: INFO}",
-        "+launcher.inputs.data=azureml://datastores/d/paths/x",
-    )
-    said = launch.render(plan)
-    folder = tmp_path / "files/resnet50_ddp/x"
+    settings = ("launcher.files=files", "launcher.compute=gpu", "launcher.tier=spot")
+    plan = planned("trainer.devices=1", "dry_run=true", *settings)
+    shown, folder = launch.render(plan), tmp_path / "files/resnet50_ddp/x"
     names = ["environment.yml", "compute.yml", "job.yml"]
-    assert re.findall(r"^file +(\S+)$", said, re.M) == [
+    assert re.findall(r"^file +(\S+)$", shown, re.M) == [
         str((folder / name).relative_to(tmp_path)) for name in names
     ]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, "bundle"])
+    assert {path.name for path in folder.iterdir()} == {*names, "bundle"}
     assert not (tmp_path / "outputs").exists()
-    shown = next(yaml.safe_load_all(said.partition("# The job.")[2].partition("\n")[2]))
     loaded = azure.load_job(folder / "job.yml")
     assert Path(loaded._base_path, loaded.code) == folder / "bundle"
-    job = loaded._to_job()
-    assert job.command == shown["command"]
-    assert job.environment_variables == shown["environment_variables"]
-    assert job.inputs["data"].path == shown["inputs"]["data"]["path"]
-    assert job.outputs["store"].path == shown["outputs"]["store"]["path"]
-    assert job.distribution.process_count_per_instance == 1
-    assert (job.compute, job.resources.instance_count) == ("gpu", 1)
     environment = azure.load_environment(folder / "environment.yml")
-    assert job.environment == f"{environment.name}:{environment.version}"
+    assert loaded._to_job().environment == f"{environment.name}:{environment.version}"
     assert azure.load_compute(folder / "compute.yml").tier == "low_priority"
     assert (folder / "bundle/code/project/mine.py").is_file()
-    assert (folder / "bundle/code/distdl/worker.py").is_file()
     config = (folder / "bundle/config.yaml").read_text()
     assert "resnet50" in config and str(tmp_path) not in config
     with pytest.raises(UserError, match="is there already"):
         launch.render(plan)
     with pytest.raises(UserError, match="is for a dry run"):
         launcher(files="files").reach(rendered("serverless"))
+
+
+ENTRY = "distdl.launchers.azureml.entry"
 
 
 @pytest.mark.parametrize("value", ["/a b/$HOME", 'https://x/?a=1&b=`id`;c="', "\\$(id)*~#", "-x"])
@@ -379,44 +343,50 @@ def test_what_azure_writes_over_a_reference_reaches_the_entry(
 ) -> None:
     """Azure replaces text, then a shell reads it."""
     job = rendered(case).job
-    command = re.sub(
-        r"\$\{\{.*?\}\}", lambda _: value, job.get("trial", job)["command"].removeprefix("python ")
-    )
-    program = "import sys; print(*sys.argv[1:], sep='\\n')"
-    given = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -c {shlex.quote(program)} {command}"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    ).stdout.splitlines()
-    if case == "sweep":
-        assert given == ["-m", ENTRY, f"members/{value}", f"{value}/{value}"]
-    else:
-        assert given[:6] == ["-m", ENTRY, ".", value, "--attempt", "1"]
-        assert given[6] == f"--input=imagenet={value}"
+    command = re.sub(r"\$\{\{.*?\}\}", lambda _: value, job.get("trial", job)["command"])
+    shell = ["sh", "-c", f"printf '%s\\n' {command.removeprefix('python ')}"]
+    done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path)
+    sweep = ["-m", ENTRY, f"members/{value}", f"{value}/{value}"]
+    one = ["-m", ENTRY, ".", value, "--attempt", "1", f"--input=imagenet={value}"]
+    assert done.stdout.splitlines()[:7] == (sweep if case == "sweep" else one)
 
 
-ENTRY = "distdl.launchers.azureml.entry"
+def test_devices_of_a_size() -> None:
+    assert AzureMLLauncher.devices({"vm_size": "Standard_ND96asr_v4"}) == (8, "gpu")
+    assert AzureMLLauncher.devices({"vm_size": "Standard_DS3_v2"}) == (1, "cpu")
+    assert AzureMLLauncher.devices({"vm_size": "Standard_X"}) is None
 
 
-def test_an_image_with_an_older_python_is_told_so_at_once() -> None:
-    """Every rank begins with `import distdl`, whatever started it."""
-    old = "import sys; sys.version_info = (3, 10, 12, 'final', 0); import distdl.worker"
-    done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert "distdl: needs Python 3.11 or newer" in line and "is 3.10.12" in line
+def test_names_of_secrets_are_what_a_key_vault_takes() -> None:
+    long = spec("an experiment/" + "x" * 200, forward_env=("HF_TOKEN", "A" * 200))
+    names = request.secret_names(long)
+    for name in names.values():
+        assert len(name) <= 127 and name.replace("-", "").isalnum()
+    assert names != request.secret_names(spec("an experiment/y", forward_env=("HF_TOKEN",)))
 
 
-def test_what_a_rank_starts_with_can_be_read_by_an_older_python() -> None:
-    for name in ("src/distdl/__init__.py", "launchers/mpi/rank.py", "launchers/__init__.py"):
-        ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
+# The image
 
 
-def test_the_one_cuda_of_the_image_is_torchs() -> None:
-    """And the pages name the same one."""
+def test_an_unchanged_image_keeps_its_version(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM x\n")
+    first = request.version_of(tmp_path)
+    assert request.version_of(tmp_path) == first
+    (tmp_path / "constraints.txt").write_text("a==1\n")
+    assert request.version_of(tmp_path) != first
+    names = {"Dockerfile", "constraints.txt", "requirements.txt"}
+    assert {p.name for p in request.IMAGE.iterdir()} == names
+
+
+def test_the_image_has_what_azure_ml_and_torch_can_take() -> None:
     lines = (request.IMAGE / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
+    assert pins["azureml-mlflow"] == "1.62.0.post6"
+    assert tuple(map(int, pins["mlflow-skinny"].split("."))) <= (3, 15, 0)
+    assert tuple(map(int, pins["azure-storage-blob"].split("."))) <= (12, 27, 1)
+    wanted = (request.IMAGE / "requirements.txt").read_text().splitlines()
+    assert {name for name in wanted if name and name[0] != "#"} <= set(pins)
+    # The one CUDA is that of torch's wheels, and the pages name the same one.
     cuda = ".".join(pins["cuda-toolkit"].split(".")[:2])
     wanted = [each for each in metadata.requires("torch") or () if each.startswith("cuda-toolkit[")]
     if metadata.version("torch").split("+")[0] == pins["torch"]:  # and none by a torch for the CPU
@@ -426,6 +396,17 @@ def test_the_one_cuda_of_the_image_is_torchs() -> None:
     assert "cuda" not in base and f"the CUDA they need, {cuda}:" in text
     page = (ROOT / "docs/launchers/azureml.md").read_text()
     assert set(re.findall(r"CUDA (\d+\.\d+)", page)) == {cuda}
+
+
+def test_an_image_with_an_older_python_is_reported_at_once() -> None:
+    """Every rank begins with `import distdl`, whatever started it."""
+    old = "import sys; sys.version_info = (3, 10, 12, 'final', 0); import distdl.worker"
+    done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "distdl: needs Python 3.11 or newer" in line and "is 3.10.12" in line
+    for name in ("src/distdl/__init__.py", "launchers/mpi/rank.py", "launchers/__init__.py"):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
 
 
 def test_every_variable_that_the_headers_name_is_read_somewhere() -> None:
@@ -440,22 +421,7 @@ def test_every_variable_that_the_headers_name_is_read_somewhere() -> None:
         assert not unread, f"{page.relative_to(ROOT)} names {unread}, which nothing reads"
 
 
-def test_devices_of_a_size() -> None:
-    assert AzureMLLauncher.devices({"vm_size": "Standard_ND96asr_v4"}) == (8, "gpu")
-    assert AzureMLLauncher.devices({"vm_size": "Standard_DS3_v2"}) == (1, "cpu")
-    assert AzureMLLauncher.devices({"vm_size": "Standard_X"}) is None
-
-
-def test_names_of_secrets_are_what_a_key_vault_takes() -> None:
-    names = request.secret_names(
-        spec("an experiment/" + "x" * 200, forward_env=("HF_TOKEN", "A" * 200))
-    )
-    for name in names.values():
-        assert len(name) <= 127 and name.replace("-", "").isalnum()
-    assert names != request.secret_names(spec("an experiment/y", forward_env=("HF_TOKEN",)))
-
-
-# Where the workspace is.
+# The workspace
 
 
 def test_the_workspace_comes_from_settings_variables_and_config_json(
@@ -465,72 +431,55 @@ def test_the_workspace_comes_from_settings_variables_and_config_json(
         monkeypatch.delenv(name)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="dry_run=true shows it") as refused:
         Workspace.find("sub", None, None)
-    assert [p.path for p in refused.value.problems] == [
-        "launcher.resource_group",
-        "launcher.workspace",
-    ]
-    assert "dry_run=true shows it" in str(refused.value)
+    paths = [problem.path for problem in refused.value.problems]
+    assert paths == ["launcher.resource_group", "launcher.workspace"]
     text = '{"subscription_id": "s", "resource_group": "g", "workspace_name": "w"}'
     (tmp_path / "config.json").write_text(text)
-    assert Workspace.find(None, None, None) == Workspace("s", "g", "w")
+    assert Workspace.find(None, None, None) == WORKSPACE
     monkeypatch.setenv("AZURE_RESOURCE_GROUP", "other")
     assert Workspace.find(None, None, "mine") == Workspace("s", "other", "mine")
-    for name in (
-        "AZURE_WORKSPACE_NAME",
-        "AZUREML_WORKSPACE_NAME",
-    ):
+    for name in ("AZURE_WORKSPACE_NAME", "AZUREML_WORKSPACE_NAME"):
         monkeypatch.setenv(name, name.lower())
         assert Workspace.find(None, None, None).name == name.lower()
 
 
+WORKSPACE = Workspace("s", "g", "w")
+
+
 def test_handles() -> None:
-    workspace = Workspace("s", "g", "w")
     for member in (None, "1a2b"):
-        handle = workspace.handle("job-1", member)
-        assert parse(handle) == (workspace, "job-1", member)
+        handle = WORKSPACE.handle("job-1", member)
+        assert parse(handle) == (WORKSPACE, "job-1", member)
         assert AzureMLLauncher().attach(handle).handle == handle
     for bad in ("slurm://12", "azureml://job-1", "azureml://subscriptions/s/jobs/j"):
         with pytest.raises(UserError, match="is no handle"):
             parse(bad)
 
 
-def test_addresses_of_a_store() -> None:
-    short = "azureml://datastores/results/paths/distdl/a/b"
-    long = "azureml://subscriptions/s/resourcegroups/g/workspaces/w/datastores/results/paths/distdl/a/b/"
-    for address in (short, long):
-        match = ADDRESS.fullmatch(address)
-        assert match is not None and match.groups() == ("results", "distdl/a/b")
+@pytest.mark.parametrize("before", ["", "subscriptions/s/resourcegroups/g/workspaces/w/"])
+def test_addresses_of_a_store(before: str) -> None:
+    match = ADDRESS.fullmatch(f"azureml://{before}datastores/results/paths/distdl/a/b/")
+    assert match is not None and match.groups() == ("results", "distdl/a/b")
 
 
-def test_the_clouds_have_their_own_addresses() -> None:
-    workspace = Workspace("s", "g", "w")
-    assert Connection(workspace, "AzureChinaCloud").scope == (
-        "https://management.chinacloudapi.cn/.default"
-    )
-    assert Connection(workspace, "AzureUSGovernment").page("j").startswith("https://ml.azure.us/")
-    assert Connection(workspace, None).vault("https://v.vault.azure.net/") == (
-        "https://v.vault.azure.net"
-    )
-    assert Connection(workspace, "AzureChinaCloud").vault("mine") == "https://mine.vault.azure.cn"
-
-
-def test_the_workspaces_own_key_vault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clouds_have_their_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    china, world = Connection(WORKSPACE, "AzureChinaCloud"), Connection(WORKSPACE, None)
+    assert china.scope == "https://management.chinacloudapi.cn/.default"
+    assert china.vault("mine") == "https://mine.vault.azure.cn"
+    assert Connection(WORKSPACE, "AzureUSGovernment").page("j").startswith("https://ml.azure.us/")
+    assert world.vault("https://v.vault.azure.net/") == "https://v.vault.azure.net"
     own = SimpleNamespace(key_vault="/subscriptions/s/providers/Microsoft.KeyVault/vaults/space-kv")
     client = SimpleNamespace(workspaces=SimpleNamespace(get=lambda name: own))
     monkeypatch.setattr(Connection, "client", client)
-    found = Connection(Workspace("s", "g", "w"), None).vault(None)
-    assert found == "https://space-kv.vault.azure.net"
+    assert world.vault(None) == "https://space-kv.vault.azure.net"
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "azure.core", None)
     with pytest.raises(UserError, match=r"pip install 'distdl\[azure\]'"), azure_errors():
         raise AssertionError
-
-
-# A cluster that exists.
 
 
 def cluster(**changes: Any) -> SimpleNamespace:
@@ -563,11 +512,11 @@ def test_an_existing_cluster_is_compared(capsys: pytest.CaptureFixture[str]) -> 
         submit.compare(cluster(type="kubernetes"), wanted, 2)
 
 
-# The log of a job.
+# The log of a job
 
 
 class History:
-    """What Azure says, look by look; files grow, and begin again."""
+    """What Azure answers, look by look; files grow, and begin again."""
 
     def __init__(self, *looks: dict[str, Any]) -> None:
         self.looks, self.last = list(looks), {}
@@ -584,139 +533,126 @@ class History:
         return None if start > len(content) else content[start:]
 
 
+ZERO, ONE = "user_logs/std_log_process_00.txt", "user_logs/std_log_process_01.txt"
+OUTAGE, CRASH = {"raises": "no route"}, {"error": {"message": "exit code 1"}}
+COMPLETED = "azureml: completed"
+FAILED = {"status": "Failed", ZERO: b"zero\n", ONE: b"Traceback\nValueError: x\n", "error": CRASH}
+FIRST = {"status": "Running", ZERO: b"first\nsecond\n"}
+QUEUED = "azureml: queued: waiting for nodes"
+LOGS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "lines come complete and once": (
+        [
+            {"status": "Queued"},
+            {"status": "Running", ZERO: b"one\ntw"},
+            {"status": "Running", ZERO: b"one\ntwo\r\n", ONE: b"of rank 1\n"},
+            {"status": "Completed", ZERO: b"one\ntwo\r\nend"},
+        ],
+        [QUEUED, "azureml: running", "one", "two", COMPLETED, "end"],
+    ),
+    "Azure starts the job again": (
+        [FIRST, {**FIRST, "status": "Queued"}, {"status": "Completed", ZERO: b"again\n"}],
+        ["azureml: running", "first", "second", QUEUED, COMPLETED, "again"],
+    ),
+    "a failed job shows every rank and Azure's error": (
+        [FAILED],
+        [
+            *("azureml: failed", "zero", "[rank 1] Traceback", "[rank 1] ValueError: x"),
+            "azureml: exit code 1",
+        ],
+    ),
+    "a network that is gone for a moment": (
+        [OUTAGE, {"status": "Completed", ZERO: b"one\n"}],
+        ["azureml: no answer, trying again: no route", COMPLETED, "one"],
+    ),
+}
+
+
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("distdl.launchers.azureml.azure_job.SHORTEST", 0.0)
     monkeypatch.setattr("distdl.launchers.azureml.azure_job.LONGEST", 0.0)
 
     def follow(*looks: dict[str, Any], follow: bool = True) -> list[str]:
-        job = AzureMLJob(Connection(Workspace("s", "g", "w"), None), "job-1")
+        job = AzureMLJob(Connection(WORKSPACE, None), "job-1")
         job._history = History(*looks)  # type: ignore[assignment]
         return list(job.logs(follow=follow))
 
     return follow
 
 
-ZERO, ONE = "user_logs/std_log_process_00.txt", "user_logs/std_log_process_01.txt"
+@pytest.mark.parametrize("case", LOGS)
+def test_logs(case: str, followed: Any) -> None:
+    looks, lines = LOGS[case]
+    assert followed(*looks) == lines
 
 
-def test_lines_come_whole_and_once(followed: Any) -> None:
-    assert followed(
-        {"status": "Queued"},
-        {"status": "Running", ZERO: b"one\ntw"},
-        {"status": "Running", ZERO: b"one\ntwo\r\n", ONE: b"of rank 1\n"},
-        {"status": "Completed", ZERO: b"one\ntwo\r\nend"},
-    ) == [
-        "azureml: queued: waiting for nodes",
-        "azureml: running",
-        "one",
-        "two",
-        "azureml: completed",
-        "end",
-    ]
-
-
-def test_a_job_that_azure_starts_again_is_read_from_its_beginning(followed: Any) -> None:
-    lines = followed(
-        {"status": "Running", ZERO: b"first\nsecond\n"},
-        {"status": "Queued", ZERO: b"first\nsecond\n"},
-        {"status": "Completed", ZERO: b"again\n"},
-    )
-    assert [line for line in lines if not line.startswith("azureml")] == [
-        "first",
-        "second",
-        "again",
-    ]
-
-
-def test_a_failed_job_shows_every_rank_and_what_azure_says(followed: Any) -> None:
-    lines = followed(
-        {
-            "status": "Failed",
-            ZERO: b"zero\n",
-            ONE: b"Traceback\nValueError: x\n",
-            "error": {"error": {"message": "exit code 1"}},
-        },
-        follow=False,
-    )
-    assert lines == ["zero", "[rank 1] Traceback", "[rank 1] ValueError: x", "azureml: exit code 1"]
-
-
-def test_a_network_that_is_gone_for_a_moment(followed: Any) -> None:
-    lines = followed({"raises": "no route"}, {"status": "Completed", ZERO: b"one\n"})
-    assert lines == ["azureml: no answer, trying again: no route", "azureml: completed", "one"]
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_network_that_is_gone_for_good(follow: bool, followed: Any) -> None:
     with pytest.raises(UserError, match="no route"):
-        followed({"raises": "no route"}, follow=False)
-    with pytest.raises(UserError, match="no route"):
-        followed({"raises": "no route"})
+        followed(OUTAGE, follow=follow)
 
 
 def test_a_job_that_stays_queued_says_why(followed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distdl.launchers.azureml.azure_job.QUEUED_LONG", -1)
-    client = SimpleNamespace(
-        jobs=SimpleNamespace(get=lambda name: SimpleNamespace(compute="/x/computes/gpu")),
-        compute=SimpleNamespace(
-            get=lambda name: cluster(provisioning_errors=None), list_nodes=lambda name: [1, 2]
-        ),
+    job = SimpleNamespace(compute="/x/computes/gpu")
+    computes = SimpleNamespace(
+        get=lambda name: cluster(provisioning_errors=None), list_nodes=lambda name: [1, 2]
     )
+    client = SimpleNamespace(jobs=SimpleNamespace(get=lambda name: job), compute=computes)
     monkeypatch.setattr(Connection, "client", client)
     lines = followed({"status": "Queued"}, {"status": "Queued"}, {"status": "Canceled"})
-    told_why = [line for line in lines if "still queued" in line]
-    assert len(told_why) == 1
-    assert "cluster gpu has 2 of at most 4 nodes" in told_why[0] and "quota" in told_why[0]
+    (reason,) = [line for line in lines if "still queued" in line]
+    assert "cluster gpu has 2 of at most 4 nodes" in reason and "quota" in reason
 
 
 def test_every_status_of_azure_has_a_state() -> None:
     models = pytest.importorskip("azure.ai.ml._restclient.arm_ml_service.models")
     assert {str(status.value) for status in models.JobStatus} <= set(STATES)
-    assert {state for state in STATES.values() if state.ended} == {
-        JobState.SUCCEEDED,
-        JobState.FAILED,
-        JobState.CANCELLED,
-    }
+    ended = {state for state in STATES.values() if state.ended}
+    assert ended == {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
 
 def test_logs_of_ranks() -> None:
-    files = {
-        "system_logs/lifecycler.log": "a",
-        "user_logs/std_log_process_10.txt": "b",
-        "user_logs/std_log_process_00.txt": "c",
-    }
-    assert run_history.by_rank(files) == {0: "c", 10: "b"}
+    names = ("system_logs/lifecycler.log", "user_logs/std_log_process_10.txt", ZERO)
+    assert list(run_history.by_rank({name: name for name in names}).items()) == [
+        (0, ZERO),
+        (10, "user_logs/std_log_process_10.txt"),
+    ]
     assert run_history.by_rank({"user_logs/std_log.txt": "d"}) == {0: "d"}
 
 
-# What a rank is started with.
+# What a rank is started with
 
 
-def test_entry_becomes_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that a job's command begins in, of a sweep."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "code")
-    monkeypatch.delenv("DISTDL_INPUT_IMAGENET", raising=False)
+    for name in ("PYTHONPATH", "DISTDL_INPUT_IMAGENET", "TOKEN"):
+        monkeypatch.setenv(name, "")
     (tmp_path / "code").mkdir()
     (tmp_path / "members/1a2b").mkdir(parents=True)
     (tmp_path / "members/1a2b/attempt").write_text("3\n")
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr("os.execv", lambda program, words: seen.update(words=words[1:]))
+    return tmp_path
+
+
+def test_entry_becomes_the_worker(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.extend(words[1:]))
     monkeypatch.setattr(entry, "secrets", lambda names, identity: dict.fromkeys(names, identity))
     words = ["members/1a2b", "/mnt/store/1a2b", "--input", "imagenet=/mnt/in"]
-    entry.main([*words, "--secret", "TOKEN=distdl-x-TOKEN", "--identity", "user"])
-    assert seen["words"] == [
-        "-m", "distdl.worker", "members/1a2b", "/mnt/store/1a2b", "--attempt", "3",
-    ]  # fmt: skip
-    import os
-
-    assert os.environ["DISTDL_INPUT_IMAGENET"] == "/mnt/in"
-    assert os.environ["PYTHONPATH"] == str(tmp_path / "code")
-    assert os.environ.pop("TOKEN") == "user"
-    assert (tmp_path / "members/1a2b/code").resolve() == tmp_path / "code"
+    for _ in range(2):  # also where another rank of the node was first
+        entry.main([*words, "--secret", "TOKEN=distdl-x-TOKEN", "--identity", "user"])
+    worker = ["-m", "distdl.worker", "members/1a2b", "/mnt/store/1a2b", "--attempt", "3"]
+    assert started == [*worker, *worker]
+    assert os.environ["DISTDL_INPUT_IMAGENET"] == "/mnt/in" and os.environ["TOKEN"] == "user"
+    assert os.environ["PYTHONPATH"] == str(node / "code")
+    assert (node / "members/1a2b/code").resolve() == node / "code"
 
 
 def test_entry_says_which_right_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "code")
     monkeypatch.setenv("DISTDL_KEY_VAULT", "https://v.vault.azure.net")
 
     def refuse(names: Any, identity: str) -> None:
@@ -726,5 +662,5 @@ def test_entry_says_which_right_is_missing(
     with pytest.raises(SystemExit) as ended:
         entry.main([".", "/mnt/store", "--attempt", "1", "--secret", "TOKEN=x"])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "Forbidden by policy" in said and "Key Vault Secrets User" in said
+    message = capsys.readouterr().err
+    assert "Forbidden by policy" in message and "Key Vault Secrets User" in message
