@@ -72,8 +72,8 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
     character to the last: `'x' is not {what}`."""
 
     def validate(value: Any) -> Any:
-        text = value if isinstance(value, str) and value.isprintable() else ""
-        if not re.fullmatch(pattern, text):
+        is_line = isinstance(value, str) and value.isprintable()
+        if not (is_line and re.fullmatch(pattern, value)):
             raise Refused(f"{value!r} is not {what}", remedy)
         return value
 
@@ -118,14 +118,16 @@ class LauncherSettings(BaseModel):
             context: The size of the run: `num_nodes`, `devices` (per node), `accelerator`.
         """
         given = {key: value for key, value in node.items() if key in cls.model_fields}
+        wrong: list[Problem] = []
         try:
             settings = cls(**given)
         except UserError as error:
             wrong = [replace(p, path=p.path.removeprefix("launcher.")) for p in error.problems]
-            yield from wrong
             keys = {problem.path.partition(".")[0] for problem in wrong}
             settings = cls(**{key: given[key] for key in given if key not in keys})
-        yield from settings.misfits(context)
+        reported = {problem.path for problem in wrong}
+        yield from wrong
+        yield from (p for p in settings.misfits(context) if p.path not in reported)
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         """What is wrong with settings that are right one by one: together, for the size of this

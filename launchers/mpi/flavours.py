@@ -41,7 +41,7 @@ class Start:
         ssh: A script that reaches a host, called as ssh is.
         variables: Names of the variables that every process gets, by inheritance.
         interface: The network interface, None for mpirun's own choice.
-        as_root: Whether root starts it, which Open MPI wants to be told.
+        as_root: Whether root starts it, for which Open MPI needs an option.
         extra: The user's own arguments.
     """
 
@@ -115,7 +115,7 @@ class Start:
 
 
 def environment(flavour: str) -> dict[str, str]:
-    """Variables by which a flavour is told what it takes no argument for."""
+    """Variables for what a flavour takes no argument for."""
     return {"I_MPI_PIN": "off"} if flavour == "intel" else {}
 
 
@@ -132,40 +132,29 @@ def find(mpirun: str) -> str:
 
 
 def ask(mpirun: str) -> str:
-    """The flavour of an mpirun, by its own words.
+    """The flavour of an mpirun, by what `mpirun --version` prints.
 
     Raises:
         UserError: It is not there, cannot be run, or is none of those that are known.
     """
+    command = [find(mpirun), "--version"]
     try:
-        done = subprocess.run(
-            [find(mpirun), "--version"], capture_output=True, text=True, timeout=30
-        )
-        said = done.stdout + done.stderr
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(Problem("launcher.mpirun", f"{mpirun} --version: {error}")) from None
-    flavour = recognise(said)
-    if flavour is None:
-        first = next(iter(said.strip().splitlines()), f"nothing (exit code {done.returncode})")
-        raise UserError(
-            Problem(
-                "launcher.mpirun",
-                f"{mpirun} --version says {first!r}, which is none of {', '.join(FLAVOURS)}",
-                "use one of these, or say which it resembles: launcher.flavour=mpich",
-            )
-        )
-    return flavour
-
-
-def recognise(said: str) -> str | None:
-    """The flavour by what `mpirun --version` printed, None if it is unknown."""
-    if "Intel(R) MPI" in said:
+    printed = done.stdout + done.stderr
+    if "Intel(R) MPI" in printed:
         return "intel"
-    if "HYDRA" in said:
+    if "HYDRA" in printed:
         return "mpich"
-    # "mpirun (Open MPI) 5.0.11"; Debian's 4 says "mpirun.openmpi (OpenRTE) 4.1.4".
-    version = re.search(r"\((?:Open ?MPI|OpenRTE)\) (\d+)\.", said)
-    return {"4": "openmpi4", "5": "openmpi5"}.get(version[1]) if version else None
+    # "mpirun (Open MPI) 5.0.11"; Debian's 4 prints "mpirun.openmpi (OpenRTE) 4.1.4".
+    version = re.search(r"\((?:Open ?MPI|OpenRTE)\) ([45])\.", printed)
+    if version is not None:
+        return f"openmpi{version[1]}"
+    first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
+    what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"
+    remedy = "use one of these, or write which it resembles: launcher.flavour=mpich"
+    raise UserError(Problem("launcher.mpirun", what, remedy))
 
 
 def program(mpirun: str, flavour: str) -> str:

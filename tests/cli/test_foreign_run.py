@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from distdl import compose, config
-from distdl.launchers.mpi.keeper import LOG
+from distdl.launchers.mpi.supervisor import LOG
 from tests.conftest import TINY, Said, filled
 
 CONTROLLER = "distdl.launchers.slurm.commands.run"

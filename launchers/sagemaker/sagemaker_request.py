@@ -6,20 +6,28 @@ https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distdl import walltime
 from distdl.job import JobSpec, variables
-from distdl.launchers.sagemaker.inputs import BUNDLE, parse, s3_channel
+from distdl.launchers.common import digest, slug
+from distdl.launchers.sagemaker.sagemaker_settings import (
+    BUNDLE,
+    FILE_SYSTEM,
+    LONGEST_WAIT,
+    Instance,
+    SageMakerSettings,
+    alike,
+    instances,
+    mode_of,
+)
 
 # Folders of a container that SageMaker fixes.
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
 INPUTS = "/opt/ml/input/data"
-STORE = "/opt/ml/checkpoints"  # kept equal to a place in S3, and filled from it at the start
+STORE = "/opt/ml/checkpoints"  # kept equal to a prefix in S3, and filled from it at the start
 UNPACKED = "/opt/ml/distdl"
 ARCHIVE = "bundle.tar.gz"
 
@@ -32,55 +40,6 @@ ENTRY = (
 SECRETS = "DISTDL_SECRETS"  # variable -> name of its secret, as JSON
 REGION = "AWS_DEFAULT_REGION"
 LONGEST_NAME = 63
-LONGEST_WAIT = 30 * 86400  # seconds a job may take with all its waiting
-
-
-@dataclass
-class Settings:
-    """The keys of `launcher.*`.
-
-    Args:
-        role: ARN of the role that the job acts as.
-        image: The container, in ECR.
-        instance_type: Of every host, e.g. ml.p4d.24xlarge.
-        bucket, prefix: Where in S3 code, checkpoints and logs of all runs go.
-        region, profile: Of AWS; None leaves it to AWS's own variables and files.
-        volume_gb: Disk of each host, in GB; sizes with NVMe disks ignore it.
-        walltime: Until the job is stopped; `distdl.walltime` says what it means.
-        spot: Spare capacity, which may be taken away; the run goes on when there is some again.
-        max_wait: What waiting and running may take together; None: twice the walltime.
-        keep_alive: Seconds that the hosts stay, and cost, for a next job.
-        retries: How often SageMaker starts it again after an error of its own.
-        subnets, security_groups: Of the VPC that the hosts are in.
-        encrypt_traffic: Between the hosts; slower.
-        kms_key: Encrypts disks and output.
-        tags: Further tags of the job.
-        env: Further variables for every rank, none of them secret.
-        inputs: Name -> URI, or {path, mode}; see `distdl.launchers.sagemaker.inputs`.
-        forward_env: Names of variables; their values go to AWS Secrets Manager.
-    """
-
-    role: str | None = None
-    image: str | None = None
-    instance_type: str | None = None
-    bucket: str | None = None
-    prefix: str = "distdl"
-    region: str | None = None
-    profile: str | None = None
-    volume_gb: int = 100
-    walltime: str | float = 24
-    spot: bool = False
-    max_wait: str | float | None = None
-    keep_alive: int = 0
-    retries: int = 0
-    subnets: list[str] | None = None
-    security_groups: list[str] | None = None
-    encrypt_traffic: bool = False
-    kms_key: str | None = None
-    tags: dict[str, str] | None = None
-    env: dict[str, str] | None = None
-    inputs: dict[str, Any] | None = None
-    forward_env: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,18 +53,17 @@ class SageMakerRequest:
     """
 
     spec: JobSpec
-    settings: Settings
+    settings: SageMakerSettings
     again: int = 0
 
     @property
     def name(self) -> str:
         """Of the job: the run, the attempt, and a hash that tells equal names of runs in other
         buckets apart. At most 63 letters, digits and single hyphens."""
-        whole = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
-        suffix = f"-{self.spec.attempt:03d}-{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
+        full = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
+        suffix = f"-{self.spec.attempt:03d}-{digest(full, 6)}"
         suffix += f"-{self.again}" if self.again else ""
-        plain = re.sub(r"[^A-Za-z0-9]+", "-", self.spec.name).strip("-")
-        return plain[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
+        return slug(self.spec.name)[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
 
     @property
     def key(self) -> str:
@@ -145,13 +103,11 @@ class SageMakerRequest:
             resources["VolumeKmsKeyId"] = output["KmsKeyId"] = s.kms_key
         if s.keep_alive:
             resources["KeepAlivePeriodInSeconds"] = s.keep_alive
-        run = walltime.seconds(s.walltime)
-        stopping = {"MaxRuntimeInSeconds": run}
+        stopping = {"MaxRuntimeInSeconds": s.walltime}
         if s.spot:
-            twice = min(2 * run, LONGEST_WAIT)
-            wait = twice if s.max_wait is None else walltime.seconds(s.max_wait)
-            stopping["MaxWaitTimeInSeconds"] = wait
-        bundle = s3_channel(BUNDLE, self.uri(self.bundle_key).rpartition("/")[0] + "/", "File")
+            stopping["MaxWaitTimeInSeconds"] = s.max_wait or min(2 * s.walltime, LONGEST_WAIT)
+        bundle = {"path": self.uri(self.bundle_key).rpartition("/")[0] + "/"}
+        channels = [channel(*each) for each in ({BUNDLE: bundle} | s.inputs).items()]
         body: dict[str, Any] = {
             "TrainingJobName": self.name,
             "AlgorithmSpecification": {
@@ -164,7 +120,7 @@ class SageMakerRequest:
                 ],
             },
             "RoleArn": s.role,
-            "InputDataConfig": [bundle, *(each.channel() for each in parse(s.inputs or {}))],
+            "InputDataConfig": channels,
             "OutputDataConfig": output,
             "CheckpointConfig": {"S3Uri": self.uri(self.store_key), "LocalPath": STORE},
             "ResourceConfig": resources,
@@ -173,12 +129,12 @@ class SageMakerRequest:
             "Environment": self.environment(region or s.region),
             "Tags": [
                 {"Key": key, "Value": str(value)}
-                for key, value in {"distdl:run": self.spec.name, **(s.tags or {})}.items()
+                for key, value in {"distdl:run": self.spec.name, **s.tags}.items()
             ],
         }
         if s.subnets:
-            groups = list(s.security_groups or ())
-            body["VpcConfig"] = {"Subnets": list(s.subnets), "SecurityGroupIds": groups}
+            vpc = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
+            body["VpcConfig"] = vpc
         if s.encrypt_traffic:
             body["EnableInterContainerTrafficEncryption"] = True
         if s.retries:
@@ -188,10 +144,10 @@ class SageMakerRequest:
     def environment(self, region: str | None) -> dict[str, str]:
         """The container's variables. Everybody who may describe the job can read them, so they
         name secrets and hold none."""
-        env = variables(self.settings.env or {}, self.spec.env)
+        env = variables(self.settings.env, self.spec.env)
         env["DISTDL_LAUNCHER"] = "sagemaker"
-        for each in parse(self.settings.inputs or {}):
-            env[f"DISTDL_INPUT_{each.name.upper()}"] = f"{INPUTS}/{each.name}"
+        for name in self.settings.inputs:
+            env[f"DISTDL_INPUT_{name.upper()}"] = f"{INPUTS}/{name}"
         if self.secrets:
             env[SECRETS] = json.dumps(self.secrets)
         if region:
@@ -211,34 +167,41 @@ class SageMakerRequest:
         body = yaml.safe_dump(self.body(), sort_keys=False, width=1000)
         return "\n".join([*lines, body.rstrip()])
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """What is allowed and probably not wanted."""
-        from distdl.launchers.sagemaker.instances import Instance, known
-
-        size = self.spec.resources
-        name = str(self.settings.instance_type)
-        instance = known().get(name, Instance(name))
-        notes = []
-        if size.accelerator == "gpu" and 0 < size.devices < instance.gpus:
-            notes.append(
-                f"{instance.name} has {instance.gpus} GPUs, and {size.devices} of them are used"
-                + (
-                    f": one host holds all {size.world_size} ranks"
-                    if size.num_nodes > 1 and size.world_size <= instance.gpus
-                    else ""
-                )
-            )
-        if size.accelerator == "cpu" and instance.gpus:
-            notes.append(f"{instance.name} has {instance.gpus} GPUs, and none of them is used")
-        if size.num_nodes > 1 and instance.gpus and not instance.efa:
-            bigger = [
-                f"{i.name} ({i.gpus} GPUs)"
-                for i in known().values()
-                if i.gpu == instance.gpu and i.gpus >= size.world_size
-            ]
-            hint = f"; one host would do: {bigger[0]}" if bigger else ""
-            notes.append(
-                f"{instance.name} has no EFA: {size.num_nodes} hosts share gradients over "
+        size, name = self.spec.resources, str(self.settings.instance_type)
+        instance = instances().get(name, Instance(name))
+        gpus, one_host = instance.gpus, size.num_nodes == 1
+        if size.accelerator == "cpu" and gpus:
+            yield f"{name} has {gpus} GPUs, and none of them is used"
+        elif 0 < size.devices < gpus:
+            fits = not one_host and size.world_size <= gpus
+            enough = f": one host holds all {size.world_size} ranks" if fits else ""
+            yield f"{name} has {gpus} GPUs, and {size.devices} of them are used{enough}"
+        if not one_host and gpus and not instance.efa:
+            larger = next((i for i in alike(instance) if i.gpus >= size.world_size), None)
+            hint = f"; one host would do: {larger.name} ({larger.gpus} GPUs)" if larger else ""
+            yield (
+                f"{name} has no EFA: {size.num_nodes} hosts share gradients over "
                 f"{instance.network} Gbit/s of Ethernet{hint}"
             )
-        return notes
+
+
+def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An input as an element of InputDataConfig."""
+    if disk := FILE_SYSTEM.fullmatch(str(entry["path"])):
+        source = {
+            "FileSystemId": disk[2],
+            "FileSystemAccessMode": mode_of(entry),
+            "FileSystemType": {"efs": "EFS", "fsx": "FSxLustre"}[disk[1]],
+            "DirectoryPath": disk[3] or "/",
+        }
+        return {"ChannelName": name, "DataSource": {"FileSystemDataSource": source}}
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": str(entry["path"]),
+        # Every host sees all of it: which rank reads what is for the data module to say.
+        "S3DataDistributionType": "FullyReplicated",
+    }
+    data = {"DataSource": {"S3DataSource": source}}
+    return {"ChannelName": name, **data, "InputMode": mode_of(entry)}

@@ -7,21 +7,21 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
-from distdl.launchers.mpi.keeper import LOG, RECORD
+from distdl.launchers.common import wait_until_ended
+from distdl.launchers.mpi.supervisor import LOG, RECORD
 from distdl.processes import is_alive
 
 INTERVAL = 0.2  # seconds between two looks
 
 
 class MpiJob:
-    """One attempt whose mpirun a keeper looks after; all that is known stands in its folder.
+    """One attempt whose mpirun has a supervisor; all that is known stands in its folder.
 
     Args:
         folder: The attempt's.
@@ -62,12 +62,12 @@ class MpiJob:
         return f"mpi://{self.record().get('host', '')}{self.folder}"
 
     def record(self) -> dict[str, Any]:
-        """What the keeper wrote; empty if there is nothing, or something else."""
+        """What the supervisor wrote; empty if there is nothing, or something else."""
         try:
-            found = json.loads((self.folder / RECORD).read_text())
+            record = json.loads((self.folder / RECORD).read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) and isinstance(found.get("host"), str) else {}
+        return record if isinstance(record, dict) and isinstance(record.get("host"), str) else {}
 
     def state(self) -> JobState:
         record = self.record()
@@ -81,17 +81,15 @@ class MpiJob:
             return JobState.UNKNOWN
         if "pid" not in record:
             return JobState.PENDING
-        if self._is_kept(record):
+        if self._is_supervised(record):
             return JobState.RUNNING
-        if self.record() != record:  # it wrote its word just now
+        if self.record() != record:  # its end was written just now
             return self.state()
-        self.killed = f"mpirun's keeper (pid {record['pid']} on {record['host']}) was killed"
+        self.killed = f"mpirun's supervisor (pid {record['pid']} on {record['host']}) was killed"
         return JobState.FAILED
 
     def wait(self) -> JobState:
-        while not (state := self.state()).ended:
-            time.sleep(INTERVAL)
-        return state
+        return wait_until_ended(self, INTERVAL)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.tailing import tail
@@ -110,11 +108,11 @@ class MpiJob:
         if record["host"] != socket.gethostname():
             what = f"mpirun runs on {record['host']}, and this is {socket.gethostname()}"
             raise UserError(Problem(self.handle, what, "cancel it there"))
-        if self._is_kept(record):
+        if self._is_supervised(record):
             os.kill(record["pid"], signal.SIGTERM)
 
-    def _is_kept(self, record: dict[str, Any]) -> bool:
-        """Whether the keeper lives: the very process, not a later one with its number."""
+    def _is_supervised(self, record: dict[str, Any]) -> bool:
+        """Whether the supervisor lives: the very process, not a later one with its number."""
         pid = record["pid"]
         if not isinstance(pid, int) or pid <= 1:  # 0 and below are groups of processes
             return False

@@ -1,4 +1,4 @@
-"""Hosts that end together: each says every second that it is there, and at last how it ended.
+"""A heartbeat between the hosts of a job: each sends a line every second, and at last how it ended.
 
 Ranks wait for each other in collective operations, up to half an hour. So a host must learn
 otherwise that another one has failed, or has vanished without a word. The primary host listens, the
@@ -13,8 +13,7 @@ import json
 import socket
 import threading
 import time
-
-from distdl.launchers.sagemaker.hosts import Hosts
+from collections.abc import Sequence
 
 PORT = 29400
 BEAT_SECONDS = 1.0
@@ -24,7 +23,7 @@ VANISHED = -1  # in place of an exit code
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class HostEnd:
     """How a host ended.
 
     Args:
@@ -38,32 +37,33 @@ class End:
     time: float = 0.0
 
 
-class Together:
-    """This host's word to the others, and theirs.
+class Heartbeat:
+    """This host's signs of life to the others, and theirs.
 
     Args:
-        hosts: Who takes part. Alone, there is nothing to do.
+        names: All hosts, the primary one first. Alone, there is nothing to do.
+        current: This host.
         port: Of the primary host.
     """
 
-    def __init__(self, hosts: Hosts, port: int = PORT) -> None:
-        self.hosts = hosts
+    def __init__(self, names: Sequence[str], current: str, port: int = PORT) -> None:
+        self.names, self.current, self.primary = names, current, names[0]
         self.port = port
-        self._ends: dict[str, End] = {}
+        self._ends: dict[str, HostEnd] = {}
         self._links: list[socket.socket] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
-        if len(hosts.names) > 1:
-            main = self._listen if hosts.number == 0 else self._connect
+        if len(names) > 1:
+            main = self._listen if current == self.primary else self._connect
             threading.Thread(target=main, daemon=True).start()
 
-    def ends(self) -> dict[str, End]:
+    def ends(self) -> dict[str, HostEnd]:
         """Hosts that have ended, by name."""
         with self._lock:
             return dict(self._ends)
 
-    def say_end(self, end: End) -> None:
-        """Tells the others how this host has ended."""
+    def report_end(self, end: HostEnd) -> None:
+        """Sends the others how this host has ended."""
         self._over.set()
         line = f"end {json.dumps(dataclasses.asdict(end))}\n".encode()
         with self._lock:
@@ -73,18 +73,18 @@ class Together:
                     link.shutdown(socket.SHUT_WR)
 
     def _listen(self) -> None:
-        with socket.create_server(("", self.port), backlog=len(self.hosts.names)) as server:
+        with socket.create_server(("", self.port), backlog=len(self.names)) as server:
             while True:
                 link, _ = server.accept()
                 threading.Thread(target=self._greet, args=(link,), daemon=True).start()
 
     def _greet(self, link: socket.socket) -> None:
-        """Who is it? Anybody else who may knock (a port scanner) is sent away."""
+        """Reads which host connects. Anybody else (a port scanner) is disconnected."""
         link.settimeout(PATIENCE_SECONDS)
         reader = link.makefile("r")
         with contextlib.suppress(OSError, ValueError):
             word, _, name = reader.readline().strip().partition(" ")
-            if word == "host" and name in self.hosts.names[1:]:
+            if word == "host" and name in self.names[1:]:
                 self._talk(link, name)
                 return
         link.close()
@@ -93,17 +93,15 @@ class Together:
         deadline = time.monotonic() + CONNECT_SECONDS
         while not self._over.is_set():
             try:
-                link = socket.create_connection((self.hosts.primary, self.port), PATIENCE_SECONDS)
+                link = socket.create_connection((self.primary, self.port), PATIENCE_SECONDS)
             except OSError:
                 if time.monotonic() > deadline:
-                    self._note(
-                        self.hosts.primary, End(VANISHED, f"{self.hosts.primary} never came")
-                    )
+                    self._note(self.primary, HostEnd(VANISHED, f"{self.primary} never came"))
                     return
                 time.sleep(BEAT_SECONDS)
                 continue
-            link.sendall(f"host {self.hosts.current}\n".encode())
-            self._talk(link, self.hosts.primary)
+            link.sendall(f"host {self.current}\n".encode())
+            self._talk(link, self.primary)
             return
 
     def _talk(self, link: socket.socket, name: str) -> None:
@@ -112,13 +110,13 @@ class Together:
         with self._lock:
             self._links.append(link)
         threading.Thread(target=self._beat, args=(link,), daemon=True).start()
-        end, rest = End(VANISHED, f"{name} vanished"), b""
+        end, rest = HostEnd(VANISHED, f"{name} vanished"), b""
         with contextlib.suppress(OSError, ValueError, TypeError):
             while new := link.recv(1024):
                 *lines, rest = (rest + new).split(b"\n")
                 for line in lines:
                     if line.startswith(b"end "):
-                        end = End(**json.loads(line.removeprefix(b"end ")))
+                        end = HostEnd(**json.loads(line.removeprefix(b"end ")))
         self._note(name, end)
 
     def _beat(self, link: socket.socket) -> None:
@@ -129,6 +127,6 @@ class Together:
                 except OSError:
                     return
 
-    def _note(self, name: str, end: End) -> None:
+    def _note(self, name: str, end: HostEnd) -> None:
         with self._lock:
             self._ends.setdefault(name, end)

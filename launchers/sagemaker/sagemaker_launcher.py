@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec
-from distdl.launchers.sagemaker import checks, instances
 from distdl.launchers.sagemaker.aws import Aws, explained
-from distdl.launchers.sagemaker.job import SageMakerJob
-from distdl.launchers.sagemaker.request import SageMakerRequest, Settings
+from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
+from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
+from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, instances
 
 SCHEME = "sagemaker://"
+LONGEST_VALUE = 512  # characters of a variable
 
 
-class SageMakerLauncher(Settings):
-    """Trains on instances that SageMaker starts for the job and takes away after it.
-
-    Args: those of `Settings`.
-    """
+class SageMakerLauncher(SageMakerSettings):
+    """Trains on instances that SageMaker starts for the job and takes away after it."""
 
     @functools.cached_property
     def aws(self) -> Aws:
@@ -30,27 +28,23 @@ class SageMakerLauncher(Settings):
 
     @functools.cached_property
     def _regions(self) -> dict[str, Aws]:
-        """Clients are slow to make: those of the jobs that were attached to, by region."""
+        """Clients are slow to create: those of the jobs that were attached to, by region."""
         return {}
-
-    @staticmethod
-    def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        return checks.check(node, context)
 
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
         """What one host of the type has; None for a type that is not in our file."""
-        instance = instances.known().get(str(node.get("instance_type")))
+        instance = instances().get(str(node.get("instance_type")))
         if instance is None:
             return None
         return (instance.gpus, "gpu") if instance.gpus else (1, "cpu")
 
     def request(self, spec: JobSpec) -> SageMakerRequest:
-        """Raises UserError where a variable is longer than SageMaker takes."""
         request = SageMakerRequest(spec, self)
         for name, value in request.environment(self.region).items():
-            if len(value) > 512:
-                raise UserError(Problem(name, f"{len(value)} characters; SageMaker takes 512"))
+            if len(value) > LONGEST_VALUE:
+                what = f"{len(value)} characters; SageMaker takes {LONGEST_VALUE}"
+                raise UserError(Problem(name, what))
         return request
 
     def reach(self, request: SageMakerRequest) -> None:
@@ -65,7 +59,7 @@ class SageMakerLauncher(Settings):
         region = self.aws.found_region()
         # A run that was removed here and starts anew has the name of the old one, which SageMaker
         # never gives again.
-        while SageMakerJob(request.name, self.aws).describe():
+        while SageMakerJob(request.name, self.aws).exists():
             request = dataclasses.replace(request, again=request.again + 1)
         uploads.upload(request, self.aws)
         with explained():
@@ -73,8 +67,8 @@ class SageMakerLauncher(Settings):
         return SageMakerJob(request.name, self.aws)
 
     def attach(self, handle: str) -> SageMakerJob:
-        found = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
-        if found is None:
+        match = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
+        if match is None:
             raise UserError(Problem(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>"))
-        aws = self._regions.setdefault(found[1], Aws(found[1], self.aws.profile))
-        return SageMakerJob(found[2], aws)
+        aws = self._regions.setdefault(match[1], Aws(match[1], self.aws.profile))
+        return SageMakerJob(match[2], aws)

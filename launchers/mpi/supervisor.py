@@ -1,7 +1,7 @@
-"""Looks after one mpirun in the background: `python keeper.py ATTEMPT_FOLDER`.
+"""Supervises one mpirun in the background: `python supervisor.py ATTEMPT_FOLDER`.
 
-It is what `jobs cancel` signals and what writes down how mpirun ended, in `mpirun.json` of the
-attempt. Run by its path; of distdl it needs what needs nothing else.
+It is what `jobs cancel` signals, and it records how mpirun ended, in `mpirun.json` of the attempt.
+Run by its path; of distdl it needs what needs nothing else.
 
 - SIGTERM: mpirun gets SIGUSR1, which all flavours hand on to the ranks and which asks them for a
   checkpoint. (SIGTERM itself: Open MPI kills the ranks after one second or less, and with its
@@ -10,7 +10,7 @@ attempt. Run by its path; of distdl it needs what needs nothing else.
 - A host whose connection is lost: the ssh script notes it. Open MPI then ends by itself, hydra
   (MPICH, Intel MPI) never does: mpirun is killed, and its proxies on the other hosts end with it.
 - A host from which this one is out of reach: hydra's proxy there would wait as long as TCP does.
-  Each rank's parent holds a connection to a port of the keeper, and ends its rank when nothing
+  Each rank's parent holds a connection to a port of the supervisor, and ends its rank when nothing
   answers there any more (see rank.py).
 - When mpirun is gone, whatever it left running on this machine goes too.
 """
@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,14 @@ OBITUARY = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
     r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
 )
-# Seconds: mpirun is given time to end by itself once a host is lost, or once it was told to.
+# Seconds: mpirun is given time to end by itself once a host is lost, or once it got a signal.
 LOST_SECONDS, TERM_SECONDS = 8.0, 10.0
 
 # What to do about mpirun next, and how long to wait before the step after.
 Steps = Iterator[tuple[signal.Signals | None, float]]
 
 
-class Keeper:
+class Supervisor:
     """One mpirun, from its start to the record of its end."""
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class Keeper:
     def run(self) -> None:
         libc = ctypes.CDLL(None) if sys.platform == "linux" else None
         if libc is not None:
-            libc.prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become ours
+            libc.prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this
 
         def die_with_me() -> None:
             if libc is not None:
@@ -116,19 +116,21 @@ class Keeper:
     def blame(self) -> None:
         """Records the rank that ended the job, unless it did so itself: it was killed, or its host
         vanished, or its store is on that host."""
-        found = self.obituary() or self.loss()
-        if found is None:
+        first = self.obituary() or self.loss()
+        if first is None:
             return
-        file = self.folder / "errors" / f"rank_{found['rank']}.json"
+        file = self.folder / "errors" / f"rank_{first['rank']}.json"
         others = [json.loads(other.read_text()) for other in file.parent.glob("rank_*.json")]
-        if file.exists() or (self.record["agent"] and any(map(is_of(found), others))):
+        # An agent ends as its first rank did: what that rank recorded is why.
+        same = [all(e.get(key) == first[key] for key in ("host", "exit_code")) for e in others]
+        if file.exists() or (self.record["agent"] and any(same)):
             return
         # What the others recorded before (a connection that broke) is its consequence.
-        found["time"] = min([time.time(), *(other["time"] - 0.001 for other in others)])
-        write_json(file, {**found, "traceback": ""})
+        first["time"] = min([time.time(), *(other["time"] - 0.001 for other in others)])
+        write_json(file, {**first, "traceback": ""})
 
     def obituary(self) -> dict[str, Any] | None:
-        """What the parent of the rank that ended first said (see rank.py)."""
+        """The line of the log by the parent of the rank that ended first (see rank.py)."""
         log = (self.folder / LOG).read_text(errors="replace")
         first = OBITUARY.search(log)
         if first is None:
@@ -176,12 +178,6 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=MOST_RANKS, dualstack_ipv6=both)
 
 
-def is_of(agent: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
-    """Whether what a rank recorded is why its agent ended: an agent ends as its first rank did."""
-    keys = ("host", "exit_code")
-    return lambda error: all(error.get(key) == agent[key] for key in keys)
-
-
 def after_cancel(grace_seconds: float) -> Steps:
     yield signal.SIGUSR1, grace_seconds
     yield signal.SIGTERM, TERM_SECONDS
@@ -221,4 +217,4 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    Keeper(Path(sys.argv[1])).run()
+    Supervisor(Path(sys.argv[1])).run()
