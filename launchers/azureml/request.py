@@ -87,23 +87,16 @@ class AzureMLRequest:
 
 def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
     """The job of one attempt."""
-    attempt = [".", "${{outputs.store}}", "--attempt", str(spec.attempt)]
+    arguments = [".", "${{outputs.store}}", "--attempt", str(spec.attempt)]
     return tidy(
         {
             "$schema": f"{SCHEMAS}/commandJob.schema.json",
             "type": "command",
             **titles(settings, spec.name),
-            "command": f"{ENTRY} {shlex.join([*attempt, *sources(settings, spec)])}",
-            "code": spec.bundle,
-            "environment": environment_name(settings),
-            "environment_variables": variables(settings, spec),
-            **data_and_compute(settings, spec.name),
-            "distribution": distribution(settings, spec),
-            "resources": resources(settings, spec),
-            "queue_settings": queue(settings),
+            **process(settings, spec, arguments, spec.bundle),
+            **surroundings(settings, spec.name),
             "services": {k: v.model_dump(exclude_none=True) for k, v in settings.services.items()},
             "limits": tidy({"timeout": settings.walltime}),
-            "identity": identity(settings),
         }
     )
 
@@ -123,18 +116,8 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
             "$schema": f"{SCHEMAS}/sweepJob.schema.json",
             "type": "sweep",
             **titles(settings, common),
-            "trial": tidy(
-                {
-                    "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, first)])}",
-                    "code": MEMBERS,
-                    "environment": environment_name(settings),
-                    "environment_variables": variables(settings, first),
-                    "distribution": distribution(settings, first),
-                    "resources": resources(settings, first),
-                }
-            ),
-            **data_and_compute(settings, common),
-            "queue_settings": queue(settings),
+            "trial": process(settings, first, arguments, MEMBERS),
+            **surroundings(settings, common),
             "sampling_algorithm": "grid",
             "search_space": {"member": {"type": "choice", "values": names}},
             "objective": {"goal": sweep.goal, "primary_metric": sweep.metric},
@@ -145,9 +128,43 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
                     "trial_timeout": settings.walltime,
                 }
             ),
-            "identity": identity(settings),
         }
     )
+
+
+def process(
+    settings: AzureSettings, spec: JobSpec, arguments: list[str], code: str
+) -> dict[str, Any]:
+    """What runs: the command with its code, in which environment, on how many nodes."""
+    resources = {
+        "instance_count": spec.resources.num_nodes,
+        "instance_type": None if settings.compute else settings.vm_size,
+        "shm_size": settings.shm_size,
+        "docker_args": settings.docker_args,
+    }
+    devices, own = spec.resources.devices, environment(settings)
+    name = f"azureml:{own['name']}:{own['version']}" if own else settings.environment
+    return {
+        "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, spec)])}",
+        "code": code,
+        "environment": name or {"image": settings.image},
+        "environment_variables": variables(settings, spec),
+        "distribution": {"type": settings.distribution, "process_count_per_instance": devices},
+        "resources": tidy(resources),
+    }
+
+
+def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
+    """Data, store, cluster and identity."""
+    identities = {"managed": "managed", "user": "user_identity"}
+    tier = "spot" if settings.spot else "standard"
+    return {
+        "inputs": {name: data.model_dump() for name, data in settings.inputs.items()},
+        "outputs": {"store": output(settings, run)},
+        "compute": settings.compute and f"azureml:{settings.compute}",
+        "queue_settings": None if settings.compute else {"job_tier": tier},  # of serverless only
+        "identity": settings.identity and {"type": identities[settings.identity]},
+    }
 
 
 def member_of(spec: JobSpec) -> str:
@@ -199,50 +216,10 @@ def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
     return as_variables(values, spec.env, settings.env)
 
 
-def data_and_compute(settings: AzureSettings, run: str) -> dict[str, Any]:
-    return {
-        "inputs": {name: data.model_dump() for name, data in settings.inputs.items()},
-        "outputs": {"store": output(settings, run)},
-        "compute": settings.compute and f"azureml:{settings.compute}",
-    }
-
-
 def output(settings: AzureSettings, run: str) -> dict[str, Any]:
     """A path of the run's own: Azure's default one changes with each job, so none could resume."""
     path = f"azureml://datastores/{settings.datastore}/paths/distdl/{run}"
     return {"type": "uri_folder", "path": path, "mode": "rw_mount"}
-
-
-def distribution(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
-    devices = spec.resources.devices
-    return {"type": settings.distribution, "process_count_per_instance": devices}
-
-
-def resources(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
-    return tidy(
-        {
-            "instance_count": spec.resources.num_nodes,
-            "instance_type": None if settings.compute else settings.vm_size,
-            "shm_size": settings.shm_size,
-            "docker_args": settings.docker_args,
-        }
-    )
-
-
-def queue(settings: AzureSettings) -> dict[str, Any] | None:
-    """Of serverless compute only."""
-    return None if settings.compute else {"job_tier": "spot" if settings.spot else "standard"}
-
-
-def identity(settings: AzureSettings) -> dict[str, str] | None:
-    types = {"managed": "managed", "user": "user_identity"}
-    return {"type": types[settings.identity]} if settings.identity else None
-
-
-def environment_name(settings: AzureSettings) -> str | dict[str, Any]:
-    if own := environment(settings):
-        return f"azureml:{own['name']}:{own['version']}"
-    return settings.environment or {"image": settings.image}
 
 
 def environment(settings: AzureSettings) -> dict[str, Any] | None:
