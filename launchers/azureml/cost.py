@@ -119,14 +119,10 @@ class _SizedJob:
             yield "tier", f"dedicated: never taken away; {less}"
 
     def advice(self) -> Iterator[CostAdvice]:
-        yield from self._retired()
-        yield from self._unused()
-        yield from self._sweep()
-        yield from self._scale_up()
-        yield from self._infiniband()
-        yield from self._blob()
-        yield from self._registry()
-        yield from self._idle()
+        for part in (self._retired, self._unused, self._sweep, self._scale_up):
+            yield from part()
+        for part in (self._infiniband, self._blob, self._registry, self._idle):
+            yield from part()
 
     def _replacements(self) -> list[VmSize]:
         """Sizes of today that are as good."""

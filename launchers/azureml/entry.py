@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def share_code(bundle: Path, code: Path) -> None:
     """The members of a sweep have one copy of the code; a bundle has its own."""
-    with suppress(FileExistsError):  # it has its own, or another rank of this node was faster
-        (bundle / "code").symlink_to(code)
+    if not (bundle / "code").exists():
+        with suppress(FileExistsError):  # another rank of this node was faster
+            (bundle / "code").symlink_to(code)
 
 
 def secrets(names: dict[str, str], identity: str) -> dict[str, str]:

@@ -46,11 +46,7 @@ ENVIRONMENT = matching(
     "the name of an environment",
     "azureml:NAME@latest, azureml:NAME:VERSION or azureml://registries/.../environments/...",
 )
-DATASTORE = matching(
-    r"[A-Za-z0-9_]+",
-    "the name of a datastore",
-    "letters, digits and _; the path is distdl's own",
-)
+DATASTORE = matching("[A-Za-z0-9_]+", "the name of a datastore", "letters, digits and _")
 KEY_VAULT = matching(
     r"[A-Za-z][\w-]{1,22}|https://[^/]+/?",
     "a Key Vault's name or https address",
@@ -62,6 +58,17 @@ ARM_ID = matching(
 INPUT_NAME = matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
+
+
+def _vm_size(name: Any) -> Any:
+    """A size that is not in the table may exist all the same, see `AzureMLLauncher.notes`."""
+    if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
+        what = f"{name!r} is no name of a VM size" if name else "missing"
+        raise Refused(what, vm_sizes.suggest(str(name or "")))
+    return name
+
+
+VmSizeName = Annotated[str, BeforeValidator(_vm_size)]
 # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#available-mount-settings
 MOUNT = (
     *("attribute_cache_ttl", "block_based_cache_enabled", "block_file_cache_enabled"),
@@ -131,14 +138,6 @@ class SweepJob(BaseModel, extra="forbid", strict=True):
     goal: Literal["maximize", "minimize"] = "maximize"
 
 
-def _vm_size(name: Any) -> Any:
-    """A size that is not in the table may exist all the same, see `AzureMLLauncher.notes`."""
-    if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
-        what = f"{name!r} is no name of a VM size" if name else "missing"
-        raise Refused(what, vm_sizes.suggest(str(name or "")))
-    return name
-
-
 def _mapping(value: Any) -> Any:
     return {} if value is None else value
 
@@ -150,7 +149,7 @@ class AzureSettings(LauncherSettings):
     resource_group: str | None = None
     workspace: str | None = None
     cloud: str | None = None
-    vm_size: Annotated[str, BeforeValidator(_vm_size)] = "Standard_NC24ads_A100_v4"
+    vm_size: VmSizeName = "Standard_NC24ads_A100_v4"
     tier: Literal["dedicated", "spot", "low_priority"] = "dedicated"
     compute: Annotated[str, COMPUTE_NAME] | None = None
     create_compute: bool = True
@@ -193,12 +192,9 @@ class AzureSettings(LauncherSettings):
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         yield from self._gpus(context)
-        yield from self._nodes(context.get("num_nodes", 1))
-        yield from self._network()
-        yield from self._image()
-        yield from self._services()
-        yield from self._references()
-        yield from self._files()
+        yield from self._nodes(context)
+        for part in (self._network, self._image, self._services, self._references, self._files):
+            yield from part()
 
     def _gpus(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         vm, devices = vm_sizes.find(self.vm_size), context.get("devices", 1)
@@ -220,7 +216,8 @@ class AzureSettings(LauncherSettings):
                 "torch is built for CUDA 12",
             )
 
-    def _nodes(self, nodes: int) -> Iterator[Problem]:
+    def _nodes(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        nodes = context.get("num_nodes", 1)
         most = self.max_nodes or nodes
         if nodes > most:
             what = f"trainer.num_nodes={nodes}, and the cluster may have {most}: the job would "

@@ -8,18 +8,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError, ValidationInfo
 from pydantic import field_validator as checks
 
 from distdl.errors import Problem, UserError
-from distdl.launchers.common import Refused, matching, problems
+from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml.settings import VmSizeName
+from distdl.launchers.common import Count, Positive, Refused, matching, problems
 
 # learn.microsoft.com/azure/virtual-machines/setup-infiniband: the RDMA network's own addresses.
 RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")
@@ -37,12 +32,8 @@ def _address_range(text: str) -> str:
     return text
 
 
-def _vm_size(name: str) -> str:
-    from distdl.launchers.azureml import vm_sizes
-
+def _not_retired(name: str) -> str:
     size = vm_sizes.find(name)
-    if size is None and not vm_sizes.unknown(name):
-        raise Refused(f"{name!r} is no name of a VM size", vm_sizes.suggest(name))
     if size is not None and size.retired:
         what = f"Azure retired {size.name} on {size.retired}"
         raise Refused(what, "docs/azure_vm_sizes.md lists those of today")
@@ -60,7 +51,7 @@ Vnet = Annotated[str, _name(r"(?i)[a-z0-9][\w.-]{0,62}\w", "2 to 64 letters, dig
 Identity = Annotated[str, _name(r"(?i)[a-z0-9][\w-]{2,127}", "3 to 128 letters, digits, _ or -")]
 Guid = Annotated[str, _name(r"(?i)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "an id (a GUID)")]
 AddressRange = Annotated[str, AfterValidator(_address_range)]
-KnownVmSize = Annotated[str, AfterValidator(_vm_size)]
+UsableVmSize = Annotated[VmSizeName, AfterValidator(_not_retired)]
 Sku = Literal["Premium_LRS", "Premium_ZRS", "Standard_LRS", "Standard_ZRS", "Standard_GRS"]
 
 
@@ -110,11 +101,11 @@ class Storage(Section):
 
 class Compute(Section):
     name: Cluster
-    vm_size: KnownVmSize
+    vm_size: UsableVmSize
     tier: Literal["dedicated", "spot", "low_priority"] = "dedicated"
-    min_nodes: Annotated[int, Field(ge=0)] = 0
-    max_nodes: Annotated[int, Field(ge=1)] = 1
-    idle_seconds: Annotated[int, Field(ge=0)] = 300
+    min_nodes: Count = 0
+    max_nodes: Positive = 1
+    idle_seconds: Count = 300
 
     @checks("max_nodes")
     @classmethod
