@@ -263,6 +263,7 @@ def test_a_job_in_the_queue(azure: Azure, project: Path, trained: str, here: Com
     text = re.search(r"azureml://\S+", sent.out)[0]
     assert here("jobs", "wait", text, code=130).out == f"CANCELLED  {text}\n"
 
+    here("jobs", "fetch", "outputs/default/x")
     shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
     again = here("jobs", "resubmit", name, "follow=false")
     assert "sent the checkpoint epoch_002.ckpt" in again.err

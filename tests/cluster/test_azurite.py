@@ -103,6 +103,7 @@ def test_names_are_not_believed(
     assert not [*tmp_path.rglob("outside")] and not [*(tmp_path / "target").iterdir()]
     messages = capsys.readouterr().err
     assert [name for name in BAD if f"left out   {name!a}: " not in messages] == []
+    assert "'attempts'" not in messages, "how a mount marks a folder"
 
 
 class Identity:
