@@ -69,10 +69,10 @@ class Start:
 
     def _openmpi4(self) -> list[list[str]]:
         # Sequential mapping keeps the order; by slots, rank 0 would be where mpirun runs.
-        places = [host.name for host in self.hosts for _ in range(host.slots)]
+        slots = [host.name for host in self.hosts for _ in range(host.slots)]
         only = ("btl_tcp_if_include", "oob_tcp_if_include")
         return [
-            ["-np", self.count, "-H", ",".join(places), "--map-by", "seq", "--bind-to", "none"],
+            ["-np", self.count, "-H", ",".join(slots), "--map-by", "seq", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--mca", "plm", "rsh", "--mca", "plm_rsh_agent", self.ssh],
             # Every host from here, through our script, also when they are many; and each connection
@@ -84,10 +84,10 @@ class Start:
         ]
 
     def _openmpi5(self) -> list[list[str]]:
-        places = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        slots = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
         interface = self.interface
         return [
-            ["-np", self.count, "-H", places, "--map-by", "slot", "--bind-to", "none"],
+            ["-np", self.count, "-H", slots, "--map-by", "slot", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", self.ssh],
             ["--prtemca", "plm_ssh_no_tree_spawn", "1"],
@@ -97,14 +97,14 @@ class Start:
         ]
 
     def _mpich(self) -> list[list[str]]:
-        places = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
-        return [["-np", self.count, "-hosts", places, "-bind-to", "none"], *self._hydra()]
+        slots = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        return [["-np", self.count, "-hosts", slots, "-bind-to", "none"], *self._hydra()]
 
     def _intel(self) -> list[list[str]]:
         # Binding is switched off by a variable, I_MPI_PIN (see `environment`).
-        places = ",".join(host.name for host in self.hosts)
+        slots = ",".join(host.name for host in self.hosts)
         per_host = str(self.hosts[0].slots)
-        return [["-np", self.count, "-hosts", places, "-ppn", per_host], *self._hydra()]
+        return [["-np", self.count, "-hosts", slots, "-ppn", per_host], *self._hydra()]
 
     def _hydra(self) -> list[list[str]]:
         return [

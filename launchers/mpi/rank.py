@@ -26,7 +26,7 @@ from types import FrameType
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-READ_SECONDS = 3.0  # that hydra is given to read a rank's last lines
+READ_SECONDS = 3.0  # for hydra to read a rank's last lines
 # Seconds: the supervisor's host is taken for lost after 20 + 3 x 5; then the rank has time to end.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 END_SECONDS = 15.0

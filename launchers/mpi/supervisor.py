@@ -40,7 +40,7 @@ OBITUARY = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
     r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
 )
-# Seconds: mpirun is given time to end by itself once a host is lost, or once it got a signal.
+# Seconds: mpirun has to end by itself once a host is lost, or once it got a signal.
 LOST_SECONDS, TERM_SECONDS = 8.0, 10.0
 
 # What to do about mpirun next, and how long to wait before the step after.
@@ -140,7 +140,7 @@ class Supervisor:
         if by_signal:
             message = f"killed by {signal.Signals(number).name} on {first['host']}"
             if number == signal.SIGKILL:
-                message += " (out of memory? dmesg tells there)"
+                message += " (out of memory? see dmesg there)"
         if self.record["agent"]:
             message = f"a rank of this host, or their agent: {message}"
         return {
