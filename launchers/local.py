@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec, JobState
+from distdl.launchers.common import Count, LauncherSettings, wait_until_ended
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,14 @@ class LocalRequest:
         return f"# {count} processes under torch's elastic agent, each:\n{variables} {command}"
 
 
-@dataclass(frozen=True)
-class LocalLauncher:
-    """Runs a job here, in the foreground.
+class LocalLauncher(LauncherSettings):
+    """Runs a job here, in the foreground. Here every variable is inherited, also others than those
+    of `forward_env`; `max_attempts` is for the command line, which counts them."""
 
-    Args:
-        max_attempts: How often a failed or preempted run is started again; the command line counts.
-        forward_env: Variables a worker may need; here every variable is inherited anyway.
-        inputs: Where data sets lie that a recipe names as `${input:NAME}`.
-        grace_seconds: From a signal until the workers are killed.
-    """
+    foreground: ClassVar = True
 
-    foreground = True
-
-    max_attempts: int = 0
-    forward_env: list[str] | None = None
-    inputs: dict[str, Any] | None = None
-    grace_seconds: int = 30
+    max_attempts: Count = 0
+    grace_seconds: Count = 30
 
     def request(self, spec: JobSpec) -> LocalRequest:
         return LocalRequest(spec, self.grace_seconds)
@@ -95,9 +86,7 @@ class LocalJob:
     def wait(self) -> JobState:
         """Runs it; a job of another shell is waited for."""
         if self._request is None:
-            while not (state := self.state()).ended:
-                time.sleep(0.5)
-            return state
+            return wait_until_ended(self, 0.5)
         try:
             return self._here() if self._request.in_process else self._under_agent()
         except KeyboardInterrupt as interrupt:  # before anything of it listened
@@ -115,7 +104,7 @@ class LocalJob:
     def cancel(self) -> None:
         """As Ctrl-C in the shell it runs in would."""
         pid = self._attempt.status().get("pid")
-        # A file says it: 0 and what is below are whole groups of processes, and 1 is init.
+        # It comes from a file: 0 and what is below are groups of processes, and 1 is init.
         if isinstance(pid, int) and pid > 1 and self.state() is JobState.RUNNING:
             os.kill(pid, signal.SIGINT)
 

@@ -1,44 +1,45 @@
-"""The way to a workspace: which one, as whom, and what went wrong in one sentence."""
+"""The connection to a workspace: its names, who is signed in, Azure's errors in one sentence."""
 
 from __future__ import annotations
 
 import functools
 import io
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from distdl.errors import Problem, UserError
 
-# Per cloud: who signs in, the resource manager, Key Vault's domain, Azure ML's pages.
+
+class Cloud(NamedTuple):
+    """Host names of one of Azure's clouds."""
+
+    login: str  # who signs in
+    manager: str  # the resource manager
+    vaults: str  # Key Vault's domain
+    studio: str  # Azure ML's pages
+
+
 # https://learn.microsoft.com/azure/azure-government/compare-azure-government-global-azure
-CLOUDS = {
-    "AzureCloud": (
-        "login.microsoftonline.com",
-        "https://management.azure.com",
-        "vault.azure.net",
-        "https://ml.azure.com",
-    ),
-    "AzureUSGovernment": (
-        "login.microsoftonline.us",
-        "https://management.usgovcloudapi.net",
-        "vault.usgovcloudapi.net",
-        "https://ml.azure.us",
-    ),
-    "AzureChinaCloud": (
-        "login.chinacloudapi.cn",
-        "https://management.chinacloudapi.cn",
-        "vault.azure.cn",
-        "https://studio.ml.azure.cn",
-    ),
-}
+PUBLIC = Cloud(
+    "login.microsoftonline.com", "management.azure.com", "vault.azure.net", "ml.azure.com"
+)
+CHINA = Cloud(
+    "login.chinacloudapi.cn", "management.chinacloudapi.cn", "vault.azure.cn", "studio.ml.azure.cn"
+)
+US_GOVERNMENT = Cloud(
+    *("login.microsoftonline.us", "management.usgovcloudapi.net"),
+    *("vault.usgovcloudapi.net", "ml.azure.us"),
+)
+CLOUDS = {"AzureCloud": PUBLIC, "AzureUSGovernment": US_GOVERNMENT, "AzureChinaCloud": CHINA}
 # What names a workspace: a variable, and a key of config.json, which Azure's portal offers.
 NAMED_BY = {
     "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
@@ -46,7 +47,7 @@ NAMED_BY = {
     "workspace": ("AZUREML_WORKSPACE_NAME", "workspace_name"),
 }
 OLD_NAME = "AZURE_WORKSPACE_NAME"  # of the workspace's variable
-# Of names that become part of an address: what Azure allows in any of them, and no way out.
+# A name that becomes part of an address: what Azure allows in any of them, and no `..`.
 PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.()-]+"
 HANDLE = re.compile(
     rf"azureml://subscriptions/({PART})/resourceGroups/({PART})/workspaces/({PART})"
@@ -56,24 +57,23 @@ HANDLE = re.compile(
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a workspace is. Its name, the resource group's and the subscription's id.
+    """A workspace by the names that Azure has for it.
 
     Raises:
         UserError: One of them cannot be part of an address.
     """
 
-    subscription: str
+    subscription: str  # its id
     resource_group: str
     name: str
 
     def __post_init__(self) -> None:
-        given = (self.subscription, self.resource_group, self.name)
+        remedy = "letters, digits, _ . ( ) -"
+        names = zip(NAMED_BY, (self.subscription, self.resource_group, self.name), strict=True)
         problems = [
-            Problem(
-                f"launcher.{key}", f"{value!r} is no name in Azure", "letters, digits, _ . ( ) -"
-            )
-            for key, value in zip(NAMED_BY, given, strict=True)
-            if not re.fullmatch(PART, value)
+            Problem(f"launcher.{key}", f"{name!r} is no name in Azure", remedy)
+            for key, name in names
+            if not re.fullmatch(PART, name)
         ]
         if problems:
             raise UserError(*problems)
@@ -85,79 +85,76 @@ class Workspace:
         """The workspace as set; what is None comes from the environment, else from config.json.
 
         Raises:
-            UserError: Nothing says which one.
+            UserError: One of the three names is nowhere.
         """
-        file, given = config_file(), (subscription, resource_group, workspace)
-        here = from_environment()
+        exported, file = from_environment(), config_file()
+        names = zip(NAMED_BY, (subscription, resource_group, workspace), strict=True)
         found = {
-            key: value or here.get(key) or file.get(name)
-            for (key, (_, name)), value in zip(NAMED_BY.items(), given, strict=True)
+            key: name or exported.get(key) or file.get(NAMED_BY[key][1]) for key, name in names
         }
         problems = [
             Problem(
                 f"launcher.{key}",
-                "nothing says it, and the job cannot be sent (dry_run=true shows it)",
-                f"write launcher.{key}=..., export {NAMED_BY[key][0]}=..., or put the "
-                "workspace's config.json here (Azure's portal offers it for download)",
+                "missing, and the job cannot be sent (dry_run=true shows it)",
+                f"write launcher.{key}=..., export {NAMED_BY[key][0]}=..., or put the workspace's "
+                "config.json here (Azure's portal offers it for download)",
             )
-            for key, value in found.items()
-            if not value
+            for key, name in found.items()
+            if not name
         ]
         if problems:
             raise UserError(*problems)
         return cls(*map(str, found.values()))
 
     @property
+    def group(self) -> str:
+        return f"subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
+
+    @property
     def arm_id(self) -> str:
-        return (
-            f"/subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
-            f"/providers/Microsoft.MachineLearningServices/workspaces/{self.name}"
-        )
+        kind = "Microsoft.MachineLearningServices/workspaces"
+        return f"/{self.group}/providers/{kind}/{self.name}"
 
     def handle(self, job: str, member: str | None = None) -> str:
         """Names a job to a later shell."""
-        place = f"subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
-        text = f"azureml://{place}/workspaces/{self.name}/jobs/{job}"
+        text = f"azureml://{self.group}/workspaces/{self.name}/jobs/{job}"
         return f"{text}/members/{member}" if member else text
 
 
 def from_environment() -> dict[str, str]:
     """What variables say of a workspace: `subscription`, `resource_group`, `workspace`."""
-    found = {key: os.environ.get(name) for key, (name, _) in NAMED_BY.items()}
-    found["workspace"] = found["workspace"] or os.environ.get(OLD_NAME)
-    return {key: value for key, value in found.items() if value}
+    names = {key: os.environ.get(variable) for key, (variable, _) in NAMED_BY.items()}
+    names["workspace"] = names["workspace"] or os.environ.get(OLD_NAME)
+    return {key: name for key, name in names.items() if name}
+
+
+def config_file() -> dict[str, str]:
+    """The nearest config.json here or above, as the SDK looks for it; empty without one."""
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        for path in (folder / "config.json", folder / ".azureml" / "config.json"):
+            with suppress(OSError, ValueError):
+                content = json.loads(path.read_text())
+                if isinstance(content, dict) and "workspace_name" in content:
+                    return content
+    return {}
 
 
 def parse(handle: str) -> tuple[Workspace, str, str | None]:
     """Workspace, job and the sweep's member of a handle.
 
     Raises:
-        UserError: It is none of ours.
+        UserError: It is no handle of Azure ML's.
     """
-    found = HANDLE.fullmatch(handle)
-    if found is None:
+    match = HANDLE.fullmatch(handle)
+    if match is None:
         remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
         raise UserError(Problem(handle, "is no handle of a job on Azure ML", remedy))
-    subscription, group, name, job, member = found.groups()
+    subscription, group, name, job, member = match.groups()
     return Workspace(subscription, group, name), job, member
 
 
-def config_file() -> dict[str, str]:
-    """The nearest config.json here or above, as the SDK looks for it; empty without one."""
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        for path in (folder / "config.json", folder / ".azureml" / "config.json"):
-            try:
-                found = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            if isinstance(found, dict) and "workspace_name" in found:
-                return found
-    return {}
-
-
 class Connection:
-    """A workspace, as somebody. Nothing is sent or imported before it is used.
+    """A workspace, as whoever is signed in. Nothing is imported or sent before it is used.
 
     Args:
         workspace: Which one.
@@ -165,30 +162,20 @@ class Connection:
     """
 
     def __init__(self, workspace: Workspace, cloud: str | None) -> None:
-        self.workspace = workspace
-        self.cloud = cloud
+        self.workspace, self.cloud = workspace, cloud
+        self._hosts = CLOUDS.get(str(cloud), PUBLIC)
 
     @functools.cached_property
     def credential(self) -> Any:
-        """Whoever is signed in: variables, managed identity, `az login`, in that order."""
-        with told():
-            from azure.identity import DefaultAzureCredential
-
-        if self.cloud in CLOUDS:
-            return DefaultAzureCredential(authority=CLOUDS[str(self.cloud)][0])
-        return DefaultAzureCredential()
+        return sign_in(self.cloud)
 
     @functools.cached_property
     def client(self) -> Any:
         """The SDK's MLClient."""
-        with told():
-            import logging
-
+        with azure_errors():
             from azure.ai.ml import MLClient
 
-            # Its warnings are about itself ("this class is experimental").
-            for name in ("azure", "azure.ai.ml"):
-                logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger("azure.ai.ml").setLevel(logging.ERROR)
             options = {"cloud": self.cloud} if self.cloud else {}
             return MLClient(
                 self.credential,
@@ -204,20 +191,14 @@ class Connection:
     def scope(self) -> str:
         """What tokens for Azure ML's own services are asked for."""
         elsewhere = urlsplit(os.environ.get("ARM_CLOUD_METADATA_URL", ""))
-        if self.cloud in CLOUDS:
-            manager = CLOUDS[str(self.cloud)][1]
-        elif elsewhere.netloc:
-            manager = f"{elsewhere.scheme}://{elsewhere.netloc}"
-        else:
-            manager = CLOUDS["AzureCloud"][1]
-        return f"{manager}/.default"
+        if elsewhere.netloc and self.cloud not in CLOUDS:
+            return f"{elsewhere.scheme}://{elsewhere.netloc}/.default"
+        return f"https://{self._hosts.manager}/.default"
 
     def page(self, job: str) -> str:
         """The job in Azure ML's studio."""
-        site = CLOUDS.get(self.cloud or "AzureCloud", CLOUDS["AzureCloud"])[3]
-        place = f"/subscriptions/{self.workspace.subscription}"
-        place += f"/resourcegroups/{self.workspace.resource_group}/workspaces/{self.workspace.name}"
-        return f"{site}/runs/{job}?wsid={place}"
+        group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
+        return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
     def look(self) -> None:
         """Asks for the workspace, and for nothing else.
@@ -225,40 +206,73 @@ class Connection:
         Raises:
             UserError: There is none of this name, or nobody here may see it.
         """
-        with told():
+        with azure_errors():
             self.client.workspaces.get(self.workspace.name)
 
     def vault(self, key_vault: str | None) -> str:
         """The https address of a Key Vault; None means the workspace's own."""
         if key_vault and key_vault.startswith("https://"):
             return key_vault.rstrip("/")
-        with told():
-            own = key_vault or self.client.workspaces.get(self.workspace.name).key_vault
-        domain = CLOUDS.get(self.cloud or "AzureCloud", CLOUDS["AzureCloud"])[2]
-        return f"https://{str(own).rpartition('/')[2]}.{domain}"
+        with azure_errors():
+            name = key_vault or self.client.workspaces.get(self.workspace.name).key_vault
+        return f"https://{str(name).rpartition('/')[2]}.{self._hosts.vaults}"
+
+
+def sign_in(cloud: str | None = None) -> Any:
+    """A credential of whoever is signed in: variables, managed identity, `az login`, in that order.
+
+    Raises:
+        UserError: Azure's packages are not installed.
+    """
+    with azure_errors():
+        from azure.identity import DefaultAzureCredential
+    # It warns of each way that is not there; the error says it once.
+    logging.getLogger("azure").setLevel(logging.ERROR)
+    options = {"authority": CLOUDS[cloud].login} if cloud in CLOUDS else {}
+    return DefaultAzureCredential(**options)
+
+
+def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> Any:
+    """An azure.core.PipelineClient, which tries again where that may help.
+
+    Args:
+        credential: Whose token goes with each request; None: none does.
+        scope: What the token is for.
+        base_url: What addresses are relative to.
+    """
+    from azure.core import PipelineClient
+    from azure.core.pipeline import policies
+
+    # A poller asks for the first of them.
+    chain: list[Any] = [policies.RequestIdPolicy(), policies.UserAgentPolicy("distdl")]
+    chain.append(policies.RetryPolicy())
+    if credential is not None:
+        chain.append(policies.BearerTokenCredentialPolicy(credential, scope))
+    return PipelineClient(base_url, policies=chain)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """The SDK prints progress to stderr, and colour codes even where there is no terminal."""
-    if sys.stderr.isatty():
-        yield
-        return
-    with redirect_stderr(io.StringIO()):
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
-def told(where: str = "launcher") -> Iterator[None]:
+def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> Iterator[None]:
     """What Azure's packages raise, as something a person can act on.
 
+    Args:
+        path: Of the Problem.
+        remedies: Azure's code of an error -> what to do about it.
+
     Raises:
-        UserError: In place of theirs.
+        UserError: Instead of theirs, which is its cause.
     """
     try:
         from azure.core import exceptions as core
-    except ImportError:
-        raise no_extra() from None
+    except ImportError as error:
+        raise no_extra(error) from None
     try:
         yield
     except ImportError as error:
@@ -268,28 +282,31 @@ def told(where: str = "launcher") -> Iterator[None]:
             "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, or run "
             "where a managed identity is"
         )
-        what = f"Azure knows nobody here who may do this: {brief(error)}"
-        raise UserError(Problem(where, what, remedy)) from error
+        what = f"Azure knows nobody here who may do this: {brief(error.message)}"
+        raise UserError(Problem(path, what, remedy)) from error
     except core.HttpResponseError as error:
-        what = f"Azure refuses ({error.status_code}): {brief(error)}"
-        raise UserError(Problem(where, what)) from error
+        what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
+        raise UserError(Problem(path, what, remedies.get(code_of(error), ""))) from error
     except core.AzureError as error:
-        raise UserError(Problem(where, f"Azure is out of reach: {brief(error)}")) from error
+        raise UserError(Problem(path, f"Azure does not answer: {brief(error)}")) from error
     except Exception as error:
         # The SDK's own exceptions have no common base outside it, and importing it takes seconds.
         if type(error).__module__.startswith(("azure.", "marshmallow")):
-            raise UserError(Problem(where, f"Azure's SDK refuses: {brief(error)}")) from error
+            raise UserError(Problem(path, f"Azure's SDK refuses: {brief(error)}")) from error
         raise
 
 
-def no_extra(error: ImportError | None = None) -> UserError:
-    what = "Azure's packages are not installed"
-    if error is not None and error.name:
-        what += f" ({error.name})"
+def code_of(error: BaseException | None) -> str:
+    """Azure's word for an error, such as AuthorizationFailed; empty where there is none."""
+    return str(getattr(getattr(error, "error", None), "code", None) or "")
+
+
+def no_extra(error: ImportError) -> UserError:
+    what = f"Azure's packages are not installed ({error.name})"
     return UserError(Problem("launcher", what, "pip install 'distdl[azure]'"))
 
 
-def brief(error: BaseException) -> str:
+def brief(error: object) -> str:
     """The first lines of what may be pages, without what repeats."""
     from distdl.redact import redact
 

@@ -1,10 +1,10 @@
-"""What Azure ML starts for each rank: makes its place familiar, then becomes the worker.
+"""What Azure ML starts for each rank: prepares its environment, then becomes the worker.
 
     python -m distdl.launchers.azureml.entry BUNDLE STORE --attempt N
         --input imagenet=/mnt/... --secret HF_TOKEN=<name in the Key Vault> [--identity user]
 
-Only names of secrets stand in a job's definition. Their values are read here, as the identity that
-the job has, and live in this process's environment alone.
+A job's definition has the names of secrets only. Their values are read here, as the identity that
+the job has, and exist in this process's environment alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,14 +36,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     options = parser.parse_args(argv)
     code = Path("code").absolute()
     os.environ["PYTHONPATH"] = str(code)  # also for those who change the folder
-    for given in options.input:
-        name, _, path = given.partition("=")
+    for name, _, path in (given.partition("=") for given in options.input):
         os.environ[f"DISTDL_INPUT_{name.upper()}"] = path
     try:
-        wanted = dict(given.split("=", 1) for given in options.secret)
-        os.environ.update(secrets(wanted, options.identity))
+        names = dict(given.split("=", 1) for given in options.secret)
+        os.environ.update(secrets(names, options.identity))
     except Exception as error:
-        print(f"distdl: {why_not(error)}", file=sys.stderr, flush=True)
+        text, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
+        print(
+            f"distdl: the forwarded variables cannot be read from {vault}: {text}\n"
+            "    give the identity of the job (the cluster's managed identity, or you with "
+            "launcher.identity=user) the role Key Vault Secrets User",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(EXIT_REFUSED)
     share_code(options.bundle, code)
     attempt = options.attempt or (options.bundle / "attempt").read_text().strip()
@@ -53,12 +60,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def share_code(bundle: Path, code: Path) -> None:
     """The members of a sweep have one copy of the code; a bundle has its own."""
-    own = bundle / "code"
-    try:
-        if not own.exists():
-            own.symlink_to(code)
-    except FileExistsError:  # another rank of this node was faster
-        pass
+    if not (bundle / "code").exists():
+        with suppress(FileExistsError):  # another rank of this node was faster
+            (bundle / "code").symlink_to(code)
 
 
 def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
@@ -99,15 +103,6 @@ class OnBehalfOf:
             answer = json.load(response)
         expires = answer.get("expires_on") or time.time() + int(answer.get("expires_in", 3600))
         return AccessToken(answer["access_token"], int(expires))
-
-
-def why_not(error: Exception) -> str:
-    text, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
-    return (
-        f"the forwarded variables cannot be read from {vault}: {text}\n"
-        "    give the identity of the job (the cluster's managed identity, or you with "
-        "launcher.identity=user) the role Key Vault Secrets User"
-    )
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
 """What is sent to Azure ML, as YAML that `az ml` and `azure.ai.ml.load_*` read.
 
-A job is written down here and read back by the SDK at submission: what `dry_run` prints is what is
-sent. Schemas: https://learn.microsoft.com/azure/machine-learning/reference-yaml-job-command
+The SDK reads the very text that `dry_run` prints.
+Schemas: https://learn.microsoft.com/azure/machine-learning/reference-yaml-job-command
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from distdl import walltime
-from distdl.job import JobSpec
+from distdl.job import JobSpec, unprintable
 from distdl.job import variables as as_variables
-from distdl.launchers.azureml.needs import SCHEMAS, SPOT, environment_name, tidy, to_yaml
+from distdl.launchers.azureml.settings import AzureSettings
+from distdl.launchers.common import digest, slug
 
+SCHEMAS = "https://azuremlschemas.azureedge.net/latest"
+IMAGE = Path(__file__).parent / "image"
 ENTRY = "python -m distdl.launchers.azureml.entry"
 # Variables that are no DATASET_MOUNT_<KEY>.
 OTHER_MOUNT_VARIABLES = {
@@ -26,8 +30,6 @@ OTHER_MOUNT_VARIABLES = {
 }
 MEMBERS = "members"  # of a sweep: the folder of the snapshot that holds each one's frozen files
 
-Node = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class AzureMLRequest:
@@ -35,7 +37,7 @@ class AzureMLRequest:
 
     Args:
         specs: The attempt; several are the members of one sweep job.
-        job: The job, as in az ml's YAML. Its `code` is the bundle, or for a sweep a place that
+        job: The job, as in az ml's YAML. Its `code` is the bundle, or for a sweep a folder that
             `submit` fills.
         environment: The environment to register, None where the job names one that exists.
         compute: The cluster to create if it is absent, None for serverless.
@@ -83,74 +85,86 @@ class AzureMLRequest:
         return {f"{name}.yml": to_yaml(node) for name, node in documents.items() if node}
 
 
-def command_job(node: Node, spec: JobSpec) -> dict[str, Any]:
-    """The job of one attempt.
-
-    Args:
-        node: The launcher's settings.
-        spec: The attempt.
-    """
-    arguments = [".", "${{outputs.store}}", "--attempt", str(spec.attempt), *sources(node, spec)]
+def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
+    """The job of one attempt."""
+    arguments = [".", "${{outputs.store}}", "--attempt", str(spec.attempt)]
     return tidy(
         {
             "$schema": f"{SCHEMAS}/commandJob.schema.json",
             "type": "command",
-            **titles(node, spec.name, node["display_name"] or spec.name),
-            "command": f"{ENTRY} {shlex.join(arguments)}",
-            "code": spec.bundle,
-            "environment": environment_name(node),
-            "environment_variables": variables(node, spec),
-            "inputs": inputs(node),
-            "outputs": {"store": output(node, spec.name)},
-            **placement(node, spec),
-            "services": node["services"],
-            "limits": tidy({"timeout": limit(node["walltime"])}),
-            "identity": identity(node),
+            **titles(settings, spec.name),
+            **process(settings, spec, arguments, spec.bundle),
+            **surroundings(settings, spec.name),
+            "services": {k: v.model_dump(exclude_none=True) for k, v in settings.services.items()},
+            "limits": tidy({"timeout": settings.walltime}),
         }
     )
 
 
-def sweep_job(node: Node, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
+def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
     """One sweep job whose only parameter is the name of the member: its trials are the runs.
 
     The members keep their frozen configs: Azure's page lists them by name with their metrics, and
-    what each one is stands in its own run.
+    each run says what it is.
     """
-    first, settings = specs[0], node["sweep_job"]
+    first, sweep = specs[0], settings.sweep_job
     common, member = first.name.rpartition("/")[0], "${{search_space.member}}"
-    arguments = [f"{MEMBERS}/{member}", f"${{{{outputs.store}}}}/{member}", *sources(node, first)]
+    arguments = [f"{MEMBERS}/{member}", f"${{{{outputs.store}}}}/{member}"]
     names = [member_of(spec) for spec in specs]
-    trial = {
-        "command": f"{ENTRY} {shlex.join(arguments)}",
-        "code": MEMBERS,
-        "environment": environment_name(node),
-        "environment_variables": variables(node, first),
-    }
-    where = placement(node, first)
-    for key in ("distribution", "resources"):
-        trial[key] = where.pop(key, None)
     return tidy(
         {
             "$schema": f"{SCHEMAS}/sweepJob.schema.json",
             "type": "sweep",
-            **titles(node, common, node["display_name"] or common),
-            "trial": tidy(trial),
-            "inputs": inputs(node),
-            "outputs": {"store": output(node, common)},
-            **where,
+            **titles(settings, common),
+            "trial": process(settings, first, arguments, MEMBERS),
+            **surroundings(settings, common),
             "sampling_algorithm": "grid",
             "search_space": {"member": {"type": "choice", "values": names}},
-            "objective": {"goal": settings["goal"], "primary_metric": settings["metric"]},
+            "objective": {"goal": sweep.goal, "primary_metric": sweep.metric},
             "limits": tidy(
                 {
                     "max_total_trials": len(specs),
-                    "max_concurrent_trials": min(len(specs), settings["max_concurrent"]),
-                    "trial_timeout": limit(node["walltime"]),
+                    "max_concurrent_trials": min(len(specs), sweep.max_concurrent),
+                    "trial_timeout": settings.walltime,
                 }
             ),
-            "identity": identity(node),
         }
     )
+
+
+def process(
+    settings: AzureSettings, spec: JobSpec, arguments: list[str], code: str
+) -> dict[str, Any]:
+    """What runs: the command with its code, in which environment, on how many nodes."""
+    resources = {
+        "instance_count": spec.resources.num_nodes,
+        "instance_type": None if settings.compute else settings.vm_size,
+        "shm_size": settings.shm_size,
+        "docker_args": settings.docker_args,
+    }
+    devices, own = spec.resources.devices, environment(settings)
+    name = f"azureml:{own['name']}:{own['version']}" if own else settings.environment
+    return {
+        "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, spec)])}",
+        "code": code,
+        "environment": name or {"image": settings.image},
+        "environment_variables": variables(settings, spec),
+        "distribution": {"type": settings.distribution, "process_count_per_instance": devices},
+        "resources": tidy(resources),
+    }
+
+
+def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
+    """Data, store, cluster and identity."""
+    identities = {"managed": "managed", "user": "user_identity"}
+    tier = "spot" if settings.spot else "standard"
+    return {
+        "inputs": {name: data.model_dump() for name, data in settings.inputs.items()},
+        "outputs": {"store": output(settings, run)},
+        "compute": settings.compute and f"azureml:{settings.compute}",
+        "queue_settings": None if settings.compute else {"job_tier": tier},  # of serverless only
+        "identity": settings.identity and {"type": identities[settings.identity]},
+    }
 
 
 def member_of(spec: JobSpec) -> str:
@@ -158,91 +172,122 @@ def member_of(spec: JobSpec) -> str:
     return spec.name.rpartition("/")[2]
 
 
-def titles(node: Node, run: str, shown: str) -> dict[str, Any]:
-    """How people find it. Of an experiment's name Azure takes letters, digits, - and _ only."""
-    experiment = node["experiment_name"] or run.partition("/")[0]
+def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
+    """How people find it. Azure takes letters, digits, - and _ for an experiment's name."""
+    experiment = settings.experiment_name or run.partition("/")[0]
     return {
-        "display_name": shown,
+        "display_name": settings.display_name or run,
         "experiment_name": re.sub(r"[^A-Za-z0-9_-]+", "-", experiment),
-        "tags": {"distdl.run": run, **{key: str(value) for key, value in node["tags"].items()}},
+        "tags": {"distdl.run": run, **{key: str(value) for key, value in settings.tags.items()}},
     }
 
 
-def sources(node: Node, spec: JobSpec) -> list[str]:
-    """Arguments of the entry: where inputs are mounted, and under which names the secrets lie.
+def sources(settings: AzureSettings, spec: JobSpec) -> list[str]:
+    """Arguments of the entry: where inputs are mounted, and the names of secrets.
 
-    Azure writes an address over `${{...}}` before a shell reads the command: it is quoted by then,
-    and `checks` refuses an address with a quote.
+    Azure replaces `${{...}}` by an address before a shell reads the command: the address is inside
+    quotes by then, and the settings refuse one that has a quote.
     """
-    found = [f"--input={name}=${{{{inputs.{name}}}}}" for name in node["inputs"]]
-    found += [f"--secret={name}={secret}" for name, secret in secret_names(spec).items()]
-    return [*found, "--identity=user"] if node["identity"] == "user" else found
+    words = [f"--input={name}=${{{{inputs.{name}}}}}" for name in settings.inputs]
+    words += [f"--secret={name}={secret}" for name, secret in secret_names(spec).items()]
+    return [*words, "--identity=user"] if settings.identity == "user" else words
 
 
 def secret_names(spec: JobSpec) -> dict[str, str]:
     """Variable -> the name of its secret: letters, digits and hyphens, at most 127 of them.
 
-    Of all members of a sweep the names are those of the first.
+    All members of a sweep use the names of the first.
     Source: https://learn.microsoft.com/azure/key-vault/general/about-keys-secrets-certificates
     """
-    run = f"{slug(spec.name)[:60]}-{hashlib.sha256(spec.name.encode()).hexdigest()[:8]}"
+    run = f"{slug(spec.name)[:60]}-{digest(spec.name, 8)}"
     return {name: f"distdl-{run}-{slug(name)[:45]}" for name in spec.forward_env}
 
 
-def slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
-
-
-def variables(node: Node, spec: JobSpec) -> dict[str, str]:
-    """What every rank finds set. None of it is secret."""
-    found = {"DISTDL_LAUNCHER": "azureml", "PYTHONPATH": "code", "PYTHONUNBUFFERED": "1"}
+def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
+    """Variables of every rank, none of them secret."""
+    values = {"DISTDL_LAUNCHER": "azureml", "PYTHONPATH": "code", "PYTHONUNBUFFERED": "1"}
     if spec.resources.devices > 1:
-        found["OMP_NUM_THREADS"] = "1"  # as under launcher=local: the ranks share the cores
-    if node["tier"] in SPOT:
-        found["DISTDL_LINGER_SECONDS"] = str(node["linger_seconds"])
-    for key, value in tidy(node["mount"]).items():
+        values["OMP_NUM_THREADS"] = "1"  # as under launcher=local: the ranks share the cores
+    if settings.spot:
+        values["DISTDL_LINGER_SECONDS"] = str(settings.linger_seconds)
+    for key, value in tidy(settings.mount).items():
         name = OTHER_MOUNT_VARIABLES.get(key, f"DATASET_MOUNT_{key.upper()}")
-        found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return as_variables(found, spec.env, node["env"])
+        values[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return as_variables(values, spec.env, settings.env)
 
 
-def inputs(node: Node) -> dict[str, Any]:
-    def one(given: str | Node) -> dict[str, Any]:
-        given = {"path": given} if isinstance(given, str) else given
-        return {"type": "uri_folder", "mode": "ro_mount", **given}
-
-    return {name: one(given) for name, given in node["inputs"].items()}
-
-
-def output(node: Node, name: str) -> dict[str, Any]:
+def output(settings: AzureSettings, run: str) -> dict[str, Any]:
     """A path of the run's own: Azure's default one changes with each job, so none could resume."""
-    path = f"azureml://datastores/{node['datastore']}/paths/distdl/{name}"
+    path = f"azureml://datastores/{settings.datastore}/paths/distdl/{run}"
     return {"type": "uri_folder", "path": path, "mode": "rw_mount"}
 
 
-def placement(node: Node, spec: JobSpec) -> dict[str, Any]:
-    size = spec.resources
-    serverless = node["compute"] is None
-    resources = {
-        "instance_count": size.num_nodes,
-        "instance_type": node["vm_size"] if serverless else None,
-        "shm_size": node["shm_size"],
-        "docker_args": node["docker_args"],
-    }
-    tier = "spot" if node["tier"] in SPOT else "standard"
+def environment(settings: AzureSettings) -> dict[str, Any] | None:
+    """The environment to register: its version is a hash of what it is built from."""
+    if settings.environment or settings.image:
+        return None
+    folder = Path(settings.build_context or IMAGE).expanduser()
     return {
-        "compute": None if serverless else f"azureml:{node['compute']}",
-        "distribution": {"type": node["distribution"], "process_count_per_instance": size.devices},
-        "resources": tidy(resources),
-        "queue_settings": {"job_tier": tier} if serverless else None,
+        "$schema": f"{SCHEMAS}/environment.schema.json",
+        "name": "distdl",
+        "version": version_of(folder),
+        "build": {"path": str(folder), "dockerfile_path": "Dockerfile"},
     }
 
 
-def identity(node: Node) -> dict[str, str] | None:
-    types = {"managed": "managed", "user": "user_identity"}
-    return {"type": types[node["identity"]]} if node["identity"] else None
+def version_of(folder: Path) -> str:
+    """Changes with any file of a build context, and with nothing else."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = [
+        (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in files
+        if "__pycache__" not in path.parts
+    ]
+    return digest(json.dumps(digests), 12)
 
 
-def limit(given: str | float | None) -> int | None:
-    """A walltime in seconds; None: no end."""
-    return None if given is None else walltime.seconds(given)
+def compute(settings: AzureSettings, num_nodes: int) -> dict[str, Any] | None:
+    """The cluster as it would be created; None for serverless."""
+    if settings.compute is None:
+        return None
+    nodes_are: dict[str, Any] | None = None
+    if isinstance(settings.compute_identity, list):
+        ids = [{"resource_id": each} for each in settings.compute_identity]
+        nodes_are = {"type": "user_assigned", "user_assigned_identities": ids}
+    elif settings.compute_identity == "system":
+        nodes_are = {"type": "system_assigned"}
+    return tidy(
+        {
+            "$schema": f"{SCHEMAS}/amlCompute.schema.json",
+            "name": settings.compute,
+            "type": "amlcompute",
+            "size": settings.vm_size,
+            "tier": "low_priority" if settings.spot else "dedicated",
+            "min_instances": settings.min_nodes,
+            "max_instances": settings.max_nodes or num_nodes,
+            "idle_time_before_scale_down": settings.idle_seconds,
+            "network_settings": tidy({"vnet_name": settings.vnet, "subnet": settings.subnet}),
+            "enable_node_public_ip": settings.public_ip,
+            "ssh_public_access_enabled": False,
+            "identity": nodes_are,
+        }
+    )
+
+
+def to_yaml(value: Mapping[str, Any]) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Escapes what a line cannot show: PyYAML writes U+0085 so that it reads a blank."""
+
+    def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
+        style = '"' if unprintable(value) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True)
+
+
+def tidy(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys that are not set."""
+    return {k: v for k, v in node.items() if v is not None and v != {}}

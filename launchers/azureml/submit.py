@@ -1,4 +1,4 @@
-"""The side effects of a submission, one function each: what must be there is made, then the job."""
+"""The side effects of a submission, one function each: what is absent is created, then the job."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 
 from distdl.errors import Problem, UserError
 from distdl.job import JobSpec
-from distdl.launchers.azureml.client import Connection, brief, quiet, told
-from distdl.launchers.azureml.needs import to_yaml
-from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of, slug
-from distdl.launchers.azureml.store import Store
+from distdl.launchers.azureml import datastore
+from distdl.launchers.azureml.client import Connection, azure_errors, brief, quiet
+from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of, to_yaml
+from distdl.launchers.common import slug
 
 # What a cluster was made with, and what the launcher would make it with.
 COMPARED = {
-    "size": "launcher.vm_size",
     "tier": "launcher.tier",
     "min_instances": "launcher.min_nodes",
     "max_instances": "launcher.max_nodes",
@@ -31,6 +30,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def as_file(document: Mapping[str, Any]) -> io.StringIO:
+    """As the SDK's loaders read it."""
+    return io.StringIO(to_yaml(document))
+
+
 def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
     """Creates the cluster if it is absent. One that exists is compared, and never changed.
 
@@ -39,93 +43,87 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
     """
     wanted, num_nodes = request.compute, request.specs[0].resources.num_nodes
     assert wanted is not None
-    from azure.ai.ml import load_compute
-    from azure.core.exceptions import ResourceNotFoundError
-
     name = wanted["name"]
-    with told("launcher.compute"):
+    with azure_errors("launcher.compute"):
+        from azure.ai.ml import load_compute
+        from azure.core.exceptions import ResourceNotFoundError
+
+        computes = connection.client.compute
         try:
-            found = connection.client.compute.get(name)
+            return compare(computes.get(name), wanted, num_nodes)
         except ResourceNotFoundError:
-            found = None
-        if found is None and request.may_create:
-            created = load_compute(io.StringIO(to_yaml(wanted)))
-            connection.client.compute.begin_create_or_update(created).result()
-            least, most = wanted["min_instances"], wanted["max_instances"]
-            say(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
-            return
-    if found is None:
-        what = f"there is no cluster {name}, and launcher.create_compute=false"
-        raise UserError(Problem("launcher.compute", what))
-    compare(found, wanted, num_nodes)
+            if request.may_create:
+                computes.begin_create_or_update(load_compute(as_file(wanted))).result()
+                least, most = wanted["min_instances"], wanted["max_instances"]
+                return say(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
+    what = f"there is no cluster {name}, and launcher.create_compute=false"
+    raise UserError(Problem("launcher.compute", what))
 
 
-def compare(found: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
-    """Says how a cluster differs from what was asked for.
+def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
+    """Prints how a cluster differs from what was asked for.
 
     Raises:
         UserError: The job could never start on it.
     """
     name, problems = wanted["name"], []
-    if str(found.type).lower() != "amlcompute":
-        what = f"{name} is no AmlCompute cluster but a {found.type}"
+    if str(cluster.type).lower() != "amlcompute":
+        what = f"{name} is no AmlCompute cluster but a {cluster.type}"
         raise UserError(Problem("launcher.compute", what))
-    most = found.max_instances
+    most = cluster.max_instances
     if most is not None and num_nodes > most:
         what = f"cluster {name} has {most} nodes at most, and the job needs {num_nodes}"
         problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in the studio"))
-    if str(found.size).lower() != str(wanted["size"]).lower():
-        what = f"cluster {name} is of {found.size}, not of {wanted['size']}"
-        problems.append(Problem("launcher.vm_size", what, f"write launcher.vm_size={found.size}"))
+    if not same(cluster.size, wanted["size"]):
+        what = f"cluster {name} is of {cluster.size}, not of {wanted['size']}"
+        problems.append(Problem("launcher.vm_size", what, f"write launcher.vm_size={cluster.size}"))
     if problems:
         raise UserError(*problems)
-    for key, ours in COMPARED.items():
-        is_now = getattr(found, key, None)
-        if is_now is not None and same(is_now) != same(wanted[key]):
-            shown = int(is_now) if isinstance(is_now, float) else is_now
-            say(f"note: cluster {name} stays as it is: {ours} is {shown} there")
+    for key, setting in COMPARED.items():
+        value = getattr(cluster, key, None)
+        if value is not None and not same(value, wanted[key]):
+            shown = int(value) if isinstance(value, float) else value
+            say(f"note: cluster {name} stays as it is: {setting} is {shown} there")
 
 
-def same(value: Any) -> Any:
+def same(left: Any, right: Any) -> bool:
     """120.0 and 120, LowPriority and low_priority."""
-    if isinstance(value, str):
-        return value.lower().replace("_", "")
-    return int(value)
+    if isinstance(left, str):
+        left, right = (text.lower().replace("_", "") for text in (left, right))
+    return bool(left == right)
 
 
 def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> None:
-    """Registers an environment unless its very version is there: then nothing is built again."""
-    from azure.ai.ml import load_environment
-    from azure.core.exceptions import ResourceNotFoundError
-
+    """Registers an environment, unless this version exists: then nothing is built again."""
     name, version = wanted["name"], wanted["version"]
-    with told("launcher.environment"):
+    with azure_errors("launcher.environment"):
+        from azure.ai.ml import load_environment
+        from azure.core.exceptions import ResourceNotFoundError
+
         try:
             connection.client.environments.get(name, version)
         except ResourceNotFoundError:
-            environment = load_environment(io.StringIO(to_yaml(wanted)))
+            environment = load_environment(as_file(wanted))
             with quiet():
                 connection.client.environments.create_or_update(environment)
             say(f"registered the environment {name}:{version}; Azure builds its image once")
 
 
 def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
-    """Puts the values of forwarded variables into a Key Vault; those of an earlier attempt go.
+    """Puts the values of forwarded variables into a Key Vault, over those of an earlier attempt.
 
     Raises:
         UserError: The vault refuses.
     """
-    with told("launcher.forward_env"):
+    with azure_errors("launcher.forward_env"):
         from azure.keyvault.secrets import SecretClient
 
         client = SecretClient(vault, connection.credential)
-        for name, value in values.items():
-            try:
+        try:
+            for name, value in values.items():
                 client.set_secret(name, value, content_type="distdl: a forwarded variable of a run")
-            except ValueError as error:  # what answers there is no Key Vault
-                raise UserError(
-                    Problem("launcher.key_vault", f"{vault}: {brief(error)}")
-                ) from error
+        except ValueError as error:  # what answers there is no Key Vault
+            raise UserError(Problem("launcher.key_vault", f"{vault}: {brief(error)}")) from error
 
 
 def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None:
@@ -138,12 +136,12 @@ def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None
     if newest is None:
         return
     files = {f"checkpoints/{path.name}": path for path in (newest, manifest_of(newest))}
-    if Store(connection, address).send(files):
+    if datastore.send(connection, address, files):
         say(f"sent the checkpoint {newest.name}")
 
 
 def new_name(request: AzureMLRequest) -> str:
-    """Of a job: readable, and never used before, as Azure wants it."""
+    """A readable name for a job that no other has had, as Azure wants it."""
     run = request.job["tags"]["distdl.run"]
     return f"{slug(run)[:80]}-{request.specs[0].attempt:03d}-{secrets.token_hex(3)}"
 
@@ -154,10 +152,10 @@ def create_job(connection: Connection, job: Mapping[str, Any], name: str) -> Non
     Raises:
         UserError: Azure refuses it.
     """
-    with told():
+    with azure_errors():
         from azure.ai.ml import load_job
 
-        loaded = load_job(io.StringIO(to_yaml({**job, "name": name})))
+        loaded = load_job(as_file({**job, "name": name}))
         with quiet():
             connection.client.jobs.create_or_update(loaded)
 
@@ -174,7 +172,6 @@ def sweep_snapshot(request: AzureMLRequest, folder: Path) -> Path:
     shutil.copytree(Path(request.specs[0].bundle) / "code", folder / "code")
     for spec in request.specs:
         member = folder / MEMBERS / member_of(spec)
-        leave = shutil.ignore_patterns("code")
-        shutil.copytree(spec.bundle, member, ignore=leave)
+        shutil.copytree(spec.bundle, member, ignore=shutil.ignore_patterns("code"))
         (member / "attempt").write_text(f"{spec.attempt}\n")
     return folder

@@ -9,54 +9,33 @@ from dataclasses import dataclass
 # CUDA 13, with which torch's wheels of the image are built, knows nothing older than Turing.
 # https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
 TOO_OLD = ("K80", "P40", "P100", "V100")
-
-
+# Azure retired low-priority VMs on 2026-03-31, and gives spot VMs to those who ask for them: by the
+# second name, which its API keeps. https://github.com/MicrosoftDocs/azure-ai-docs/pull/806
+SPOT = ("spot", "low_priority")
 # https://learn.microsoft.com/azure/virtual-machines/vm-naming-conventions
 NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VmSize:
-    """One size.
+    """One size. Prices are in USD, East US, indicative; None where unknown."""
 
-    Args:
-        name: As Azure spells it.
-        series: The series and its GPU, for people.
-        gpus: GPUs of one VM; 0 for a size without.
-        gpu: Their model (`A100`), empty for a size without.
-        gpu_memory_gb: Memory of one GPU.
-        cores: vCPUs, which is what quotas count.
-        memory_gb: Memory of the VM.
-        infiniband_gbps: How fast the InfiniBand network is that NCCL can use, per VM; 0: none.
-        sr_iov: False where there is InfiniBand hardware that NCCL cannot use.
-        interconnect: Between the GPUs of one VM.
-        price_per_hour: Dedicated, USD, East US, indicative; None where unknown.
-        spot_price_per_hour: The same of a spot VM.
-        price_date: When the two were read.
-        quota_family: The name of the quota that its cores count against.
-        retired: Since when it cannot be used (YYYY-MM-DD), None for a size of today.
-        note: What else to know.
-    """
-
-    name: str
-    series: str
+    name: str  # as Azure spells it
+    series: str  # with its GPU, for people
     gpus: int = 0
-    gpu: str = ""
-    gpu_memory_gb: int = 0
-    cores: int
+    gpu: str = ""  # the model, such as A100
+    gpu_memory_gb: int = 0  # of one GPU
+    cores: int  # vCPUs, which is what quotas count
     memory_gb: int
-    infiniband_gbps: int = 0
-    sr_iov: bool = True
-    interconnect: str = ""
-    price_per_hour: float | None = None
+    infiniband_gbps: int = 0  # of the InfiniBand network that NCCL can use, per VM
+    sr_iov: bool = True  # False: there is InfiniBand hardware that NCCL cannot use
+    interconnect: str = ""  # between the GPUs of one VM
+    price_per_hour: float | None = None  # dedicated
     spot_price_per_hour: float | None = None
     price_date: str = ""
-    quota_family: str
-    retired: str | None = None
+    quota_family: str  # the name of the quota for its cores
+    retired: str | None = None  # the date (YYYY-MM-DD) since when it cannot be used
     note: str = ""
-
-    def __str__(self) -> str:
-        return self.name
 
     @property
     def infiniband(self) -> bool:
@@ -64,7 +43,7 @@ class VmSize:
         return bool(self.infiniband_gbps)
 
 
-# What the file calls shorter.
+# Names in the file that are shorter.
 SHORT = {"price": "price_per_hour", "spot": "spot_price_per_hour"}
 
 
@@ -76,12 +55,12 @@ def all() -> tuple[VmSize, ...]:
     import yaml
 
     text = files(__package__).joinpath("vm_sizes.yaml").read_text(encoding="utf-8")
-    found = []
+    sizes = []
     for series in yaml.safe_load(text)["series"]:
-        for name, own in series.pop("sizes").items():
-            facts = {SHORT.get(key, key): value for key, value in {**series, **own}.items()}
-            found.append(VmSize(name=name, **facts))
-    return tuple(found)
+        for name, facts in series.pop("sizes").items():
+            facts = {SHORT.get(key, key): value for key, value in {**series, **facts}.items()}
+            sizes.append(VmSize(name=name, **facts))
+    return tuple(sizes)
 
 
 def find(name: str) -> VmSize | None:
@@ -90,29 +69,24 @@ def find(name: str) -> VmSize | None:
 
 
 def unknown(name: str) -> str:
-    """Of a size that Azure may have and the table has not: what is not known; "" for any other."""
+    """A note about a size that Azure may have and the table has not; "" for any other name."""
     if not NAME.fullmatch(name) or find(name):
         return ""
-    near = nearest(name)
-    meant = f" (did you mean {near}?)" if near else ""
+    meant = f" ({near})" if (near := did_you_mean(name)) else ""
     return f"distdl does not know the VM size {name}{meant}: its GPUs and price cannot be checked"
 
 
-def nearest(name: str) -> str:
-    """The size that may have been meant; "" where none is close."""
+def did_you_mean(name: str) -> str:
+    """`did you mean Standard_NC24rs_v3?`; "" where none is close."""
     from distdl.suggest import closest
 
     short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
-    word = str(name).lower().removeprefix("standard_")
-    return short.get(word) or short.get(closest(word, short)) or ""
+    word = name.lower().removeprefix("standard_")
+    near = word if word in short else closest(word, short)
+    return f"did you mean {short[near]}?" if near else ""
 
 
 def suggest(name: str) -> str:
-    """What may have been meant by a name that `find` does not know.
-
-    Returns:
-        "did you mean Standard_NC24rs_v3?", or the names of today's sizes where none is close.
-    """
-    if near := nearest(name):
-        return f"did you mean {near}?"
-    return f"known sizes: {', '.join(size.name for size in all() if not size.retired)}"
+    """What may have been meant by a name that is not in the table, else the sizes of today."""
+    today = ", ".join(size.name for size in all() if not size.retired)
+    return did_you_mean(name) or f"known sizes: {today}"

@@ -1,10 +1,9 @@
 """Machines that are reached by ssh: one mpirun, one rank per device.
 
-`flavours` knows the four mpiruns, `hosts` the machines, `keeper` stays with mpirun in the
-background, `rank` with each rank, `job` is how a later shell finds them, and `launcher` puts them
-together.
+`flavours` knows the four mpiruns, `hosts` the machines; `supervisor` watches mpirun in the
+background, `rank` is each rank's parent, `mpi_job` is how a later shell finds them.
 """
 
-from distdl.launchers.mpi.launcher import MpiLauncher
+from distdl.launchers.mpi.mpi_launcher import MpiLauncher
 
 __all__ = ["MpiLauncher"]

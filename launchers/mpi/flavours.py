@@ -41,7 +41,7 @@ class Start:
         ssh: A script that reaches a host, called as ssh is.
         variables: Names of the variables that every process gets, by inheritance.
         interface: The network interface, None for mpirun's own choice.
-        as_root: Whether root starts it, which Open MPI wants to be told.
+        as_root: Whether root starts it, for which Open MPI needs an option.
         extra: The user's own arguments.
     """
 
@@ -69,10 +69,10 @@ class Start:
 
     def _openmpi4(self) -> list[list[str]]:
         # Sequential mapping keeps the order; by slots, rank 0 would be where mpirun runs.
-        places = [host.name for host in self.hosts for _ in range(host.slots)]
+        slots = [host.name for host in self.hosts for _ in range(host.slots)]
         only = ("btl_tcp_if_include", "oob_tcp_if_include")
         return [
-            ["-np", self.count, "-H", ",".join(places), "--map-by", "seq", "--bind-to", "none"],
+            ["-np", self.count, "-H", ",".join(slots), "--map-by", "seq", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--mca", "plm", "rsh", "--mca", "plm_rsh_agent", self.ssh],
             # Every host from here, through our script, also when they are many; and each connection
@@ -84,10 +84,10 @@ class Start:
         ]
 
     def _openmpi5(self) -> list[list[str]]:
-        places = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        slots = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
         interface = self.interface
         return [
-            ["-np", self.count, "-H", places, "--map-by", "slot", "--bind-to", "none"],
+            ["-np", self.count, "-H", slots, "--map-by", "slot", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", self.ssh],
             ["--prtemca", "plm_ssh_no_tree_spawn", "1"],
@@ -97,14 +97,14 @@ class Start:
         ]
 
     def _mpich(self) -> list[list[str]]:
-        places = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
-        return [["-np", self.count, "-hosts", places, "-bind-to", "none"], *self._hydra()]
+        slots = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        return [["-np", self.count, "-hosts", slots, "-bind-to", "none"], *self._hydra()]
 
     def _intel(self) -> list[list[str]]:
         # Binding is switched off by a variable, I_MPI_PIN (see `environment`).
-        places = ",".join(host.name for host in self.hosts)
+        slots = ",".join(host.name for host in self.hosts)
         per_host = str(self.hosts[0].slots)
-        return [["-np", self.count, "-hosts", places, "-ppn", per_host], *self._hydra()]
+        return [["-np", self.count, "-hosts", slots, "-ppn", per_host], *self._hydra()]
 
     def _hydra(self) -> list[list[str]]:
         return [
@@ -115,7 +115,7 @@ class Start:
 
 
 def environment(flavour: str) -> dict[str, str]:
-    """Variables by which a flavour is told what it takes no argument for."""
+    """Variables for what a flavour takes no argument for."""
     return {"I_MPI_PIN": "off"} if flavour == "intel" else {}
 
 
@@ -132,40 +132,29 @@ def find(mpirun: str) -> str:
 
 
 def ask(mpirun: str) -> str:
-    """The flavour of an mpirun, by its own words.
+    """The flavour of an mpirun, by what `mpirun --version` prints.
 
     Raises:
         UserError: It is not there, cannot be run, or is none of those that are known.
     """
+    command = [find(mpirun), "--version"]
     try:
-        done = subprocess.run(
-            [find(mpirun), "--version"], capture_output=True, text=True, timeout=30
-        )
-        said = done.stdout + done.stderr
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(Problem("launcher.mpirun", f"{mpirun} --version: {error}")) from None
-    flavour = recognise(said)
-    if flavour is None:
-        first = next(iter(said.strip().splitlines()), f"nothing (exit code {done.returncode})")
-        raise UserError(
-            Problem(
-                "launcher.mpirun",
-                f"{mpirun} --version says {first!r}, which is none of {', '.join(FLAVOURS)}",
-                "use one of these, or say which it resembles: launcher.flavour=mpich",
-            )
-        )
-    return flavour
-
-
-def recognise(said: str) -> str | None:
-    """The flavour by what `mpirun --version` printed, None if it is unknown."""
-    if "Intel(R) MPI" in said:
+    printed = done.stdout + done.stderr
+    if "Intel(R) MPI" in printed:
         return "intel"
-    if "HYDRA" in said:
+    if "HYDRA" in printed:
         return "mpich"
-    # "mpirun (Open MPI) 5.0.11"; Debian's 4 says "mpirun.openmpi (OpenRTE) 4.1.4".
-    version = re.search(r"\((?:Open ?MPI|OpenRTE)\) (\d+)\.", said)
-    return {"4": "openmpi4", "5": "openmpi5"}.get(version[1]) if version else None
+    # "mpirun (Open MPI) 5.0.11"; Debian's 4 prints "mpirun.openmpi (OpenRTE) 4.1.4".
+    version = re.search(r"\((?:Open ?MPI|OpenRTE)\) ([45])\.", printed)
+    if version is not None:
+        return f"openmpi{version[1]}"
+    first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
+    what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"
+    remedy = "use one of these, or write which it resembles: launcher.flavour=mpich"
+    raise UserError(Problem("launcher.mpirun", what, remedy))
 
 
 def program(mpirun: str, flavour: str) -> str:

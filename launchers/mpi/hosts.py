@@ -18,12 +18,12 @@ from distdl.launchers.mpi.flavours import LOCALHOST, Host
 # No password and no question, for nobody is there; and a host that vanishes is noticed after
 # 3 x 3 seconds. What the user's own ssh line says comes before and wins.
 OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+ENTRY = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([1-9]\d*))?")  # a host, and its slots
 AT_ONCE = 16  # ssh connections
 SECONDS = 30.0  # for a host to answer; copying takes as long as it takes
 
-# 255 is ssh's own failure, but also an exit code of hydra's proxies: the keeper looks at the note
-# only if mpirun does not end, or if no rank told how it ended.
+# 255 is ssh's own failure, but also an exit code of hydra's proxies: the supervisor looks at the
+# note only if mpirun does not end, or if no rank reported how it ended.
 SSH_SCRIPT = """\
 #!/bin/sh
 # How mpirun reaches a host; called as ssh is. Written by distdl.
@@ -42,18 +42,18 @@ def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
 
     Args:
         entries: `node1` or `node1:4`.
-        slots: For a host that says nothing.
+        slots: For a host without a number.
 
     Raises:
         UserError: An entry is no host.
     """
-    found: dict[str, int] = {}
+    hosts: dict[str, int] = {}
     for entry in entries:
-        name, _, number = str(entry).strip().partition(":")
-        if not NAME.fullmatch(name) or not (number == "" or re.fullmatch(r"[1-9]\d*", number)):
+        match = ENTRY.fullmatch(str(entry).strip())
+        if match is None:
             raise UserError(Problem("hosts", f"{entry!r} is no host", "write node1 or node1:4"))
-        found[name] = found.get(name, 0) + (int(number) if number else slots)
-    return tuple(Host(*pair) for pair in found.items())
+        hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or slots)
+    return tuple(Host(*pair) for pair in hosts.items())
 
 
 def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
@@ -61,7 +61,7 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
 
     Args:
         path: The file; `#` begins a comment.
-        slots: For a host that says nothing.
+        slots: For a host without a number.
 
     Raises:
         UserError: It cannot be read, or a line names no host.
@@ -73,30 +73,26 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
         raise UserError(Problem("hostfile", f"{path}: {error.strerror}", remedy)) from None
     entries, problems = [], []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        given = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
-        entry = [":".join([words[0], *given[:1]])] if words else []
-        odd = [word for word in words[1:] if not re.match(r"(max_?)?[-_]?slots=", word)]
-        try:
-            parse(entry, slots)
-            entries += entry
-        except UserError:
-            odd.append(line)
-        if odd:
+        name, *options = line.partition("#")[0].split() or [""]
+        counts = [word.removeprefix("slots=") for word in options if word.startswith("slots=")]
+        entry = ":".join([name, *counts[:1]])
+        known = all(re.match(r"(max_?)?[-_]?slots=", word) for word in options)
+        if known and ENTRY.fullmatch(entry):
+            entries.append(entry)
+        elif name:
             what = f"{path}, line {number}: {line.strip()!r} is no host"
             problems.append(Problem("hostfile", what, "node1 slots=4, or node1:4"))
+    if not entries and not problems:
+        problems = [Problem("hostfile", f"{path} names no host")]
     if problems:
         raise UserError(*problems)
-    found = parse(entries, slots)
-    if not found:
-        raise UserError(Problem("hostfile", f"{path} names no host"))
-    return found
+    return parse(entries, slots)
 
 
 def is_here(name: str) -> bool:
     """Whether a host's name means this machine: by name, or by an address that is ours."""
-    own = socket.gethostname()
-    if name in (LOCALHOST, own, own.partition(".")[0]):
+    this = socket.gethostname()
+    if name in (LOCALHOST, this, this.partition(".")[0]):
         return True
     try:
         addresses = {info[4] for info in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)}
@@ -144,7 +140,7 @@ class Reach:
             raise UserError(*problems)
 
     def problem(self, host: str) -> Problem | None:
-        """What keeps a host from taking part, after it was given what it can be given."""
+        """What keeps a host from taking part, after the bundle was copied to it if asked."""
         ask = f"command -v {shlex.quote(self.python)} >/dev/null || echo no python"
         if self.bundle:
             ask += f"; test -e {shlex.quote(f'{self.bundle}/config.yaml')} || echo no code"
@@ -152,22 +148,22 @@ class Reach:
             done = self.run(host, ask, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return Problem("launcher.hosts", f"{host} does not answer within {SECONDS:.0f} s")
-        said = done.stdout.splitlines()
+        lacks = done.stdout.splitlines()
         if done.returncode:
             why = done.stderr.strip() or f"exit code {done.returncode}"
             remedy = f"this must work without a password: {self.ssh} {host} true"
             return Problem("launcher.hosts", f"{host} cannot be reached: {why}", remedy)
-        if "no python" in said:
+        if "no python" in lacks:
             remedy = "install the same environment there, or write launcher.python=<path of it>"
             return Problem("launcher.python", f"{host} has no {self.python}", remedy)
-        if "no code" in said and not self.copy:
+        if "no code" in lacks and not self.copy:
             what = f"{host} does not see {self.bundle}: the hosts share no file system there"
             remedy = "choose another output_dir, or write launcher.copy_bundle=true"
             return Problem("launcher.copy_bundle", what, remedy)
-        return self.give(host) if "no code" in said else None
+        return self.give(host) if "no code" in lacks else None
 
     def give(self, host: str) -> Problem | None:
-        """Copies the bundle to the same path on a host. It is there as a whole or not at all."""
+        """Copies the bundle to the same path on a host. It is complete there, or absent."""
         target, part = shlex.quote(self.bundle), shlex.quote(f"{self.bundle}.part")
         unpack = f"mkdir -p {part} && tar -xf - -C {part} && mv {part} {target}"
         pack = ["tar", "-cf", "-", "-C", self.bundle, "."]

@@ -1,9 +1,9 @@
 """What mpirun starts: the parent of one rank, `python rank.py ERRORS COMMAND...`.
 
-It hands signals on, says in one line of the log how the rank ended if it ended badly, and ends in a
-way that ends the whole job on every MPI: hydra (MPICH, Intel MPI) lets the others run on after a
-plain exit, and Intel's also after a kill, unless it is told by PMI's own `abort`. Where ssh
-started it, it also ends the rank once the keeper's host is silent: hydra's proxy would wait.
+It hands signals on, logs one line on how the rank ended if it ended badly, and ends in a way that
+ends the job on every MPI: hydra (MPICH, Intel MPI) lets the others run on after a plain exit, and
+Intel's also after a kill, unless it gets PMI's own `abort`. Where ssh started it, it also ends the
+rank once the supervisor's host is silent: hydra's proxy would wait.
 Standard library only: it runs before anything is known to be importable.
 """
 
@@ -26,8 +26,8 @@ from types import FrameType
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-READ_SECONDS = 3.0  # that hydra is given to read what a rank said last
-# Seconds: the keeper's host has been silent after 20 + 3 x 5; then its rank is given time to end.
+READ_SECONDS = 3.0  # for hydra to read a rank's last lines
+# Seconds: the supervisor's host is taken for lost after 20 + 3 x 5; then the rank has time to end.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 END_SECONDS = 15.0
 
@@ -63,13 +63,13 @@ def main(errors: str, command: list[str]) -> int:
         code = code if code > 0 else 128 - code
         abort(code)
     if lost.is_set() and os.getppid() == parent:
-        # Of the daemon that started us: what it has to tell would keep it as long as TCP tries.
+        # The daemon that started us: its report would keep it for as long as TCP tries.
         os.kill(parent, signal.SIGKILL)
     return code
 
 
 def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
-    """Ends the rank once the host that ssh came from does not answer, and says so.
+    """Ends the rank once the host that ssh came from does not answer, and reports it.
 
     Returns at once where ssh did not start us, or where that host cannot be reached from here.
     """
@@ -88,7 +88,7 @@ def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         try:
             connection.recv(1)
-            return  # the keeper has ended, and mpirun with it
+            return  # the supervisor has ended, and mpirun with it
         except ConnectionError:
             return
         except OSError:  # of time, or of no route: nothing answers
@@ -101,20 +101,20 @@ def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
 
 
 def obituary(errors: str, code: int) -> str:
-    """How the rank ended, in one line; the keeper reads it."""
+    """How the rank ended, in one line; the supervisor reads it."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
     rank = next((os.environ[name] for name in names if name in os.environ), "0")
     how = f"exit code {code}" if code > 0 else f"signal {-code}"
     try:
-        said = json.loads(Path(errors, f"rank_{rank}.json").read_text())
-        why = ": {}: {}".format(said["type"], str(said["message"]).partition("\n")[0])
+        error = json.loads(Path(errors, f"rank_{rank}.json").read_text())
+        why = ": {}: {}".format(error["type"], str(error["message"]).partition("\n")[0])
     except (OSError, ValueError, KeyError):
         why = ""
     return f"distdl: rank {rank} on {socket.gethostname()} ended with {how}{why}"
 
 
 def abort(code: int) -> None:
-    """Tells hydra to end the job with this exit code; the wire protocol of PMI 1.
+    """Asks hydra to end the job with this exit code; the wire protocol of PMI 1.
 
     Source: https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_13.html
     """

@@ -1,4 +1,4 @@
-"""boto3, and what its errors mean to a person."""
+"""boto3's clients, and what its errors mean to a person."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from typing import Any
 
 from distdl.errors import Problem, UserError
 
+_SIGN_IN = (
+    "launcher",
+    "aws configure, aws sso login, or set AWS_PROFILE; launcher.profile names one",
+)
+# Errors of botocore -> the setting they are about, and what to do.
+ABOUT = {
+    "NoCredentialsError": _SIGN_IN,
+    "PartialCredentialsError": _SIGN_IN,
+    "TokenRetrievalError": _SIGN_IN,
+    "ProfileNotFound": ("launcher.profile", "aws configure list-profiles"),
+    "NoRegionError": ("launcher.region", "launcher.region=eu-west-1"),
+    "EndpointConnectionError": ("launcher.region", "is the region right?"),
+}
+
 
 @dataclass
 class Aws:
-    """Clients of one account and region, made when they are first used.
+    """Clients of one account and region, created when they are first used.
 
     Args:
         region, profile: None leaves it to AWS's own variables and files.
@@ -26,21 +40,15 @@ class Aws:
         """The client of a service.
 
         Raises:
-            UserError: boto3 is not installed, or region or profile cannot be told.
+            UserError: boto3 is not installed, or there is no such region or profile.
         """
         if service not in self.clients:
             with explained():
-                self.clients[service] = self._session().client(service)
-        return self.clients[service]
+                import boto3
 
-    def _session(self) -> Any:
-        try:
-            import boto3
-        except ImportError:
-            raise UserError(
-                Problem("launcher", "boto3 is not installed", "pip install 'distdl[sagemaker]'")
-            ) from None
-        return boto3.Session(region_name=self.region, profile_name=self.profile)
+                session = boto3.Session(region_name=self.region, profile_name=self.profile)
+                self.clients[service] = session.client(service)
+        return self.clients[service]
 
     def found_region(self) -> str:
         """The region that calls go to."""
@@ -48,38 +56,26 @@ class Aws:
 
 
 def code_of(error: Exception) -> str:
-    """AWS's own word for an error, such as ResourceInUse; empty for one of the network."""
+    """AWS's code of an error, such as ResourceInUse; empty for one of the network."""
     return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Whatever AWS refuses is the user's to mend: said as a Problem, without a traceback."""
-    from_boto: type[Exception] = Exception
+    """What boto3 raises becomes a UserError, since the user can repair it."""
     try:
+        import boto3  # noqa: F401
         from boto3.exceptions import Boto3Error
-        from botocore import exceptions as boto
-    except ImportError:  # `Aws` says it better
-        yield
-        return
-    from_boto = boto.BotoCoreError
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        what = "boto3 is not installed"
+        raise UserError(Problem("launcher", what, "pip install 'distdl[sagemaker]'")) from None
     try:
         yield
-    except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.TokenRetrievalError) as e:
-        what = f"no AWS credentials: {e}"
-        remedy = "aws configure, aws sso login, or set AWS_PROFILE; launcher.profile names one"
-        raise UserError(Problem("launcher", what, remedy)) from None
-    except boto.ProfileNotFound as e:
-        raise UserError(
-            Problem("launcher.profile", str(e), "aws configure list-profiles")
-        ) from None
-    except boto.NoRegionError:
-        what = "no AWS region is set"
-        raise UserError(Problem("launcher.region", what, "launcher.region=eu-west-1")) from None
-    except boto.EndpointConnectionError as e:
-        raise UserError(Problem("launcher.region", str(e), "is the region right?")) from None
-    except boto.ClientError as e:
-        what = f"{code_of(e)}: {e.response['Error'].get('Message', '')}"
-        raise UserError(Problem("launcher", f"AWS refuses {e.operation_name}. {what}")) from None
-    except (from_boto, Boto3Error) as e:
-        raise UserError(Problem("launcher", f"AWS: {e}")) from None
+    except ClientError as error:
+        what = f"{code_of(error)}: {error.response['Error'].get('Message', '')}"
+        refused = f"AWS refuses {error.operation_name}. {what}"
+        raise UserError(Problem("launcher", refused)) from None
+    except (BotoCoreError, Boto3Error) as error:
+        key, remedy = ABOUT.get(type(error).__name__, ("launcher", ""))
+        raise UserError(Problem(key, f"AWS: {error}", remedy)) from None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gzip
-import os
 import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
+from distdl.launchers.common import forwarded, manifests_last
 from distdl.launchers.sagemaker.aws import Aws, code_of, explained
-from distdl.launchers.sagemaker.request import SageMakerRequest
+from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 
-# Of a run that has a history here (it began with launcher=local, say): what it goes on from.
+# Of a run that has a history here (it began with launcher=local, say): what it resumes from.
 HISTORY = ("checkpoints", "logs", "tracking")
 
 
@@ -46,45 +46,37 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
             pack(Path(request.spec.bundle), archive)
             aws("s3").upload_file(str(archive), request.settings.bucket, request.bundle_key)
         upload_history(request, aws)
-        for name, secret in request.secrets.items():
-            put_secret(aws("secretsmanager"), secret, os.environ[name], request.spec.name)
+        for name, value in forwarded(request.spec).items():
+            put_secret(aws("secretsmanager"), request.secrets[name], value, request.spec.name)
 
 
 def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
-    """Two projects may call their runs the same. Training would go on from foreign checkpoints."""
+    """Two projects may call their runs the same: training would resume from foreign checkpoints."""
     from botocore.exceptions import ClientError
 
     key, mine = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
     try:
-        there = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
+        found = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
     except ClientError as error:
         # Without s3:ListBucket AWS answers 403 for what does not exist.
         if code_of(error) in ("NoSuchKey", "404", "AccessDenied", "403"):
             return
         raise
-    if there != mine.read_bytes():
-        raise UserError(
-            Problem(
-                "launcher.prefix",
-                f"{request.uri(request.key)} holds a run of the same name and another config",
-                "choose another name or launcher.prefix",
-            )
-        )
+    if found != mine.read_bytes():
+        what = f"{request.uri(request.key)} holds a run of the same name and another config"
+        raise UserError(Problem("launcher.prefix", what, "choose another name or launcher.prefix"))
 
 
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:
-    """What the run has here and not yet there, so that it goes on and does not begin anew."""
+    """What the run has here and not yet there, so that it resumes instead of beginning anew."""
     s3, bucket, run = aws("s3"), request.settings.bucket, Path(request.spec.store)
-    for top in HISTORY:
-        files = [p for p in sorted((run / top).rglob("*")) if p.is_file() and not p.is_symlink()]
-        if not files:
-            continue
-        there = {key for key, _ in objects(s3, bucket, f"{request.store_key}/{top}/")}
-        # Without its manifest a checkpoint does not exist: manifests go last.
-        for path in sorted(files, key=lambda p: p.name.endswith(".manifest.json")):
-            key = f"{request.store_key}/{path.relative_to(run).as_posix()}"
-            if key not in there:
-                s3.upload_file(str(path), bucket, key)
+    paths = (path for top in HISTORY for path in (run / top).rglob("*"))
+    names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
+    stored = {key for key, _ in objects(s3, bucket, f"{request.store_key}/")} if names else set()
+    for name in manifests_last(names):
+        key = f"{request.store_key}/{name}"
+        if key not in stored:
+            s3.upload_file(str(run / name), bucket, key)
 
 
 def put_secret(client: Any, name: str, value: str, run: str) -> None:
@@ -100,6 +92,6 @@ def put_secret(client: Any, name: str, value: str, run: str) -> None:
 
 
 def objects(s3: Any, bucket: str, prefix: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every object below a prefix, with what S3 says of it."""
+    """Every object below a prefix: its key, and its entry in S3's list."""
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     return [(o["Key"], o) for page in pages for o in page.get("Contents", ())]

@@ -8,13 +8,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from distdl import walltime
 from distdl.job import JobSpec, unprintable, variables
 
 if TYPE_CHECKING:
-    from distdl.launchers.slurm.launcher import SlurmLauncher
+    from distdl.launchers.slurm.slurm_settings import SlurmSettings
 
 TEMPLATE = Path(__file__).with_name("job.sh.template")
 PLACEHOLDER = re.compile(r"@(\w+)@")
@@ -24,25 +23,25 @@ ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t"}
 CONTAINER_ENV = ("DISTDL_LAUNCHER", "PYTHONPATH", "PYTHONUNBUFFERED", "MASTER_ADDR")
 
 
-def render(launcher: SlurmLauncher, specs: Sequence[JobSpec], array: bool) -> str:
+def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> str:
     """The batch script.
 
     Args:
-        launcher: Its settings.
+        settings: The launcher's.
         specs: One run, or the members of a sweep, all of one size.
         array: Whether they are the tasks of a job array.
     """
     values = {
-        "directives": "\n".join(f"#SBATCH {line}" for line in directives(launcher, specs, array)),
+        "directives": "\n".join(f"#SBATCH {line}" for line in directives(settings, specs, array)),
         "name": specs[0].name if not array else f"{sweep_name(specs)}, {len(specs)} runs",
         "forwarded": " ".join(specs[0].forward_env) or "none",
         "members": "\n".join(cases(specs) if array else member(specs[0])),
-        "env": "\n".join(exports(variables(launcher.env))),
-        "modules": modules(launcher.modules),
-        "before_srun": "\n".join(launcher.before_srun),
-        "srun_args": " \\\n    ".join(map(quote, srun_args(launcher, specs[0]))),
-        "program": " ".join(map(quote, program(launcher, specs[0]))),
-        "requeue": requeue(launcher),
+        "env": "\n".join(exports(variables(settings.env))),
+        "modules": modules(settings.modules),
+        "before_srun": "\n".join(settings.before_srun),
+        "srun_args": " \\\n    ".join(map(quote, srun_args(settings, specs[0]))),
+        "program": " ".join(map(quote, program(settings, specs[0]))),
+        "requeue": requeue(settings),
     }
     lines = TEMPLATE.read_text(encoding="utf-8").splitlines()
     # Where there is nothing to fill in, no hole stays.
@@ -71,39 +70,39 @@ def sweep_name(specs: Sequence[JobSpec]) -> str:
     return specs[0].name.rpartition("/")[0] or specs[0].name
 
 
-def directives(launcher: SlurmLauncher, specs: Sequence[JobSpec], array: bool) -> Iterator[str]:
+def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> Iterator[str]:
     """Options of sbatch. Source: https://slurm.schedmd.com/sbatch.html"""
     size = specs[0].resources
     name = re.sub(r"[^\w./+=-]", "_", sweep_name(specs) if array else specs[0].name)
     yield f"--job-name={name}"
     yield f"--nodes={size.num_nodes}"
     yield f"--ntasks-per-node={size.devices}"
-    if launcher.cpus_per_task:
-        yield f"--cpus-per-task={launcher.cpus_per_task}"
-    if size.accelerator == "gpu" and launcher.gpus != "none":
-        kind = f"{launcher.gpu_type}:" if launcher.gpu_type else ""
-        option = "--gres=gpu:" if launcher.gpus == "gres" else "--gpus-per-node="
+    if settings.cpus_per_task:
+        yield f"--cpus-per-task={settings.cpus_per_task}"
+    if size.accelerator == "gpu" and settings.gpus != "none":
+        kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
+        option = "--gres=gpu:" if settings.gpus == "gres" else "--gpus-per-node="
         yield f"{option}{kind}{size.devices}"
-    if launcher.walltime is not None:
-        yield f"--time={limit(launcher.walltime)}"
+    if settings.walltime is not None:
+        yield f"--time={limit(settings.walltime)}"
     for key in ("mem", "partition", "account", "qos", "constraint"):
-        value = getattr(launcher, key)
+        value = getattr(settings, key)
         if value is not None:
             yield f"--{key}={value}"
     if array:
-        at_a_time = f"%{launcher.max_parallel}" if launcher.max_parallel else ""
+        at_a_time = f"%{settings.max_parallel}" if settings.max_parallel else ""
         yield f"--array=0-{len(specs) - 1}{at_a_time}"
-    yield "--requeue" if launcher.requeue else "--no-requeue"
+    yield "--requeue" if settings.requeue else "--no-requeue"
     # Without "B:" the ranks get it, and the script does not.
-    yield f"--signal=USR1@{launcher.grace_seconds}"
+    yield f"--signal=USR1@{settings.grace_seconds}"
     yield f"--output={output(specs, array)}"
     yield "--open-mode=append"
-    yield from launcher.sbatch
+    yield from settings.sbatch
 
 
-def limit(given: str | float) -> str:
+def limit(seconds: int) -> str:
     """A time limit in the one form that Slurm reads in one way, `days-hours:minutes:seconds`."""
-    days, rest = divmod(walltime.seconds(given), 86400)
+    days, rest = divmod(seconds, 86400)
     return f"{days}-{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
 
 
@@ -162,45 +161,40 @@ def modules(names: Sequence[str]) -> str:
     )
 
 
-def requeue(launcher: SlurmLauncher) -> str:
-    if not launcher.requeue:
+def requeue(settings: SlurmSettings) -> str:
+    if not settings.requeue:
         return "never"
-    return "always" if launcher.requeue_at_time_limit else "preempted"
+    return "always" if settings.requeue_at_time_limit else "preempted"
 
 
-def srun_args(launcher: SlurmLauncher, spec: JobSpec) -> Iterator[str]:
+def srun_args(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
     """Options of srun. Source: https://slurm.schedmd.com/srun.html"""
     # Since 22.05 srun does not take this over from sbatch. Without it each rank and all its
     # loaders would be bound to a single core.
-    cpus = launcher.cpus_per_task
+    cpus = settings.cpus_per_task
     yield f"--cpus-per-task={cpus}" if cpus else "--cpu-bind=none"
-    if launcher.container and launcher.container_runtime == "pyxis":
-        yield f"--container-image={launcher.container}"
-        yield f"--container-mounts={','.join(mounts(launcher, spec))}"
-        names = (*CONTAINER_ENV, *spec.env, *launcher.env, *spec.forward_env)
+    if settings.container and settings.container_runtime == "pyxis":
+        yield f"--container-image={settings.container}"
+        yield f"--container-mounts={','.join(mounts(settings, spec))}"
+        names = (*CONTAINER_ENV, *spec.env, *settings.env, *spec.forward_env)
         yield f"--container-env={','.join(dict.fromkeys(names))}"
-    yield from launcher.srun_args
+    yield from settings.srun_args
 
 
-def program(launcher: SlurmLauncher, spec: JobSpec) -> Iterator[str]:
+def program(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
     """The interpreter, in its container."""
-    if launcher.container and launcher.container_runtime == "apptainer":
+    if settings.container and settings.container_runtime == "apptainer":
         yield from ("apptainer", "exec")
         if spec.resources.accelerator == "gpu":
             yield "--nv"
-        yield from ("--bind", ",".join(mounts(launcher, spec)), launcher.container)
-    yield launcher.python or ("python" if launcher.container else sys.executable)
+        yield from ("--bind", ",".join(mounts(settings, spec)), settings.container)
+    yield settings.python or ("python" if settings.container else sys.executable)
 
 
-def mounts(launcher: SlurmLauncher, spec: JobSpec) -> Iterator[str]:
+def mounts(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
     """Folders of the host that a container sees, each where it is on the host."""
     # All runs, for the tracking database beside them.
     runs = spec.store.removesuffix(f"/{spec.name}")
-    given = [*map(path_of, launcher.inputs.values()), *launcher.container_mounts]
-    folders = [runs, *(path for path in given if path.startswith("/"))]
+    inputs = [str(entry.get("path", "")) for entry in settings.inputs.values()]
+    folders = [runs, *(path for path in inputs if path.startswith("/")), *settings.container_mounts]
     yield from dict.fromkeys(f if ":" in f else f"{f}:{f}" for f in folders)
-
-
-def path_of(entry: Any) -> str:
-    """An input's path: it is a string, or a mapping with `path`."""
-    return str(entry.get("path", "")) if isinstance(entry, dict) else str(entry)

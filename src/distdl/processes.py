@@ -1,6 +1,6 @@
 """Is a process still there: the very one, and not a later one with its number?
 
-Standard library only: mpirun's keeper, which starts by its path, asks it too.
+Standard library only: mpirun's supervisor, which starts by its path, uses it too.
 """
 
 from __future__ import annotations

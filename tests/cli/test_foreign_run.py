@@ -14,10 +14,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from distdl import compose, config
-from distdl.launchers.mpi.keeper import LOG
+from distdl.launchers.mpi.supervisor import LOG
 from tests.conftest import TINY, Said, filled
 
-CONTROLLER = "distdl.launchers.slurm.controller.run"
+CONTROLLER = "distdl.launchers.slurm.commands.run"
 MPI = "distdl.launchers.mpi.MpiLauncher"
 SLURM = "distdl.launchers.slurm.SlurmLauncher"
 # Launchers that would run something, and handles that would lead somewhere.

@@ -3,7 +3,7 @@ real SDKs ask for, over https. Blobs are a real Azurite's, and jobs run for real
 
     from tests.cluster.arm import Azure, azure      # `azure`: a fixture, one per module
 
-    azure.command("launcher=azureml", ..., cwd=tmp_path)    # python -m distdl, sent here
+    azure.popen("launcher=azureml", ..., cwd=tmp_path)      # python -m distdl, sent here
     azure.jobs["name"].status = "Queued"                    # what a job's page would say
     azure.requests                                          # all that was asked: method, path, body
 
@@ -111,12 +111,6 @@ class Azure:
             text=True,
         )
 
-    def command(self, *arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-        """Runs `python -m distdl ...` to its end; stdout has both streams."""
-        process = self.popen(*arguments, cwd=cwd, **more)
-        out, _ = process.communicate(timeout=240)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, "")
-
     def asked(self, method: str, pattern: str) -> list[str]:
         """Bodies of the requests whose path (without the workspace's) matches."""
         return [b for m, path, b in self.requests if m == method and re.search(pattern, path)]
@@ -132,7 +126,7 @@ class Azure:
         """Without the workspace's own, in whatever capitals the SDK writes it."""
         return re.sub(re.escape(WORKSPACE), "", path, flags=re.IGNORECASE)
 
-    def answer(self, method: str, path: str, body: Any, header: Any) -> None:
+    def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None:
         """Raises the Answer."""
         path = re.sub(re.escape(WORKSPACE), WORKSPACE, path, flags=re.IGNORECASE)
         if path == "/metadata/endpoints":

@@ -7,21 +7,18 @@ And as odd: it answers with defaults of its own, in other capitals, other units,
 
 from __future__ import annotations
 
-import datetime
-import http.server
-import ipaddress
 import json
 import re
-import ssl
-import threading
 import time
-import urllib.parse
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.cluster.azurite import write_certificate
+from tests.cluster.https import Answer, serve
 
 SUBSCRIPTION = "11111111-2222-3333-4444-555555555555"
 TENANT = "99999999-2222-3333-4444-555555555555"
@@ -30,49 +27,13 @@ IN_GROUP = re.compile(r"/subscriptions/[^/]+/resourcegroups/[^/]+", re.I)
 QUICK = ("containers", "subnets", "roleAssignments", "datastores")
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
-        )
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
-        .sign(key, hashes.SHA256())
-    )
-    public, private = folder / "cert.pem", folder / "key.pem"
-    public.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return public, private
-
-
 @dataclass
 class ArmStore:
     """What it holds and what it was asked."""
 
     subscriptions: list[str] = field(default_factory=lambda: [SUBSCRIPTION])
     resources: dict[str, dict[str, Any]] = field(default_factory=dict)
-    requests: list[tuple[str, str, Any]] = field(default_factory=list)
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
     failures: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     url: str = ""
 
@@ -83,17 +44,23 @@ class ArmStore:
 
     def sent(self) -> list[tuple[str, str, Any]]:
         """Requests other than looks, since the last call."""
-        found = [r for r in self.requests if r[0] != "GET"]
+        sent = [(m, path, json.loads(body)) for m, path, body in self.requests if m != "GET"]
         self.requests.clear()
-        return found
+        return sent
 
-    def answer(self, method: str, url: str, body: Any, headers: Any) -> tuple[int, Any]:
-        parts = urllib.parse.urlparse(url)
-        path, query = parts.path, urllib.parse.parse_qs(parts.query)
-        self.requests.append((method, path, body))
-        if not str(headers.get("Authorization", "")).startswith("Bearer "):
+    def short(self, path: str) -> str:
+        return path
+
+    def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None:
+        """Raises the Answer."""
+        raise Answer(*self.answered(method, path, body, header, query))
+
+    def answered(
+        self, method: str, path: str, body: Any, header: Any, query: str
+    ) -> tuple[int, Any]:
+        if not str(header.get("Authorization", "")).startswith("Bearer "):
             return error(401, "AuthenticationFailed", "no token")
-        if "api-version" not in query:
+        if "api-version=" not in query:
             return error(400, "MissingApiVersionParameter", "the api-version is required")
         for end, (status, code, message) in self.failures.items():
             if path.endswith(end) and method != "GET":
@@ -206,42 +173,13 @@ def error(status: int, code: str, message: str) -> tuple[int, Any]:
 @contextmanager
 def serving(folder: Path) -> Iterator[ArmStore]:
     """A store that answers at `store.url`; `folder/cert.pem` is what clients must trust."""
-    store = ArmStore()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        wbufsize = -1  # head and body in one packet, else each answer waits 40 ms for an ACK
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-        def do(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            status, answer = store.answer(self.command, self.path, body, self.headers)
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_PUT = do_PATCH = do_POST = do_DELETE = do
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    public, private = certificate(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(public, private)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    store.url = f"https://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield store
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    store, public, private = ArmStore(), folder / "cert.pem", folder / "key.pem"
+    write_certificate(public, private)
+    server = serve(store, public, private)
+    store.url = f"https://127.0.0.1:{server.server_port}"
+    yield store
+    server.shutdown()
+    server.server_close()
 
 
 class Token:

@@ -93,11 +93,11 @@ def write_certificate(certificate: Path, key: Path) -> None:
 class Azurite:
     """One emulator with one container; it keeps what it is given in a folder. `close` ends it."""
 
-    def __init__(self, places: Places, folder: Path) -> None:
-        self.port, self._places, self._numbers = free_port(), places, itertools.count(1)
+    def __init__(self, places: Places, folder: Path, *options: str) -> None:
+        self.port, self.places, self._numbers = free_port(), places, itertools.count(1)
         command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
         command += ["--location", str(folder), "--skipApiVersionCheck", "--disableTelemetry"]
-        command += ["--cert", str(places.certificate), "--key", str(places.key)]
+        command += ["--cert", str(places.certificate), "--key", str(places.key), *options]
         folder.mkdir()
         log = folder / "azurite.log"
         self._log = log.open("w")
@@ -128,7 +128,7 @@ class Azurite:
         return BlobServiceClient(
             f"https://127.0.0.1:{self.port}/{ACCOUNT}",
             credential={"account_name": ACCOUNT, "account_key": KEY},
-            connection_verify=str(self._places.certificate),
+            connection_verify=str(self.places.certificate),
         )
 
     def new_container(self, name: str = "") -> str:

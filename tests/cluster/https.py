@@ -18,7 +18,7 @@ class Service(Protocol):
 
     def short(self, path: str) -> str: ...
 
-    def answer(self, method: str, path: str, body: Any, header: Any) -> None: ...
+    def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None: ...
 
 
 class Answer(Exception):
@@ -43,6 +43,7 @@ def handler_of(service: Service) -> type[http.server.BaseHTTPRequestHandler]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet, else each answer waits 40 ms for an ACK
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -54,7 +55,7 @@ def handler_of(service: Service) -> type[http.server.BaseHTTPRequestHandler]:
             service.requests.append((self.command, service.short(path), sent.decode()))
             body = json.loads(sent) if sent.strip() else None
             try:
-                service.answer(self.command, path, body, self.headers)
+                service.answer(self.command, path, body, self.headers, address.query)
             except Answer as answer:
                 self.reply(answer)
             except Exception as failed:  # of this file: seen in the SDK's message
@@ -71,6 +72,7 @@ def handler_of(service: Service) -> type[http.server.BaseHTTPRequestHandler]:
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
+            self.wfile.flush()
 
         do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = handle_one
 

@@ -109,27 +109,18 @@ def here(
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.chdir(project)
 
-    def run(*arguments: str) -> Said:
+    def run(*arguments: str, code: int = 0) -> Said:
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["distdl", *arguments])
-        code = main(arguments)
-        return Said(code, *capsys.readouterr())
+        ended = main(arguments)
+        said = Said(ended, *capsys.readouterr())
+        assert ended == code, said
+        return said
 
     return run
 
 
-def wait_for(process: subprocess.Popen[str], pattern: str) -> str:
-    """Reads a command's output up to the line that matches."""
-    seen = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        seen.append(line)
-        if re.search(pattern, line):
-            return "".join(seen)
-    raise AssertionError(f"no {pattern} in:\n{''.join(seen)}")
-
-
-def only(found: list) -> object:
+def only(found: list) -> Any:
     assert len(found) == 1, found
     return found[0]
 
@@ -138,21 +129,20 @@ def only(found: list) -> object:
 def trained(azure: Azure, project: Path) -> str:
     """A run on two low-priority nodes that are taken away in the middle; what the command said."""
     process = azure.popen(
-        *SMALL,
-        *TWO_NODES,
-        "launcher.tier=low_priority",
-        "launcher.forward_env=[WITNESS_TOKEN]",
-        f"launcher.key_vault={azure.vault_url}",
+        *(*SMALL, *TWO_NODES, "launcher.tier=low_priority", "name=x"),
+        *("launcher.forward_env=[WITNESS_TOKEN]", f"launcher.key_vault={azure.vault_url}"),
         "+callbacks.witness.pause=0.2",
-        "name=x",
         cwd=project,
         WITNESS_TOKEN=CANARY,
     )
-    said = wait_for(process, r"epoch 2  step 5 ")
-    job = only(list(azure.jobs.values()))
-    job.nodes.evicted.set()
-    # Not communicate(): it reads past what this stream has read ahead of the last line.
     assert process.stdout is not None
+    said = ""
+    while "epoch 2  step 5 " not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    only(list(azure.jobs.values())).nodes.evicted.set()
+    # Not communicate(): it reads past what this stream has read ahead of the last line.
     said += process.stdout.read()
     assert process.wait(60) == 0, said
     return said
@@ -164,86 +154,79 @@ def job_of(azure: Azure, said: str) -> Job:
     return azure.jobs[match[1]]
 
 
-def test_the_log_is_streamed(azure: Azure, trained: str) -> None:
-    for text in ("azureml: preparing", "azureml: running", "azureml: completed"):
-        assert text in trained
-    assert re.search(r"^0 +0 +0 .*\n1 +1 +0 ", trained, re.MULTILINE), "the table of the ranks"
-    assert re.search(r"https://ml.azure.com/runs/default-x-001-\w+\?wsid=", trained)
-    steps = [int(n) for n in re.findall(r"^epoch \d+  step (\d+) ", trained, re.MULTILINE)]
-    assert sorted(set(steps)) == list(range(1, 13))
+def snapshot_of(azure: Azure, code_id: str) -> dict[str, bytes]:
+    """What was uploaded as a job's code: name -> content."""
+    uri = azure.resources[code_id]["properties"]["codeUri"]
+    folder = uri.partition(f"{azure.azurite.port}/")[2] + "/"
+    return {k.removeprefix(folder): v for k, v in azure.azurite.contents(folder).items()}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_a_run_whose_nodes_are_taken_away_goes_on(
     azure: Azure, project: Path, trained: str, here: Command
 ) -> None:
-    assert "preempted:" in trained
+    for text in ("azureml: preparing", "azureml: running", "azureml: completed", "preempted:"):
+        assert text in trained
+    assert re.search(r"^0 +0 +0 .*\n1 +1 +0 ", trained, re.MULTILINE), "the table of the ranks"
+    assert re.search(r"https://ml.azure.com/runs/default-x-001-\w+\?wsid=", trained)
+    steps = [int(n) for n in re.findall(r"^epoch \d+  step (\d+) ", trained, re.MULTILINE)]
+    assert sorted(set(steps)) == list(range(1, 13))
     run = project / "outputs/default/x"
-    fetched = here("jobs", "fetch", "outputs/default/x")
-    assert fetched.code == 0, fetched
+    here("jobs", "fetch", "outputs/default/x")
     assert status(run)["restarts"] == 1 and status(run)["state"] == "SUCCEEDED"
     assert set(losses(run)) == set(range(1, 13)), "every step, over both starts"
     assert list((run / "checkpoints").glob("*.ckpt"))
-    shown = here("jobs", "status", "outputs/default/x")
-    assert "state   SUCCEEDED, restarted 1 times" in shown.out
+    assert "state   SUCCEEDED, restarted 1 times" in here("jobs", "status", str(run)).out
 
 
-def test_the_cluster_is_created(azure: Azure, trained: str) -> None:
+def test_what_is_created(azure: Azure, project: Path, trained: str) -> None:
+    """The cluster; the environment, from its folder alone; the snapshot, which is the run."""
     body = json.loads(only(azure.asked("PUT", "^/computes/gpu$")))
     settings = body["properties"]["properties"]
     assert settings["vmSize"] == "Standard_NC24ads_A100_v4"
     assert settings["vmPriority"] == "LowPriority"
-    assert settings["scaleSettings"] == {
-        "minNodeCount": 0,
-        "maxNodeCount": 2,
-        "nodeIdleTimeBeforeScaleDown": "PT5M",
-    }
+    scale = {"minNodeCount": 0, "maxNodeCount": 2, "nodeIdleTimeBeforeScaleDown": "PT5M"}
+    assert settings["scaleSettings"] == scale
     assert body["identity"]["type"].lower() == "systemassigned"
 
-
-def test_the_environment_is_built_from_its_folder_alone(azure: Azure, trained: str) -> None:
     body = json.loads(only(azure.asked("PUT", "^/environments/distdl/versions/")))
     folder = body["properties"]["build"]["contextUri"].partition(f"{azure.azurite.port}/")[2]
-    image = ROOT / "launchers/azureml/image"
-    sent = {f"{folder}{path.name}": path.read_bytes() for path in image.iterdir()}
-    assert azure.azurite.contents(folder) == sent
+    image = files_of(ROOT / "launchers/azureml/image")
+    assert azure.azurite.contents(folder) == {f"{folder}{k}": v for k, v in image.items()}
 
-
-def test_the_snapshot_is_the_run(azure: Azure, project: Path, trained: str) -> None:
     run, job = project / "outputs/default/x", job_of(azure, trained)
-    bundle = run / "attempts/001/bundle"
-    files = [path for path in bundle.rglob("*") if path.is_file()]
-    code = azure.resources[job.body["properties"]["codeId"]]["properties"]["codeUri"]
-    folder = code.partition(f"{azure.azurite.port}/")[2]
-    found = azure.azurite.contents(f"{folder}/")
-    there = {name.removeprefix(f"{folder}/"): content for name, content in found.items()}
-    assert there == {str(path.relative_to(bundle)): path.read_bytes() for path in files}
-    assert there["config.yaml"] == (run / "config.yaml").read_bytes()
-    assert "code/project/witness.py" in there and "code/project/.env" not in there
+    snapshot = snapshot_of(azure, job.body["properties"]["codeId"])
+    assert snapshot == files_of(run / "attempts/001/bundle")
+    assert snapshot["config.yaml"] == (run / "config.yaml").read_bytes()
+    assert "code/project/witness.py" in snapshot and "code/project/.env" not in snapshot
 
 
 def test_what_a_rank_finds(azure: Azure, trained: str) -> None:
-    """It ran the uploaded code on both nodes, with the input's place and the secret's value."""
+    """It ran the uploaded code on both nodes, with the input's address and the secret's value."""
     job = job_of(azure, trained)
-    assert job.body["properties"]["distribution"] == {
-        "distributionType": "PyTorch",
-        "processCountPerInstance": 1,
-    }
+    distribution = {"distributionType": "PyTorch", "processCountPerInstance": 1}
+    assert job.body["properties"]["distribution"] == distribution
     for rank in (0, 1):
         node = azure.folder / "nodes" / job.name / f"node{rank}"
-        seen = json.loads((node / f"witness-{rank}.json").read_text())
-        assert seen["distdl"] == str(node / "code/distdl/__init__.py")
-        assert seen["code"] == str(node / "code/project/witness.py")
-        assert seen["data"] == "https://data.example.org/pictures"
-        assert seen["secret"] == hashlib.sha256(CANARY.encode()).hexdigest()
+        assert json.loads((node / f"witness-{rank}.json").read_text()) == {
+            "distdl": str(node / "code/distdl/__init__.py"),
+            "code": str(node / "code/project/witness.py"),
+            "data": "https://data.example.org/pictures",
+            "secret": hashlib.sha256(CANARY.encode()).hexdigest(),
+        }
 
 
-def test_a_forwarded_secret_stands_nowhere_but_in_the_key_vault(
+def test_a_forwarded_secret_is_nowhere_but_in_the_key_vault(
     azure: Azure, project: Path, trained: str
 ) -> None:
     assert list(azure.vault.values()) == [CANARY]
     assert CANARY not in trained
-    told = [path for _, path, body in azure.requests if CANARY in body]
-    assert told == [f"/secrets/{name}" for name in azure.vault], "only the Key Vault was told"
+    receivers = [path for _, path, body in azure.requests if CANARY in body]
+    assert receivers == [f"/secrets/{name}" for name in azure.vault], "only the Key Vault"
     # The run, the nodes' folders, and in Azurite's the snapshot and the store.
     files = [p for folder in (project, azure.folder) for p in folder.rglob("*") if p.is_file()]
     contents = {path: path.read_bytes() for path in files}
@@ -252,59 +235,56 @@ def test_a_forwarded_secret_stands_nowhere_but_in_the_key_vault(
     assert any(path.is_relative_to(azure.folder / "azurite") for path in seen), "it would be seen"
 
 
-def test_a_job_in_the_queue(azure: Azure, trained: str, here: Command) -> None:
-    """The same cluster and environment are used as they are; the job is seen, and cancelled."""
+def test_a_job_in_the_queue(azure: Azure, project: Path, trained: str, here: Command) -> None:
+    """The same cluster and environment are used as they are; the job is seen, and cancelled. A run
+    with a checkpoint from elsewhere takes it along, with its manifest after it.
+    """
+    name, run = "outputs/default/queued", project / "outputs/default/queued"
     queued = (*SMALL, *TWO_NODES, "name=queued", "follow=false", f"launcher.tags={{{HELD}: 1}}")
     sent = here(*queued)
-    assert sent.code == 0, sent
     assert "note: cluster gpu stays as it is: launcher.tier is low_priority there" in sent.err
     for path in ("^/computes/gpu$", "^/environments/distdl/versions/"):
         assert len(azure.asked("PUT", path)) == 1, "nothing was created again"
     job = job_of(azure, sent.out)
-    assert "state   PENDING" in here("jobs", "status", "outputs/default/queued").out
-    again = here(*queued)
-    assert again.code == 2 and "attempt 1 is pending" in again.err
+    assert "state   PENDING" in here("jobs", "status", name).out
+    assert "attempt 1 is pending" in here(*queued, code=2).err
     azure.jobs["ended"] = Job("ended", job.body, status="Canceled")
-    copy = shutil.copytree("outputs/default/queued", "outputs/default/ended")
-    handle = copy + "/attempts/001/job.json"
-    Path(handle).write_text(Path(handle).read_text().replace(f"jobs/{job.name}", "jobs/ended"))
+    copy = shutil.copytree(run, run.with_name("ended"))
+    handle = copy / "attempts/001/job.json"
+    handle.write_text(handle.read_text().replace(f"jobs/{job.name}", "jobs/ended"))
     asked = len(azure.asked("GET", "/details$"))
     listed = {line.split("\t")[0]: line for line in here("jobs", "list").out.splitlines()}
-    assert "PENDING" in listed["outputs/default/queued"]
-    assert "CANCELLED" in listed["outputs/default/ended"]
+    assert "PENDING" in listed[name] and "CANCELLED" in listed["outputs/default/ended"]
     assert len(azure.asked("GET", "^/jobs$")) == 1 and len(azure.asked("GET", "/details$")) == asked
     shutil.rmtree(copy)
     del azure.jobs["ended"]
-    ended = here("jobs", "cancel", "outputs/default/queued")
-    assert ended.code == 0 and job.cancelled, ended
-    handle = re.search(r"azureml://\S+", sent.out)[0]
-    waited = here("jobs", "wait", handle)
-    assert waited.code == 130 and waited.out == f"CANCELLED  {handle}\n"
+    here("jobs", "cancel", name)
+    assert job.cancelled
+    text = re.search(r"azureml://\S+", sent.out)[0]
+    assert here("jobs", "wait", text, code=130).out == f"CANCELLED  {text}\n"
+
+    here("jobs", "fetch", "outputs/default/x")
+    shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
+    again = here("jobs", "resubmit", name, "follow=false")
+    assert "sent the checkpoint epoch_002.ckpt" in again.err
+    folder = f"{CONTAINER}/distdl/default/queued/checkpoints/"
+    names = [name.removeprefix(folder) for name in azure.azurite.contents(folder)]
+    assert names == ["epoch_002.ckpt", "epoch_002.ckpt.manifest.json"]
 
 
 def test_a_sweep_job_trains_each_frozen_member(
     azure: Azure, project: Path, trained: str, here: Command
 ) -> None:
-    sent = here(
-        "-m",
-        *SMALL,
-        "launcher.sweep=azureml",
-        "trainer.devices=1",
-        "trainer.limit_train_batches=1",
-        "trainer.limit_val_batches=1",
-        "trainer.max_epochs=1",
-        "seed=3,4",
-        "name=s",
-    )
-    assert sent.code == 0, sent
-    handles = re.findall(r"submitted  (azureml://\S+)", sent.out)
+    short = ("trainer.limit_train_batches=1", "trainer.limit_val_batches=1", "trainer.max_epochs=1")
+    sweep = ("launcher.sweep=azureml", "trainer.devices=1", "seed=3,4", "name=s")
+    handles = re.findall(r"submitted  (azureml://\S+)", here("-m", *SMALL, *short, *sweep).out)
     assert len(handles) == 2
     for handle in handles:
         waited = here("jobs", "wait", handle)
         assert waited.out == f"SUCCEEDED  {handle}\n", here("jobs", "logs", handle).out
     assert len(azure.asked("PUT", "^/jobs/default-s-")) == 1
     assert here("jobs", "status", "outputs/default/s").out.count("state   SUCCEEDED") == 2
-    assert here("jobs", "fetch", "outputs/default/s").code == 0
+    here("jobs", "fetch", "outputs/default/s")
     seeds = set()
     for handle in handles:
         run = project / "outputs/default/s" / handle.rpartition("/")[2]
@@ -320,42 +300,20 @@ def test_the_files_of_a_dry_run_are_a_job(
     from azure.ai.ml import load_job
 
     where = ("launcher.compute=gpu", "trainer.devices=1", "launcher.files=outputs/files")
-    said = here(*SMALL, *where, "name=by_az", "dry_run=true", f"launcher.tags={{{HELD}: 1}}")
-    assert said.code == 0, said
+    shown = here(*SMALL, *where, "name=by_az", "dry_run=true", f"launcher.tags={{{HELD}: 1}}").out
     file = project / "outputs/files/default/by_az/job.yml"
     client = Connection(Workspace(*WORKSPACE.values()), None).client
     sent = azure.jobs[client.jobs.create_or_update(load_job(file)).name].body["properties"]
-    assert sent["command"] in said.out and sent["computeId"].endswith("/computes/gpu")
-    code = azure.resources[sent["codeId"]]["properties"]["codeUri"]
-    folder = code.partition(f"{azure.azurite.port}/")[2]
-    there = {name.removeprefix(f"{folder}/") for name in azure.azurite.contents(f"{folder}/")}
-    bundle = file.parent / "bundle"
-    assert there == {str(f.relative_to(bundle)) for f in bundle.rglob("*") if f.is_file()}
-    assert {"config.yaml", "code/project/witness.py", "code/distdl/worker.py"} <= there
-
-
-def test_a_run_that_began_here_goes_on_there(
-    azure: Azure, project: Path, trained: str, here: Command
-) -> None:
-    """Its newest checkpoint is sent along, with its manifest after it."""
-    run = project / "outputs/default/moved"
-    queued = (*SMALL, *TWO_NODES, "name=moved", "follow=false", f"launcher.tags={{{HELD}: 1}}")
-    assert here(*queued).code == 0
-    assert here("jobs", "cancel", "outputs/default/moved").code == 0
-    assert here("jobs", "fetch", "outputs/default/x").code == 0
-    shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
-    sent = here("jobs", "resubmit", "outputs/default/moved", "follow=false")
-    assert sent.code == 0 and "sent the checkpoint epoch_002.ckpt" in sent.err, sent
-    folder = f"{CONTAINER}/distdl/default/moved/"
-    names = [name.removeprefix(folder) for name in azure.azurite.contents(folder)]
-    assert names == ["checkpoints/epoch_002.ckpt", "checkpoints/epoch_002.ckpt.manifest.json"]
+    assert sent["command"] in shown and sent["computeId"].endswith("/computes/gpu")
+    snapshot = snapshot_of(azure, sent["codeId"])
+    assert snapshot == files_of(file.parent / "bundle")
+    assert {"config.yaml", "code/project/witness.py", "code/distdl/worker.py"} <= set(snapshot)
 
 
 def test_without_a_credential_there_is_one_sentence(
     here: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MSI_SECRET", "wrong")
-    sent = here(*SMALL, *TWO_NODES, "name=nobody")
-    assert sent.code == 2 and "Traceback" not in sent.err
+    sent = here(*SMALL, *TWO_NODES, "name=nobody", code=2)
+    assert "Traceback" not in sent.err and "az login" in sent.err
     assert "Azure knows nobody here who may do this" in sent.err
-    assert "az login" in sent.err

@@ -269,7 +269,7 @@ class Waiting:
         return found
 
     def gone(self) -> bool:
-        """Whether nothing of this job is left; the keeper goes just after it wrote its record."""
+        """Whether nothing of this job is left; the supervisor ends just after its last record."""
         return not any(self.ranks(host) for host in self.hosts.names)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from distdl import jobs
-from distdl.launchers.slurm import controller
-from distdl.launchers.slurm.job import SlurmJob
+from distdl.launchers.slurm import commands
+from distdl.launchers.slurm.slurm_job import SlurmJob
 from distdl.run_directory import RunDirectory
 from tests.cluster.slurm_cluster import SlurmCluster, free_ports, slurm, until
 from tests.conftest import (
@@ -290,7 +290,7 @@ def test_the_list_asks_slurm_once(
         jobs.record(attempt, SlurmJob(number))
     (attempt.path / "launch.yaml").write_text("where")
     asked: list[str] = []
-    really = controller.run
+    really = commands.run
 
     def run_it(*words: str, **more: Any) -> Any:
         asked.append(words[0])
@@ -301,7 +301,7 @@ def test_the_list_asks_slurm_once(
         rows = [line.split("\t") for line in command("jobs", "list").out.splitlines()]
         return {row[0].rpartition("/")[2]: row[2] for row in rows}
 
-    monkeypatch.setattr(controller, "run", run_it)
+    monkeypatch.setattr(commands, "run", run_it)
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm.env[name])
     states = {"held": "PENDING", "task": "PENDING", "forgotten": "UNKNOWN", "cut": "DAMAGED"}

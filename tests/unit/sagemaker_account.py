@@ -98,5 +98,5 @@ def keys(aws: Aws) -> set[str]:
 @pytest.fixture
 def launcher(aws: Aws) -> SageMakerLauncher:
     found = SageMakerLauncher(**NODE, forward_env=["SAMPLE_KEY"])
-    found.aws = aws
+    vars(found)["aws"] = aws
     return found

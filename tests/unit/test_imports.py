@@ -151,13 +151,14 @@ def is_module(name: str) -> bool:
 @pytest.mark.parametrize("path", sorted(LAUNCHERS.rglob("*.py")), ids=ids)
 def test_launchers_stand_alone(path: Path) -> None:
     for name in imports(path, lazy=False):
-        plain = name.partition(".")[0] in {*sys.stdlib_module_names, "__future__"}
+        plain = name.partition(".")[0] in {*sys.stdlib_module_names, "__future__", "pydantic"}
         own = under(name, place_of(path))
-        ours = ("distdl.job", "distdl.errors", "distdl.processes", "distdl.walltime")
-        allowed = any(under(name, m) for m in ours) or name == "distdl"
+        ours = ("job", "errors", "processes", "walltime", "ranges", "stores", "launchers.common")
+        allowed = any(under(name, f"distdl.{m}") for m in ours) or name == "distdl"
         assert plain or own or allowed, f"{name_of(path)} imports {name} at its top level"
     for name in imports(path):
-        other = under(name, "distdl.launchers") and name != "distdl.launchers"
+        shared = name == "distdl.launchers" or under(name, "distdl.launchers.common")
+        other = under(name, "distdl.launchers") and not shared
         assert not other or under(name, place_of(path)), f"{name_of(path)} imports {name}"
         # torchrun's agent is what "local" starts several ranks with.
         agent = path.stem == "local" and under(name, "torch.distributed")

@@ -33,7 +33,7 @@ def node(target: str, *arguments: Any, **named: Any) -> dict[str, Any]:
     return {"_target_": target, **({"_args_": [*arguments]} if arguments else {}), **named}
 
 
-CONTROLLER = "distdl.launchers.slurm.controller.run"
+CONTROLLER = "distdl.launchers.slurm.commands.run"
 TOUCH = node(CONTROLLER, "touch", "{file}")
 FROM_FILE = "lightning.pytorch.LightningModule.load_from_checkpoint"
 GADGETS: dict[str, tuple[str, Any]] = {

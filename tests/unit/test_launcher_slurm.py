@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from distdl import walltime
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
-from distdl.launchers.slurm import SlurmLauncher, controller, script
-from distdl.launchers.slurm.job import STATES, SlurmJob, state_of
+from distdl.launchers.slurm import SlurmLauncher, commands, script
+from distdl.launchers.slurm.slurm_job import STATES, SlurmJob
 from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"
@@ -89,7 +88,7 @@ def test_every_setting_is_in_a_script() -> None:
     """No key that does nothing: each changes the rendering, or is about the submitting side."""
     given = {*EVERYTHING, *PYXIS, *APPTAINER}
     here = {"poll_seconds", "forward_env"}
-    assert set(SlurmLauncher.__dataclass_fields__) == given | here
+    assert set(SlurmLauncher.model_fields) == given | here
 
 
 def test_a_path_with_anything_in_it() -> None:
@@ -103,52 +102,54 @@ def test_a_path_with_anything_in_it() -> None:
     assert said.stdout.splitlines() == [str(strange.folder), strange.bundle, *strange.worker()]
 
 
-@pytest.mark.parametrize("text", [12, "1:30:00", "2-12", "120:00:01"])
-def test_walltime_as_slurm_reads_it_in_one_way(text: Any) -> None:
-    days, clock = script.limit(text).split("-")
-    hours, minutes, rest = map(int, clock.split(":"))
-    assert ((int(days) * 24 + hours) * 60 + minutes) * 60 + rest == walltime.seconds(text)
-
-
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "expected"),
     [
-        ({"walltime": "1:30"}, "walltime: '1:30' is minutes and seconds for Slurm"),
-        ({"walltime": 5400}, "Then put it in quotes"),
         ({"walltime": "0:02:00", "grace_seconds": 120}, "over before the signal"),
-        ({"partition": "gpu long"}, "partition: 'gpu long' is not one word"),
-        ({"partition": "gpu\n#SBATCH --uid=0"}, "partition"),
-        ({"account": ""}, "account"),
-        ({"mem": -4}, "mem: -4 is not an amount"),
-        ({"mem": "64GB"}, "mem"),
-        ({"cpus_per_task": -1}, "cpus_per_task: -1 is not a whole number from 1"),
-        ({"cpus_per_task": True}, "cpus_per_task"),
-        ({"gpus": "gpu"}, "one of gpus-per-node, gres, none"),
-        ({"container_runtime": "docker"}, "one of pyxis, apptainer"),
-        ({"container_mounts": ["data"]}, "container_mounts: 'data' is not a folder"),
-        ({"grace_seconds": 0}, "grace_seconds"),
-        ({"grace_seconds": 70000}, "grace_seconds"),
-        ({"max_parallel": 0}, "max_parallel"),
-        ({"poll_seconds": 0}, "poll_seconds"),
-        ({"requeue": "yes"}, "requeue: 'yes' is not true or false"),
+        ({"partition": "gpu long"}, "'gpu long' is not one word"),
+        ({"partition": "gpu\n#SBATCH --uid=0"}, "is not one word"),
+        ({"account": ""}, "'' is not one word"),
+        ({"mem": -4}, '-4 is not an amount such as "64G"'),
+        ({"mem": "64GB"}, "is not an amount"),
+        ({"cpus_per_task": -1}, "-1 is not greater than or equal to 1"),
+        ({"cpus_per_task": True}, "True is not an integer"),
+        ({"gpus": "gpu"}, "'gpu' is not 'gpus-per-node', 'gres' or 'none'"),
+        ({"container_runtime": "aptainer"}, "did you mean apptainer?"),
+        ({"container_mounts": ["data"]}, "'data' is not a folder"),
+        ({"container": "a.sif", "inputs": {"a": "/a,b"}}, "'/a,b' cannot be mounted"),
+        ({"grace_seconds": 0}, "greater than or equal to 1"),
+        ({"grace_seconds": 70000}, "less than or equal to 65535"),
+        ({"max_parallel": 0}, "greater than"),
+        ({"poll_seconds": 0}, "greater than 0"),
+        ({"requeue": "yes"}, "'yes' is not true or false"),
         ({"requeue_at_time_limit": True, "requeue": False}, "launcher.requeue=true"),
         ({"modules": "cuda"}, "launcher.modules=[cuda]"),
         ({"modules": ["cuda; rm -rf ~"]}, "is not the name of a module"),
-        ({"before_srun": ["a\nb"]}, "before_srun: 'a\\nb' is not one line"),
+        ({"before_srun": ["a\nb"]}, "'a\\nb' is not one line"),
         ({"sbatch": ["exclusive"]}, "is not an option of sbatch"),
-        ({"sbatch": ["--exclusive\nrm -rf ~"]}, "sbatch"),
+        ({"sbatch": ["--exclusive\nrm -rf ~"]}, "is not an option of sbatch"),
         ({"sbatch": ["--nodes=4"]}, "write trainer.num_nodes"),
         ({"sbatch": ["-t 10"]}, "write launcher.walltime"),
         ({"sbatch": ["-pgpu"]}, "write launcher.partition"),
         ({"srun_args": ["--export=NONE"]}, "write launcher.forward_env"),
+        ({"inputs": ["/data"]}, "['/data'] is not a mapping"),
     ],
     ids=str,
 )
-def test_settings_that_are_refused(node: dict[str, Any], said: str) -> None:
-    told = "\n".join(map(str, SlurmLauncher.check(node, {})))
-    assert said in told
-    with pytest.raises(UserError, match=r"^launcher\."):
+def test_settings_that_are_refused(node: dict[str, Any], expected: str) -> None:
+    (problem,) = SlurmLauncher.check({"_target_": "x", "mine": 1, **node}, {})
+    assert problem.path.partition(".")[0] in node
+    assert expected in f"{problem.what}\n{problem.remedy}"
+    with pytest.raises(UserError, match=rf"^launcher\.{problem.path}"):
         SlurmLauncher(**node).request(spec())
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    node = {"mem": 1, "walltime": "2 h", "requeue": False, "requeue_at_time_limit": True}
+    found = {problem.path for problem in SlurmLauncher.check(node, {})}
+    assert found == {"mem", "walltime", "requeue_at_time_limit"}
+    with pytest.raises(UserError, match=r"launcher.partion: no such(.|\n)*did you mean partition"):
+        SlurmLauncher(partion="gpu")
 
 
 @pytest.mark.parametrize("node", [{}, EVERYTHING, PYXIS, APPTAINER], ids=str)
@@ -173,7 +174,7 @@ def test_a_job_inherits_little(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = controller.environment(["HF_TOKEN"], {"partition": "gpu", "account": None})
+    found = commands.environment(["HF_TOKEN"], SlurmLauncher(partition="gpu"))
     kept = {"SLURM_CONF", "SBATCH_ACCOUNT", "HF_TOKEN"}
     assert set(found) & set(given) == kept and "PATH" in found
 
@@ -208,7 +209,7 @@ def test_what_the_accounting_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(words[-1]) < 100_000, "a command line has room for so much"
         return subprocess.CompletedProcess(words, 0, known[words[0]], "")
 
-    monkeypatch.setattr(controller, "run", run)
+    monkeypatch.setattr(commands, "run", run)
     numbers = ["5", "6_0", "7", "8_1", *map(str, range(100, 40_000))]
     many = [SlurmJob(number) for number in numbers]
     SlurmJob.ask(many)
@@ -224,8 +225,7 @@ def test_states() -> None:
         REQUEUE_HOLD REQUEUED RESIZING REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED
         TIMEOUT"""
     assert set(names.split()) == set(STATES)
-    assert state_of(controller.Look("SOMETHING_NEW")) is JobState.UNKNOWN
-    assert state_of(None) is JobState.UNKNOWN
+    assert SlurmJob("1")._meaning(commands.Look("SOMETHING_NEW")) is JobState.UNKNOWN
 
 
 @pytest.mark.parametrize(

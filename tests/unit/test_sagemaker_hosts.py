@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from distdl.launchers.sagemaker import hosts
-from distdl.launchers.sagemaker.hosts import Hosts
-from distdl.launchers.sagemaker.together import VANISHED, End, Together
+from distdl.launchers.sagemaker.entry import Hosts
+from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
 
 
 def resource_config(root: Path, **fields: Any) -> None:
@@ -23,12 +22,12 @@ def resource_config(root: Path, **fields: Any) -> None:
 
 def test_hosts_are_counted_the_same_everywhere(tmp_path) -> None:
     resource_config(tmp_path, network_interface_name="eth0")
-    here = hosts.read(tmp_path)
+    here = Hosts.read(tmp_path)
     assert here.names == ("algo-1", "algo-2", "algo-10")
     assert (here.number, here.primary) == (1, "algo-1")
     assert here.environment() == {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     resource_config(tmp_path, current_instance_type="ml.p4d.24xlarge")
-    assert hosts.read(tmp_path).environment() == {"FI_PROVIDER": "efa"}
+    assert Hosts.read(tmp_path).environment() == {"FI_PROVIDER": "efa"}
 
 
 def free_port() -> int:
@@ -43,13 +42,13 @@ def until(condition: Any, timeout: float = 240) -> None:
         time.sleep(0.01)
 
 
-def both(monkeypatch: pytest.MonkeyPatch) -> tuple[Together, Together]:
-    monkeypatch.setattr("distdl.launchers.sagemaker.together.BEAT_SECONDS", 0.05)
-    monkeypatch.setattr("distdl.launchers.sagemaker.together.PATIENCE_SECONDS", 0.5)
+def both(monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeat, Heartbeat]:
+    monkeypatch.setattr("distdl.launchers.sagemaker.heartbeat.BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("distdl.launchers.sagemaker.heartbeat.PATIENCE_SECONDS", 0.5)
     port, names = free_port(), ("localhost", "other")
-    second = Together(Hosts(names, "other"), port)  # it may be there before the primary one
+    second = Heartbeat(names, "other", port)  # it may be there before the primary one
     time.sleep(0.1)
-    first = Together(Hosts(names, "localhost"), port)
+    first = Heartbeat(names, "localhost", port)
     until(lambda: first._links and second._links)
     return first, second
 
@@ -58,16 +57,18 @@ def test_hosts_hear_how_the_others_end(monkeypatch) -> None:
     first, second = both(monkeypatch)
     time.sleep(0.7)  # longer than the patience: the beats keep it
     assert first.ends() == second.ends() == {}
-    second.say_end(End(0))
-    until(lambda: first.ends() == {"other": End(0)})
-    first.say_end(End(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5))
-    until(lambda: second.ends() == {"localhost": End(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)})
+    second.report_end(HostEnd(0))
+    until(lambda: first.ends() == {"other": HostEnd(0)})
+    first.report_end(HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5))
+    until(
+        lambda: second.ends() == {"localhost": HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)}
+    )
 
 
 def test_hosts_notice_silence(monkeypatch) -> None:
     first, second = both(monkeypatch)
     monkeypatch.setattr(first._over, "wait", lambda _: time.sleep(60))  # its beats stop
-    until(lambda: second.ends() == {"localhost": End(VANISHED, "localhost vanished")})
+    until(lambda: second.ends() == {"localhost": HostEnd(VANISHED, "localhost vanished")})
 
 
 def test_a_stranger_who_knocks_is_no_host(monkeypatch) -> None:

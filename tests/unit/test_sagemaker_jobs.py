@@ -16,7 +16,7 @@ import pytest
 from distdl import jobs
 from distdl.errors import UserError
 from distdl.job import JobState
-from distdl.launchers.sagemaker import SageMakerLauncher, job, uploads
+from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.aws import Aws
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import NODE, REGION, keys, spec
@@ -37,9 +37,9 @@ def test_without_credentials(monkeypatch, tmp_path, run) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     launcher = SageMakerLauncher(**NODE)
-    with pytest.raises(UserError, match="no AWS credentials"):
+    with pytest.raises(UserError, match=r"locate credentials\n.*AWS_PROFILE"):
         launcher.submit(launcher.request(spec(run)))
-    with pytest.raises(UserError, match=r"launcher.region: no AWS region"):
+    with pytest.raises(UserError, match=r"launcher.region: .*specify a region"):
         SageMakerLauncher(**{**NODE, "region": None}).submit(launcher.request(spec(run)))
     with pytest.raises(UserError, match=r"launcher.profile: .*nobody"):
         SageMakerLauncher(**NODE, profile="nobody").submit(launcher.request(spec(run)))
@@ -53,7 +53,7 @@ def test_a_handle_of_somebody_else() -> None:
 
 def test_a_bucket_that_is_not_there(aws, run) -> None:
     launcher = SageMakerLauncher(**{**NODE, "bucket": "other-bucket"})
-    launcher.aws = aws
+    vars(launcher)["aws"] = aws
     with pytest.raises(UserError, match="NoSuchBucket"):
         launcher.submit(launcher.request(spec(run)))
 
@@ -129,11 +129,11 @@ def test_every_status_of_the_service_has_a_state() -> None:
     members = (
         Session().get_service_model("sagemaker").shape_for("DescribeTrainingJobResponse").members
     )
-    assert set(job.FURTHER) | {"Completed", "Failed", "Stopping"} == set(
+    assert set(sagemaker_job.FURTHER) | {"Completed", "Failed", "Stopping"} == set(
         members["SecondaryStatus"].enum
     )
     statuses = set(members["TrainingJobStatus"].enum)
-    assert statuses == {*job.STATES, "InProgress", "Stopped", "Deleting"}
+    assert statuses == {*sagemaker_job.STATES, "InProgress", "Stopped", "Deleting"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,9 @@ def test_every_status_of_the_service_has_a_state() -> None:
     ],
 )
 def test_states(status, further, state) -> None:
-    assert job.state_of({"TrainingJobStatus": status, "SecondaryStatus": further}) is state
+    assert (
+        sagemaker_job.state_of({"TrainingJobStatus": status, "SecondaryStatus": further}) is state
+    )
 
 
 def test_status_and_list_from_a_later_shell(launcher, run, aws) -> None:
@@ -170,9 +172,9 @@ def test_several_are_asked_for_at_once(launcher, run, aws, monkeypatch) -> None:
     names = [launcher.submit(launcher.request(spec(run))).handle for _ in range(3)]
     later = SageMakerLauncher()
     found = [later.attach(handle) for handle in (*names, f"sagemaker://{REGION}/never-was")]
-    asked, really = [], job.SageMakerJob.describe
+    asked, really = [], sagemaker_job.SageMakerJob.describe
     monkeypatch.setattr(
-        job.SageMakerJob, "describe", lambda one: (asked.append(one.name), really(one))[1]
+        sagemaker_job.SageMakerJob, "describe", lambda one: (asked.append(one.name), really(one))[1]
     )
     jobs.ask(found)
     assert [one.state() for one in found] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
@@ -190,14 +192,18 @@ def test_a_place_that_cannot_be_reached_is_unknown(launcher, run, aws, monkeypat
 def put_log(aws: Aws, name: str, host: str, *lines: str) -> None:
     client, stream = aws("logs"), f"{name}/{host}"
     for make in (
-        lambda: client.create_log_group(logGroupName=job.LOG_GROUP),
-        lambda: client.create_log_stream(logGroupName=job.LOG_GROUP, logStreamName=stream),
+        lambda: client.create_log_group(logGroupName=sagemaker_job.LOG_GROUP),
+        lambda: client.create_log_stream(
+            logGroupName=sagemaker_job.LOG_GROUP, logStreamName=stream
+        ),
     ):
         with contextlib.suppress(client.exceptions.ResourceAlreadyExistsException):
             make()
     now = int(time.time() * 1000)
     events = [{"timestamp": now, "message": line} for line in lines]
-    client.put_log_events(logGroupName=job.LOG_GROUP, logStreamName=stream, logEvents=events)
+    client.put_log_events(
+        logGroupName=sagemaker_job.LOG_GROUP, logStreamName=stream, logEvents=events
+    )
 
 
 def test_logs_of_all_hosts(launcher, run, aws) -> None:
@@ -220,8 +226,10 @@ def test_logs_follow_until_the_end(launcher, run, aws, monkeypatch) -> None:
             put_log(aws, submitted.name, "algo-1-1700", f"said while {found}")
         return found
 
-    monkeypatch.setattr(job.SageMakerJob, "state", state)
-    monkeypatch.setattr(job.SageMakerJob, "failure", lambda _: "AlgorithmError: rank 1: ValueError")
+    monkeypatch.setattr(sagemaker_job.SageMakerJob, "state", state)
+    monkeypatch.setattr(
+        sagemaker_job.SageMakerJob, "failure", lambda _: "AlgorithmError: rank 1: ValueError"
+    )
     assert list(submitted.logs(follow=True)) == [
         "said while RUNNING",
         "said while FAILED",
@@ -232,7 +240,7 @@ def test_logs_follow_until_the_end(launcher, run, aws, monkeypatch) -> None:
 def test_cancel_asks_the_service(aws) -> None:
     from botocore.stub import Stubber
 
-    running = job.SageMakerJob("a-job", aws)
+    running = sagemaker_job.SageMakerJob("a-job", aws)
     with Stubber(aws("sagemaker")) as stub:
         stub.add_response("stop_training_job", {}, {"TrainingJobName": "a-job"})
         running.cancel()

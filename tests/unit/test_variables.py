@@ -18,7 +18,7 @@ from distdl.errors import UserError
 from distdl.job import JobSpec, Resources, variables
 from distdl.launchers.azureml.client import Workspace
 from distdl.launchers.azureml.launcher import AzureMLLauncher
-from distdl.launchers.azureml.needs import to_yaml
+from distdl.launchers.azureml.request import to_yaml
 from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher

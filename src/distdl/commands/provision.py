@@ -42,22 +42,22 @@ def main(argv: Sequence[str]) -> int:
         remedy = "python -m distdl provision azureml --help"
         raise UserError(Problem(place, "is no place that can be provisioned", remedy))
     if words[:1] == ["sas"]:
-        from distdl.launchers.azureml import provision_sas
+        from distdl.launchers.azureml.provision import sas
 
-        return provision_sas.run(values(words[1:]))
-    from distdl.launchers.azureml import provision
+        return sas.run(values(words[1:]))
+    from distdl.launchers.azureml.provision import command
 
-    return provision.run(values(words))
+    return command.run(values(words))
 
 
 def print_help(words: Sequence[str]) -> int:
     """Prints it; needs nothing of Azure's."""
-    from distdl.launchers.azureml import provision_sas, provision_settings
+    from distdl.launchers.azureml.provision import sas, settings
 
     if list(words[:1]) == ["sas"]:
-        print(provision_sas.HELP)
+        print(sas.HELP)
     else:
-        print(USAGE + provision_settings.text())
+        print(USAGE + settings.text())
     return 0
 
 

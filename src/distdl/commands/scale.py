@@ -108,7 +108,7 @@ def rented_of(options: argparse.Namespace, member: Member) -> Rented | None:
         UserError: There is no such size, or a price is asked for of none.
     """
     from distdl.commands._scale_rows import Rented
-    from distdl.launchers.azureml import needs, vm_sizes
+    from distdl.launchers.azureml import vm_sizes
 
     launcher = member.config.launcher
     name = options.vm or launcher.get("vm_size")
@@ -122,7 +122,7 @@ def rented_of(options: argparse.Namespace, member: Member) -> Rented | None:
         return None  # trained on all the same; its price is unknown
     if size is None:
         raise UserError(Problem("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name)))
-    spot = options.spot or (not options.vm and launcher.get("tier") in needs.SPOT)
+    spot = options.spot or (not options.vm and launcher.get("tier") in vm_sizes.SPOT)
     cost = size.spot_price_per_hour if spot else size.price_per_hour
     return Rented(size.name, size.gpus, cost, size.infiniband_gbps * 1e9 / 8)
 

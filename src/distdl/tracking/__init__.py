@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Nothing heavy up here: the report and `track sync` come by, and must start fast.
+# Nothing heavy up here: the report and `track sync` import this, and must start fast.
 if TYPE_CHECKING:
     from lightning.pytorch.loggers.logger import Logger
 
@@ -28,7 +28,7 @@ SYSTEM_METRICS_INTERVAL = 15.0  # seconds
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What tracking is told about the run, on every rank.
+    """What tracking knows about the run, on every rank.
 
     Args:
         run_dir: The run directory.
@@ -39,7 +39,7 @@ class RunInfo:
         experiment_name: The experiment in a tracking server.
         name: What a person calls the run: what a sweep varied, or its own name.
         key: 32 letters that are this run's alone, the same in every attempt.
-        params: The most important first, for a server that takes so many only. Each is told without
+        params: The most important first, for a server that takes so many only. Each is sent without
             secrets and as at most 500 characters.
         changed: What this attempt changed against the frozen recipe, by config path.
         artifacts: Files that describe the run (config.yaml, provenance.json).
@@ -65,7 +65,7 @@ class RunInfo:
 
 @dataclass
 class Tracking:
-    """What `start_tracking` began.
+    """What `start_tracking` started.
 
     Args:
         loggers: For Lightning's Trainer, the same number on every rank; the journal comes last.

@@ -20,7 +20,7 @@ from distdl.tracking.outbox import database_path, is_local
 log = logging.getLogger(__name__)
 
 BEING_MADE = 5.0  # seconds since it was written in which a database may still be in the making
-# The server's way to say "never": trying again would hold up everything behind it.
+# Of an answer that will never change: trying again would hold up everything behind it.
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
 # Imported while it sends, unless it is there: a step would wait for it.
@@ -112,16 +112,16 @@ def put_aside(address: str, written: float) -> bool:
     if time.time() - written < BEING_MADE:  # `mlflow ui` asks for no lock
         return False
     try:
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as found:
-            tables = {name for (name,) in found.execute("SELECT name FROM sqlite_master")}
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as file:
+            tables = {name for (name,) in file.execute("SELECT name FROM sqlite_master")}
             for table in tables & {"runs", "_alembic_tmp_runs"}:  # the other while it is upgraded
-                if found.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
+                if file.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
                     return False
     except (OSError, sqlite3.Error):
         return False
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    # It would go on with the file that it has open.
+    # It would keep using the file that it has open.
     getattr(SqlAlchemyStore, "_engine_map", {}).pop(address, None)
     kept = database.with_name(f"{database.name}.half-made-{time.time():.0f}")
     for tail in ("", "-journal", "-wal", "-shm"):

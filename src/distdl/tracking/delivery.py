@@ -33,7 +33,7 @@ class Delivery:
     Args:
         outbox: The run's state; its file is written after each thing that arrived.
         uri: The tracking URI with its password, if it has one.
-        node_rank: Node 0 makes the MLflow run and sends the outbox; the others only find it.
+        node_rank: Node 0 creates the MLflow run and sends the outbox; the others only find it.
         alone: Nobody else sends a journal of this run.
     """
 
@@ -49,7 +49,7 @@ class Delivery:
         self.in_a_row = 0  # parameters that were refused since one was taken
 
     def connect(self) -> bool:
-        """Find the MLflow run, or make it (node 0). False where it is not there yet."""
+        """Find the MLflow run, or create it (node 0). False where it does not exist yet."""
         if self.run_id is not None:
             return True
         lock: Any = contextlib.nullcontext()
@@ -98,15 +98,15 @@ class Delivery:
 
     def _experiment(self) -> str | None:
         state = self.outbox.state
-        found = self.client.get_experiment_by_name(state.experiment)
-        if found is None and not self.node_rank:
+        experiment = self.client.get_experiment_by_name(state.experiment)
+        if experiment is None and not self.node_rank:
             try:
                 return str(self.client.create_experiment(state.experiment, state.artifact_location))
-            except Exception:  # another run may have made it in this moment
-                found = self.client.get_experiment_by_name(state.experiment)
-                if found is None:
+            except Exception:  # another run may have created it in this moment
+                experiment = self.client.get_experiment_by_name(state.experiment)
+                if experiment is None:
                     raise
-        return found and str(found.experiment_id)
+        return experiment and str(experiment.experiment_id)
 
     def _search(self) -> str | None:
         """The run by our tags: its id may have been lost with the server's answer or our file."""
@@ -118,16 +118,14 @@ class Delivery:
             tag, value = "distdl.run_id", self.outbox.state.distdl_run
         query = f"tags.`{tag}` = '{value}'"
         order = ["attributes.start_time DESC"]
-        found = self.client.search_runs([experiment], query, max_results=1, order_by=order)
-        return str(found[0].info.run_id) if found else None
+        runs = self.client.search_runs([experiment], query, max_results=1, order_by=order)
+        return str(runs[0].info.run_id) if runs else None
 
     def _create(self) -> str:
         state = self.outbox.state
         tags = {"distdl.run_id": state.distdl_run, "distdl.run_key": state.key}
-        name, start = (
-            state.name or state.distdl_run.rsplit("/", 1)[-1],
-            int(state.start_time * 1000),
-        )
+        name = state.name or state.distdl_run.rsplit("/", 1)[-1]
+        start = int(state.start_time * 1000)
         return str(self.client.create_run(self.experiment_id, start, tags, name).info.run_id)
 
     def send_outbox(self) -> None:
@@ -138,7 +136,7 @@ class Delivery:
         with outbox.lock:
             params, tags = dict(outbox.state.params), dict(outbox.state.tags)
         if params:
-            # MLflow refuses a parameter that changes; changes are told by a tag of the attempt.
+            # MLflow refuses a parameter that changes; a tag of the attempt has the changes.
             known = self.client.get_run(self.run_id).data.params
             named = {metric_name(k): v for k, v in params.items()}
             before, self.in_a_row = {*self.refused}, 0
@@ -230,14 +228,14 @@ class Delivery:
                 return
             except Exception as error:
                 if not self.run_id or not self._is_active(self.run_id):
-                    self.run_id = None  # deleted on the server: the next pass makes it anew
+                    self.run_id = None  # deleted on the server: the next pass creates it anew
                     raise
                 if not refusal(error):
                     raise
                 if len(points) == 1:
                     key, new = points[0].key, points[0].key not in self.refused
                     self.refused.add(key)
-                    if kind == "params":  # told together
+                    if kind == "params":  # reported together
                         self.in_a_row += 1
                         log.debug("MLflow refuses the parameter %s: %s", key, error)
                     elif new:
@@ -265,7 +263,7 @@ class Delivery:
     def send_all(self, progress: Callable[[int], None]) -> None:
         """Everything that the directory of a run that is not running any more holds."""
         with self.outbox.lock:
-            if self.outbox.state.end_time is None:  # it was killed before it could say so
+            if self.outbox.state.end_time is None:  # it was killed before it could record its end
                 self.outbox.state.status = "KILLED"
                 times = [path.stat().st_mtime for path in self.journals().values()]
                 self.outbox.state.end_time = max(times, default=None)
@@ -273,8 +271,8 @@ class Delivery:
 
     def journals(self) -> dict[int, Path]:
         """Node rank to journal, of those that this process sends."""
-        found = journals(self.outbox.run_dir)
-        return {n: path for n, path in found.items() if self.alone or n == self.node_rank}
+        paths = journals(self.outbox.run_dir).items()
+        return {n: path for n, path in paths if self.alone or n == self.node_rank}
 
     def owes(self) -> bool:
         """Whether something that was logged is not in the MLflow run yet."""

@@ -29,7 +29,7 @@ class Journal(Logger):
 
     It only appends to a deque: a queue that wakes its reader at every record would make the two
     threads fight for the interpreter. The thread converts and writes every half second. Nothing
-    here ever raises into training: a full disk is said once and tried again.
+    here ever raises into training: a full disk is reported once and tried again.
 
     Args:
         path: The file; None for a rank that writes nothing (it still hands the Trainer a logger,
@@ -75,14 +75,14 @@ class Journal(Logger):
         self._hear(self, metrics, step)
 
     def listen_to(self, logger: Logger) -> Logger:
-        """Queue what this logger is told, first: where it raises, Lightning ends the training.
+        """Queue what this logger gets, first: where it raises, Lightning ends the training.
         Hyperparameters reach it as plain data."""
-        tell = logger.log_metrics
+        log_own = logger.log_metrics
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
             if "hp_metric" not in metrics:  # a placeholder of TensorBoard's logger, at step 0
                 self._hear(logger, metrics, step)
-            tell(metrics, step, **more)  # type: ignore[arg-type]
+            log_own(metrics, step, **more)  # type: ignore[arg-type]
 
         note = logger.log_hyperparams
 
@@ -94,14 +94,14 @@ class Journal(Logger):
         return logger
 
     def _hear(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Queue it once: Lightning tells every logger the same in turn, a module perhaps one."""
+        """Queue it once: Lightning logs the same to each logger, a module perhaps to one only."""
         if step is not None:
             self.last_step = step
         if not self._training:
             return
         values = self._numbers(metrics)
-        by, said = self._heard
-        if said == f"{step} {values}" and logger not in by:
+        by, text = self._heard
+        if text == f"{step} {values}" and logger not in by:
             by.append(logger)
         else:
             self._heard = ([logger], f"{step} {values}")

@@ -38,16 +38,16 @@ class MLflowLogger:
     """Follows the run's journal and sends it to an MLflow server, whatever that server does.
 
     Nothing here touches the training thread: a thread reads the journal past a cursor file, sends
-    it in batches with the original times and steps, and moves the cursor. While the server fails it
-    says so once and tries again, less and less often; what is left at the end stays in the run for
-    `python -m distdl track sync RUN`. Every metric reaches it by way of the journal, and what a
-    module logs through its `lightning_logger` by way of the outbox.
+    it in batches with the original times and steps, and moves the cursor. A failure of the server
+    is reported once; it is tried again, less and less often, and what is left at the end stays in
+    the run for `python -m distdl track sync RUN`. Every metric reaches it by way of the journal,
+    and what a module logs through its `lightning_logger` by way of the outbox.
 
-    Each component gets `start` and `finish` on every rank; only rank 0 makes the MLflow run. A
-    server hears from the local rank 0 of each other node, too (its system metrics); a database
+    Each component gets `start` and `finish` on every rank; only rank 0 creates the MLflow run. The
+    local rank 0 of each other node sends to a server, too (its system metrics); a database
     file is written by rank 0 alone, which sends the journals of all nodes that it can see.
 
-    In a job whose platform made an MLflow run (`MLFLOW_RUN_ID`, or `AZUREML_RUN_ID`), that run is
+    In a job whose platform created an MLflow run (`MLFLOW_RUN_ID`, `AZUREML_RUN_ID`), that run is
     used. Then a resumed run, being another job, gets the whole history into its own MLflow run,
     tagged `distdl.previous_job`.
 
@@ -132,7 +132,7 @@ class MLflowLogger:
             time.sleep(0.02)
 
     def finish(self, status: str) -> None:
-        """Send what is left, for at most `flush_timeout` seconds, and say what stays.
+        """Send what is left, for at most `flush_timeout` seconds, and report what stays.
 
         Args:
             status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.
@@ -167,7 +167,7 @@ class MLflowLogger:
         return how_to_open(self.uri, self.delivery.outbox)
 
     def _describe(self, outbox: Outbox) -> None:
-        """Fill the outbox with what this attempt has to tell."""
+        """Fill the outbox with what this attempt has to report."""
         info, state = self.info, outbox.state
         outbox.lost = not outbox.found and info.attempt > 1
         state.distdl_run, state.name = info.run_id, info.name
@@ -197,7 +197,7 @@ class MLflowLogger:
         if info.changed:
             changed = json.dumps(info.changed, default=str)
             tags[f"distdl.attempt.{info.attempt}.changed"] = changed[:5000]
-        for n in range(1, info.attempt):  # a killed attempt could not tell its own end
+        for n in range(1, info.attempt):  # a killed attempt could not report its own end
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
                 state = status.get("state", "UNKNOWN")
@@ -221,7 +221,7 @@ class MLflowLogger:
             self._keep(path)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # `_follow` meets it again, and says so
+        with contextlib.suppress(Exception):  # `_follow` meets it again, and reports it
             import_client()
         self._imported.set()
         if self.info.rank == 0:

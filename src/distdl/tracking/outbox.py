@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file in one step: a reader sees the old or the new one, whole."""
+    """Replace a file in one step: a reader sees the old or the new one, complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n")
@@ -68,7 +68,7 @@ class State:
         name: What MLflow's tables call the run.
         run_id, experiment_id: MLflow's names of the run and its experiment, once they are known.
         job_run: The run belongs to the platform's job (Azure ML), which ends it.
-        key: Tagged onto the run when it is made: finds it when the answer of the server was lost.
+        key: Tagged onto the run when it is created: finds it if the server's answer was lost.
         params, tags, status, end_time: Owed; `end_time` is in seconds since 1970. So are the files
             in `RUN/tracking/artifacts`, by their place there.
     """
@@ -125,10 +125,10 @@ class Outbox:
 
     def owe(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
         """Add params or tags, without secrets. Of a parameter that is owed, the value stays."""
-        told = redacted(values, longest)
-        with self.lock, contextlib.suppress(OSError):  # a full disk: the sender says so
+        texts = redacted(values, longest)
+        with self.lock, contextlib.suppress(OSError):  # a full disk: the sender reports it
             owed = getattr(self.state, kind)
-            owed |= {k: v for k, v in told.items() if kind == "tags" or k not in owed}
+            owed |= {k: v for k, v in texts.items() if kind == "tags" or k not in owed}
             self.save()
 
     def keep(self, path: str | Path, to: str) -> None:
@@ -145,10 +145,10 @@ class Outbox:
         copy = self.copies / to
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.path.parent) as there:
-                whole = shutil.copyfile(path, Path(there) / "whole")
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+                complete = shutil.copyfile(path, Path(folder) / "complete")
                 with self.lock:
-                    os.replace(whole, copy)
+                    os.replace(complete, copy)
                     self.renewed.add(copy)
         except OSError as error:
             log.warning("%s is not kept for MLflow: %s", path, error)

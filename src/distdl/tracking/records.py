@@ -66,8 +66,8 @@ def _decode(line: bytes, end: int) -> Record | None:
 def read(path: Path, offset: int = 0) -> Iterator[Record]:
     """The records of a journal from a byte offset on; what cannot be read is passed over.
 
-    A last line without its newline is either whole (then it is read) or still being written (then
-    it is left for the next call): a strict prefix of a JSON object never parses.
+    A last line without its newline is either complete (then it is read) or still being written
+    (then it is left for the next call): a strict prefix of a JSON object never parses.
     """
     with Path(path).open("rb") as file:
         file.seek(offset)

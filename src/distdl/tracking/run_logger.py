@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RunLogger(MLFlowLogger):
     """Lightning's by its type and its properties; it never waits for a server to log something.
 
-    The journal hears its metrics. Parameters, and what `experiment` is given, go into the outbox.
+    The journal gets its metrics. Parameters, and what `experiment` is given, go into the outbox.
     """
 
     def __init__(self, sender: MLflowLogger, journal: Journal) -> None:
@@ -60,6 +60,6 @@ class RunLogger(MLFlowLogger):
             self.delivery.outbox.owe("params", flat, longest=500)
 
     def _nothing(self, *args: Any, **kw: Any) -> None:
-        """The journal has heard it; checkpoints stay in the run; `MLflowLogger` tells the end."""
+        """The journal has it; checkpoints stay in the run; `MLflowLogger` reports the end."""
 
     log_metrics = after_save_checkpoint = finalize = _nothing

@@ -1,6 +1,6 @@
-"""Trackers that are a service of their own: what each logger is told of the run, and how it ends.
+"""Trackers that are a service of their own: what each logger gets of the run, and how it ends.
 
-Which package each needs is in `distdl.checks`, which says so before anything starts.
+Which package each needs is in `distdl.checks`, which reports it before anything starts.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Service:
     """A logger, known by the name of its class.
 
     Args:
-        told: Its arguments for a run, of which those that the config gives stay. The same id in
+        arguments: For a run; those that the config sets stay. The same id in
             every attempt, so that a resumed run goes on in the same curves.
         end: The method of its `experiment` that sends what is left. A worker ends without those
             hooks of Python's end by which some of them would do it themselves.
     """
 
-    told: Callable[[RunInfo, str], dict[str, Any]]
+    arguments: Callable[[RunInfo, str], dict[str, Any]]
     end: str
 
 
@@ -69,13 +69,13 @@ def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
     """
     folder = info.run_dir / "logs" / key
     service = SERVICES.get(getattr(partial.func, "__name__", ""))
-    told = service.told(info, str(folder)) if service else {"save_dir": str(folder)}
-    given = {k for k, v in partial.keywords.items() if v is not None}
     if service is None:
-        return partial(**told)
+        return partial(save_dir=str(folder))
+    configured = {k for k, v in partial.keywords.items() if v is not None}
+    ours = service.arguments(info, str(folder))
     if info.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)  # else W&B writes somewhere else
-    return _started(key, lambda: partial(**{k: v for k, v in told.items() if k not in given}))
+    return _started(key, lambda: partial(**{k: v for k, v in ours.items() if k not in configured}))
 
 
 def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
@@ -91,8 +91,8 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
     try:
         return start()
     except Exception as error:
-        said = next(iter(str(error).strip().splitlines()), "")
-        what = f"cannot start: {type(error).__name__}: {said}"
+        reason = next(iter(str(error).strip().splitlines()), "")
+        what = f"cannot start: {type(error).__name__}: {reason}"
         remedy = "log in to it, let it work offline (docs/tracking.md), or choose tracking=mlflow"
         raise UserError(Problem(f"tracking.{key}", what, remedy)) from error
 
@@ -124,16 +124,12 @@ def how_to_open(logger: Any, folder: Path) -> str:
     """The page of the run, or the command that uploads what was written offline."""
     name, experiment = type(logger).__name__, logger.experiment
     if name == "WandbLogger":
-        command = f"wandb sync {_shown(folder)}/wandb/offline-run-*"
+        command = f"wandb sync {os.path.relpath(folder)}/wandb/offline-run-*"
         return command if experiment.offline else str(experiment.url)
     if name == "CometLogger":
         offline = type(experiment).__name__.endswith("OfflineExperiment")
-        return f"comet upload {_shown(folder)}/*.zip" if offline else str(experiment.url)
+        return f"comet upload {os.path.relpath(folder)}/*.zip" if offline else str(experiment.url)
     if logger.offline:
         session = Path(experiment.get_offline_mode_folder())
-        return f"clearml-task --import-offline-session {_shown(session)}.zip"
+        return f"clearml-task --import-offline-session {os.path.relpath(session)}.zip"
     return str(experiment.get_output_log_web_page())
-
-
-def _shown(folder: Path) -> str:
-    return os.path.relpath(folder)

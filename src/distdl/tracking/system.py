@@ -140,6 +140,8 @@ class _Gpus:
         values: dict[str, float] = {}
         for i, handle in enumerate(self._handles):
             for key, read in reads.items():
-                with contextlib.suppress(pynvml.NVMLError):  # a virtual GPU may not tell its power
+                with contextlib.suppress(
+                    pynvml.NVMLError
+                ):  # a virtual GPU may not report its power
                     values[f"gpu{i}_{key}"] = float(read(handle))
         return values

@@ -1,0 +1,185 @@
+"""A job on Azure ML: its state, its log, its end. Needs nothing but its handle."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobState
+from distdl.launchers.azureml import datastore
+from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
+from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
+from distdl.launchers.common import AskedJob, from_pages, pace
+
+# https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
+STATES = {
+    "NotStarted": JobState.PENDING,
+    "Queued": JobState.PENDING,
+    "Starting": JobState.PENDING,
+    "Provisioning": JobState.PENDING,
+    "Preparing": JobState.PENDING,
+    "Paused": JobState.PENDING,
+    "Running": JobState.RUNNING,
+    "Finalizing": JobState.RUNNING,
+    "CancelRequested": JobState.RUNNING,
+    "NotResponding": JobState.RUNNING,  # it may come back
+    "Completed": JobState.SUCCEEDED,
+    "Failed": JobState.FAILED,
+    "Canceled": JobState.CANCELLED,
+    "Unknown": JobState.UNKNOWN,
+}
+EXPLAINED = {
+    "Queued": "waiting for nodes",
+    "Preparing": "getting nodes and the image; the first build of an image takes 10 to 20 minutes",
+    "CancelRequested": "being cancelled",
+}
+QUEUED_LONG = 120  # seconds, after which the likely reason is shown
+SHORTEST, LONGEST = 1.0, 10.0  # seconds between two looks at the log
+MISSES = 20  # looks in a row without an answer, after which following ends
+
+
+class AzureMLJob(AskedJob):
+    """One job, or one trial of a sweep job.
+
+    Args:
+        connection: To its workspace.
+        name: The job's.
+        member: Of a sweep: which one. Its trial has a name only once it has started.
+    """
+
+    def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
+        self._connection = connection
+        self._name, self._member = name, member
+        self._history = RunHistory(connection)
+        self._trial: str | None = None
+
+    @property
+    def handle(self) -> str:
+        return self._connection.workspace.handle(self._name, self._member)
+
+    @property
+    def url(self) -> str | None:
+        return self._connection.page(self._name)
+
+    @classmethod
+    def _listed(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
+        """Trials are in none of the workspace's lists."""
+        workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
+        for job in jobs:
+            if job._member is None:
+                workspaces.setdefault(job._connection.workspace, {})[job._name] = job
+        for named in workspaces.values():
+            client = next(iter(named.values()))._connection.client
+            with azure_errors():
+                pages = (  # None: the SDK knows no such kind of job
+                    [(job.name, {"status": job.status}) for job in page if job]
+                    for page in client.jobs.list().by_page()
+                )
+                yield from from_pages(named, pages)
+
+    def _look(self) -> dict[str, Any]:
+        """`status`, `logFiles`, `error`, and more."""
+        run = self._run()
+        if run is not None:
+            return self._history.details(run)
+        sweep = self._history.details(self._name)
+        # Its trial may start as long as the sweep runs.
+        ended = self._meaning(sweep).ended
+        return {"status": "Canceled" if ended else "Queued", "error": sweep.get("error")}
+
+    def _meaning(self, answer: Any) -> JobState:
+        return STATES.get(answer["status"], JobState.UNKNOWN)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """Rank 0's output, and what Azure itself reports; of a failed job every rank's."""
+        file, steps, misses = LogFile(self._history), pace(SHORTEST, LONGEST), 0
+        status, since, explained = "", time.monotonic(), False
+        while True:
+            try:
+                details = self._look()
+                ranks = by_rank(details.get("logFiles") or {})
+                lines = file.new(ranks[0]) if 0 in ranks else []
+            except UserError as error:
+                # The job runs without us: a network that is gone for a minute is no reason to end.
+                misses += 1
+                if not follow or misses > MISSES:
+                    raise
+                yield f"azureml: no answer, trying again: {error.problems[0].what}"
+                next(steps)
+                continue
+            misses, before, status = 0, status, details["status"]
+            if status != before and follow:
+                more = EXPLAINED.get(status)
+                yield f"azureml: {status.lower()}" + (f": {more}" if more else "")
+                since = time.monotonic()
+            yield from lines
+            state = self._meaning(details)
+            if state.ended or not follow:
+                break
+            if status == "Queued" and not explained and time.monotonic() - since > QUEUED_LONG:
+                explained = True
+                yield f"azureml: still queued after {QUEUED_LONG} s: {self._why_queued()}"
+            if lines:
+                steps = pace(SHORTEST, LONGEST)
+            next(steps)
+        yield from file.rest()
+        if state is JobState.FAILED:
+            yield from self._failure(details, ranks)
+
+    def cancel(self) -> None:
+        run = self._run()
+        if run is None:
+            what = "has not started yet, and Azure ML has no name for it"
+            remedy = f"cancel the whole sweep: {self._connection.workspace.handle(self._name)}"
+            raise UserError(Problem(self.handle, what, remedy))
+        if not self.state().ended:
+            with azure_errors(self.handle):
+                self._connection.client.jobs.begin_cancel(run)
+
+    def fetch(self, to: Path) -> None:
+        """Copies the store (checkpoints, logs, status) here; what is here already is kept."""
+        with azure_errors(self.handle):
+            path = str(self._connection.client.jobs.get(self._name).outputs["store"].path)
+        address = f"{path.rstrip('/')}/{self._member}" if self._member else path
+        datastore.fetch(self._connection, address, Path(to))
+
+    def _run(self) -> str | None:
+        """Azure's name for it; None for a member of a sweep that has not started."""
+        if self._member is None:
+            return self._name
+        if self._trial is None:
+            for child in self._history.children(self._name):
+                values = json.loads((child.get("tags") or {}).get("hyperparameters") or "{}")
+                if values.get("member") == self._member:
+                    self._trial = str(child["runId"])
+        return self._trial
+
+    def _failure(self, details: dict[str, Any], ranks: dict[int, str]) -> Iterator[str]:
+        """Rank 0 often fails because of another; the others wrote errors only."""
+        for rank, address in ranks.items():
+            if rank:
+                file = LogFile(self._history)
+                for line in [*file.new(address), *file.rest()]:
+                    yield f"[rank {rank}] {line}"
+        message = ((details.get("error") or {}).get("error") or {}).get("message")
+        if message:
+            yield f"azureml: {' '.join(str(message).split())[:600]}"
+
+    def _why_queued(self) -> str:
+        quota = "is the quota used up (Studio, Quota), or has the region no such VMs to give?"
+        with azure_errors():
+            client = self._connection.client
+            name = str(client.jobs.get(self._name).compute or "").rpartition("/")[2]
+            if not name:
+                return f"Azure has found no serverless nodes; {quota}"
+            cluster = client.compute.get(name)
+            nodes = len(list(client.compute.list_nodes(name)))
+        most, tier = getattr(cluster, "max_instances", "?"), getattr(cluster, "tier", "")
+        text = f"cluster {name} has {nodes} of at most {most} nodes ({cluster.size}, {tier})"
+        if errors := getattr(cluster, "provisioning_errors", None):
+            return f"{text}, and Azure says {errors}"
+        return f"{text}: all are busy" if nodes == most else f"{text}; {quota}"

@@ -1,0 +1,251 @@
+"""What a job on Azure needs and costs, and what would be better: shown by `dry_run=true`.
+
+Everything here is known offline. The tiers of a registry and of a storage account, which only Azure
+knows, come from the settings `registry_sku` and `storage_sku`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distdl.job import Resources
+from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml.settings import AzureSettings
+from distdl.launchers.azureml.vm_sizes import VmSize
+
+PRICES = "azure.microsoft.com/pricing/details/machine-learning"
+HOURS_PER_MONTH = 730
+# A bigger VM that costs up to this factor is "a similar price".
+SIMILAR = 1.25
+# From so many nodes on, which pull the image at once, a registry's tier matters.
+MANY_NODES = 4
+# Slow to fast; a size with a weaker GPU is no replacement.
+GPUS = ("K80", "P40", "T4", "P100", "A10", "V100", "A100", "H100", "H200")
+
+
+class CostAdvice(NamedTuple):
+    """One thing that could be better; the topic is a short name for tests."""
+
+    topic: str
+    what: str
+    why: str
+
+
+def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
+    """Needs, prices and advice as text.
+
+    Args:
+        settings: The launcher's.
+        resources: The size of the run.
+        jobs: Members of the sweep that this job is for.
+    """
+    size = vm_sizes.find(settings.vm_size)
+    if size is None:
+        name = settings.vm_size
+        return f"price and quota: unknown here, as distdl does not know {name}: {PRICES}"
+    job = _SizedJob(settings, resources, jobs, size)
+    rows = [*job.facts(), job.quota(), *job.prices()]
+    rows += [("note", size.note)] if size.note else []
+    width = max(len(name) for name, _ in rows)
+    text = [f"{name:<{width}}  {value}" for name, value in rows]
+    for number, each in enumerate(job.advice(), start=1):
+        text += [f"advice {number}: {each.what}", f"    because {each.why}"]
+    return "\n".join(text)
+
+
+def advice(settings: AzureSettings, resources: Resources, jobs: int = 1) -> list[CostAdvice]:
+    """The advice alone; arguments as of `table`."""
+    size = vm_sizes.find(settings.vm_size)
+    return list(_SizedJob(settings, resources, jobs, size).advice()) if size else []
+
+
+@dataclass(frozen=True)
+class _SizedJob:
+    """A job on VMs of a known size; arguments as of `table`."""
+
+    settings: AzureSettings
+    run: Resources
+    jobs: int
+    size: VmSize
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        size, nodes = self.size, self.run.num_nodes
+        parts = [f"{size.cores} cores", f"{size.memory_gb} GB"]
+        if size.gpus:
+            parts.insert(0, f"{size.gpus} x {size.gpu} of {size.gpu_memory_gb} GB")
+            parts.append(size.interconnect)
+        if size.infiniband:
+            parts.append(f"InfiniBand {size.infiniband_gbps} Gb/s")
+        elif size.gpus and nodes > 1:
+            parts.append("no InfiniBand that works" if not size.sr_iov else "no InfiniBand")
+        yield "nodes", f"{nodes} x {size.name}"
+        yield "each", ", ".join(parts)
+        if size.gpus and self.run.accelerator == "gpu":
+            yield "GPUs", f"{self.run.world_size} of {nodes * size.gpus} are used"
+
+    def quota(self) -> tuple[str, str]:
+        cores, jobs = self.run.num_nodes * self.size.cores, self.jobs
+        name, other = f'"{self.size.quota_family}"', "spot has a quota of its own"
+        if self.settings.spot:
+            name, other = "the region's low-priority quota", f"{name} does not count"
+        sweep = f" per job, {jobs * cores} for all {jobs} of the sweep at once" if jobs > 1 else ""
+        return "quota needed", f"{cores} cores of {name}{sweep}; {other}"
+
+    def prices(self) -> Iterator[tuple[str, str]]:
+        one, one_spot = self.size.price_per_hour, self.size.spot_price_per_hour
+        nodes, spot = self.run.num_nodes * self.jobs, self.settings.spot
+        if one is None:
+            yield "price", f"not known here: {PRICES}"
+            return
+
+        def both(hours: float) -> str:
+            cheap = f"about {money(one_spot * nodes * hours)}" if one_spot else "unknown"
+            marks = (" (chosen)", "") if spot else ("", " (chosen)")
+            return f"spot {cheap}{marks[0]}, dedicated {money(one * nodes * hours)}{marks[1]}"
+
+        about = f"{nodes} node{'s' if nodes > 1 else ''}"
+        if self.size.price_date:
+            about += f", East US, prices of {self.size.price_date}: indicative"
+        yield "price per hour", f"{both(1)} ({about})"
+        if limit := self.settings.walltime:
+            yield f"for {limit / 3600:g} h at most", both(limit / 3600)
+        if spot:
+            yield "tier", "spot: nodes may be taken away; the run goes on from its checkpoint"
+        elif one_spot:
+            less = f"spot costs about {1 - one_spot / one:.0%} less, and may be"
+            yield "tier", f"dedicated: never taken away; {less}"
+
+    def advice(self) -> Iterator[CostAdvice]:
+        for part in (self._retired, self._unused, self._sweep, self._scale_up):
+            yield from part()
+        for part in (self._infiniband, self._blob, self._registry, self._idle):
+            yield from part()
+
+    def _replacements(self) -> list[VmSize]:
+        """Sizes of today that are as good."""
+        return [
+            other
+            for other in vm_sizes.all()
+            if not other.retired
+            and other.gpu not in vm_sizes.TOO_OLD
+            and other.gpus
+            and GPUS.index(other.gpu) >= GPUS.index(self.size.gpu)
+            and other.gpu_memory_gb >= self.size.gpu_memory_gb
+        ]
+
+    def _nodes(self, size: VmSize) -> int:
+        """How many VMs of a size have a GPU for each rank."""
+        return math.ceil(self.run.world_size / size.gpus)
+
+    def _cost(self, size: VmSize) -> float:
+        """USD per hour of so many VMs."""
+        return self._nodes(size) * (size.price_per_hour or math.inf)
+
+    def _retired(self) -> Iterator[CostAdvice]:
+        if not self.size.retired:
+            return
+        devices = min(self.run.devices, self.size.gpus)
+        fitting = [s for s in self._replacements() if s.gpus >= devices]
+        best = min(fitting, key=lambda s: (self._cost(s), s.gpus))
+        why = f"Azure retired {self.size.series} on {self.size.retired}; new VMs of this size are"
+        yield CostAdvice(
+            "retired", f"choose a size of today, such as {best.name}", f"{why} refused"
+        )
+
+    def _unused(self) -> Iterator[CostAdvice]:
+        gpus, devices = self.size.gpus, self.run.devices
+        if self.run.accelerator == "cpu" and gpus:
+            what = "choose a size without GPU, such as Standard_DS3_v2"
+            why = f"trainer.accelerator=cpu leaves {gpus} x {self.size.gpu} per node idle, and paid"
+            yield CostAdvice("unused", what, why)
+        elif 0 < devices < gpus:
+            what = f"write trainer.devices={gpus}, or choose a smaller size"
+            why = f"{gpus - devices} of {gpus} GPUs per node are idle, and paid"
+            yield CostAdvice("unused", what, why)
+
+    def _sweep(self) -> Iterator[CostAdvice]:
+        if self.run.num_nodes > 1 and self.jobs > 1:
+            yield CostAdvice(
+                "sweep",
+                "train the configurations separately, one VM each: trainer.num_nodes=1",
+                "configurations do not need each other: on one VM none waits for a network, and "
+                "one that is preempted stops no other",
+            )
+
+    def _scale_up(self) -> Iterator[CostAdvice]:
+        size, nodes, price = self.size, self.run.num_nodes, self.size.price_per_hour
+        if nodes == 1 or not size.gpus or self.run.accelerator == "cpu" or price is None:
+            return
+        most = SIMILAR * price * nodes
+        bigger = [
+            s for s in self._replacements() if self._nodes(s) < nodes and self._cost(s) <= most
+        ]
+        if bigger:
+            best = min(bigger, key=lambda s: (self._nodes(s), self._cost(s)))
+            yield CostAdvice(
+                "scale up",
+                f"scale up before scaling out: {self._nodes(best)} x {best.name} "
+                f"({money(self._cost(best))} per hour, {best.gpus} x {best.gpu} each) "
+                f"instead of {nodes} x {size.name} ({money(price * nodes)})",
+                f"GPUs of one VM talk by {best.interconnect or 'PCIe'}, VMs by a network: what the "
+                "gradients wait for is the slower one",
+            )
+
+    def _infiniband(self) -> Iterator[CostAdvice]:
+        size = self.size
+        if self.run.num_nodes == 1 or not size.gpus or size.infiniband:
+            return
+        fast = [s for s in self._replacements() if s.infiniband]
+        best = min(fast, key=lambda s: (self._cost(s), s.name))
+        price = f", {money(best.price_per_hour)} per hour" if best.price_per_hour else ""
+        yield CostAdvice(
+            "infiniband",
+            "where several nodes are needed, choose a size with InfiniBand, such as "
+            f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})",
+            f"{size.name} has no InfiniBand (no r in its name): gradients go over Ethernet"
+            if size.sr_iov
+            else f"the InfiniBand of {size.name} has no SR-IOV, so NCCL falls back to Ethernet",
+        )
+
+    def _blob(self) -> Iterator[CostAdvice]:
+        nodes, sku = self.run.num_nodes, self.settings.storage_sku
+        if nodes == 1 or sku == "premium" or not (sku or self.settings.inputs):
+            return
+        yield CostAdvice(
+            "blob",
+            "put the training data on premium block blob storage, results may stay"
+            if sku
+            else "if the data lie on standard Blob storage, move them to premium "
+            "(launcher.storage_sku=premium ends this advice)",
+            f"{nodes} nodes read at once, and a standard account answers small reads slowly and "
+            "limits requests per second over all readers",
+        )
+
+    def _registry(self) -> Iterator[CostAdvice]:
+        nodes = self.run.num_nodes * self.jobs
+        if nodes >= MANY_NODES and self.settings.registry_sku == "basic":
+            # learn.microsoft.com/azure/container-registry/container-registry-skus
+            yield CostAdvice(
+                "registry",
+                "give the workspace a premium container registry",
+                f"{nodes} nodes pull an image of gigabytes at once, and Basic is limited in "
+                "requests and bandwidth: nodes are paid for while they wait",
+            )
+
+    def _idle(self) -> Iterator[CostAdvice]:
+        least = self.settings.min_nodes
+        if not least or not self.settings.compute:  # serverless keeps no nodes
+            return
+        price = (self.settings.spot and self.size.spot_price_per_hour) or self.size.price_per_hour
+        cost = f"about {money(least * price * HOURS_PER_MONTH)} a month" if price else "money"
+        stay = "nodes stay" if least > 1 else "node stays"
+        why = f"{least} {stay} on when no job runs: {cost}"
+        yield CostAdvice("idle", "write launcher.min_nodes=0", why)
+
+
+def money(amount: float) -> str:
+    """USD, without cents where they do not matter."""
+    return f"{amount:,.0f} USD" if amount >= 100 else f"{amount:,.2f} USD"

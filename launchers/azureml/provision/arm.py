@@ -1,0 +1,79 @@
+"""As much of Azure's resource API as provisioning needs: read, create, change. It cannot delete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from distdl.launchers.azureml.client import azure_errors, rest_client, sign_in
+
+# Azure's word for an error -> what to do about it.
+REMEDIES = {
+    "AuthorizationFailed": "the role Owner on the resource group is enough (or Contributor, and "
+    "User Access Administrator for role assignments)",
+    "MissingSubscriptionRegistration": "az provider register --namespace NAME, once",
+    "StorageAccountAlreadyTaken": "choose another name: storage.data=NAME, storage.results=NAME",
+    "VaultAlreadyExists": "a deleted vault keeps its name for a while: key_vault=NAME",
+    "ClusterCoreQuotaReached": "ask for quota: az ml quota, or choose another compute.vm_size",
+    "SubscriptionNotFound": "az account list; subscription=ID",
+    "InvalidAuthenticationTokenTenant": "az login --tenant TENANT",
+}
+POLLING_INTERVAL = 5  # seconds between two questions about what Azure is creating
+
+
+class Arm:
+    """A client of Azure's resource manager.
+
+    Args:
+        endpoint: Its https address.
+        credential: What azure-identity calls a TokenCredential; None: whoever is signed in here.
+
+    Raises:
+        UserError: Azure's packages are not installed; from the methods: Azure refuses, or does
+            not answer.
+    """
+
+    def __init__(self, endpoint: str, credential: Any = None) -> None:
+        scope = f"{endpoint.rstrip('/')}/.default"
+        self._client = rest_client(credential or sign_in(), scope, endpoint)
+
+    def get(self, path: str, api: str) -> dict[str, Any] | None:
+        """A resource, None where there is none."""
+        with azure_errors(path, REMEDIES):
+            response = self._send("GET", path, api).http_response
+            if response.status_code == 404:
+                return None
+            response.raise_for_status()
+            return dict(response.json())
+
+    def list(self, path: str, api: str) -> Iterator[dict[str, Any]]:
+        """Every item of a list, over all its pages."""
+        page = self.get(path, api) or {}
+        yield from page.get("value", [])
+        while address := page.get("nextLink"):  # has its version in it
+            page = self.get(address, "") or {}
+            yield from page.get("value", [])
+
+    def send(self, method: str, path: str, api: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Creates (PUT) or changes (PUT, PATCH) a resource, and waits until Azure has done so.
+
+        Returns:
+            The resource as it is then.
+        """
+        assert method in ("PUT", "PATCH")
+        with azure_errors(path, REMEDIES):
+            from azure.core.polling import LROPoller
+            from azure.mgmt.core.polling.arm_polling import ARMPolling
+
+            first = self._send(method, path, api, body)
+            first.http_response.raise_for_status()
+            polling: Any = ARMPolling(timeout=POLLING_INTERVAL)
+            LROPoller(self._client, first, lambda answer: answer, polling).result()
+        return self.get(path, api) or {}
+
+    def _send(self, method: str, path: str, api: str, body: Any = None) -> Any:
+        from azure.core.rest import HttpRequest
+
+        query = {"api-version": api} if api else None
+        request = HttpRequest(method, self._client.format_url(path), params=query, json=body)
+        return self._client.send_request(request, _return_pipeline_response=True)

@@ -1,0 +1,203 @@
+"""`python -m distdl provision azureml`: prints a plan, asks, and does only that."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml.client import code_of, from_environment
+from distdl.launchers.azureml.provision import settings as all_settings
+from distdl.launchers.azureml.provision.arm import Arm
+from distdl.launchers.azureml.provision.diff import Action, ResourceStep, replaced, step
+from distdl.launchers.azureml.provision.resources import resources
+from distdl.launchers.azureml.provision.settings import ProvisionSettings
+from distdl.launchers.azureml.provision.values import Ids, Ref
+
+
+def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
+    """The whole command.
+
+    Args:
+        overrides: Dotted key -> value; provision.yaml has all keys.
+        credential: Whose access, None for whoever is signed in.
+
+    Returns:
+        0 when everything is as wanted; 1 when Azure failed on the way or the answer was no.
+
+    Raises:
+        UserError: Settings, sign-in or what exists forbid it; nothing was created.
+    """
+    overrides = {**from_environment(), **overrides}  # the names that the launcher takes from there
+    settings = all_settings.read(overrides)
+    for size in (settings.compute.vm_size, settings.build_compute.vm_size):
+        if note := vm_sizes.unknown(size):
+            print(f"note: {note}", file=sys.stderr)
+    if settings.dry_run:
+        print(render(settings))
+        return 0
+    arm = Arm(settings.resource_manager, credential)
+    if settings.subscription is None:
+        settings = all_settings.read({**overrides, "subscription": only_subscription(arm)})
+    steps, known, others = look(settings, arm)
+    print(show(settings, steps, others))
+    refuse_fixed(steps)
+    todo = [s for s in steps if s.action is not Action.UNCHANGED]
+    if todo and not settings.confirm:
+        if not sys.stdin.isatty():
+            what = "nobody can be asked here, there is no terminal"
+            raise UserError(Problem("confirm", what, "write confirm=true"))
+        if input("Go on? Type yes: ").strip().lower() != "yes":
+            print("Nothing was done.")
+            return 1
+    if not apply(todo, known, arm):
+        return 1
+    print(next_command(settings))
+    return 0
+
+
+def render(settings: ProvisionSettings) -> str:
+    """The resources as YAML documents. Azure is not asked."""
+    import yaml
+
+    wanted = resources(settings)
+    parts = [f"# {len(wanted)} resources, in this order. Nothing was asked, nothing is made."]
+    if settings.subscription is None:
+        parts.append("# The subscription is not given; names that end in a hash depend on it.")
+    for number, resource in enumerate(wanted, start=1):
+        head = {"id": resource.id, "apiVersion": resource.api}
+        text = yaml.safe_dump({**head, **replaced(resource.body, str)}, sort_keys=False, width=1000)
+        parts.append(f"---\n# {number} {resource}\n{text.rstrip()}")
+    return "\n".join(parts)
+
+
+def only_subscription(arm: Arm) -> str:
+    """The one subscription that the user can see."""
+    visible = list(arm.list("/subscriptions", "2022-12-01"))
+    if len(visible) == 1:
+        return str(visible[0]["subscriptionId"])
+    names = ", ".join(f"{s['subscriptionId']} ({s.get('displayName', '')})" for s in visible)
+    what = f"you can see {len(visible) or 'no'} subscription{'s' if visible else ''}"
+    remedy = f"write subscription=ID, of: {names}" if visible else "az login"
+    raise UserError(Problem("subscription", what, remedy))
+
+
+def look(
+    settings: ProvisionSettings, arm: Arm
+) -> tuple[list[ResourceStep], dict[str, Any], list[str]]:
+    """What exists.
+
+    Returns:
+        A step per resource, what Azure answered by ARM id, and names of others in the group.
+    """
+    ids = Ids(settings)
+    subscription = arm.get(ids.subscription, "2022-12-01")
+    if subscription is None:
+        what = f"there is no subscription {settings.subscription}, or you may not see it"
+        raise UserError(Problem("subscription", what, "az account list; az login"))
+    known: dict[str, Any] = {ids.subscription: subscription}
+    group, *_ = wanted = resources(settings)
+    exists = arm.get(group.id, group.api) is not None
+    steps = []
+    for resource in wanted:
+        # Without its group nothing else can exist.
+        actual = arm.get(resource.id, resource.api) if exists else None
+        if actual is not None:
+            known[resource.id] = actual
+        steps.append(step(resource, actual, known))
+    ours = {resource.id.casefold() for resource in wanted}
+    listed = arm.list(f"{ids.group}/resources", "2021-04-01") if exists else ()
+    others = [
+        f"{each['type'].rpartition('/')[2]} {each['name']}"
+        for each in listed
+        if each["id"].casefold() not in ours
+    ]
+    return steps, known, others
+
+
+def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Sequence[str]) -> str:
+    """The plan."""
+    text = [
+        f"Workspace {settings.workspace} in resource group {settings.resource_group}, "
+        f"{settings.location}, subscription {settings.subscription}",
+        "",
+    ]
+    width = max(len(s.resource.kind) for s in steps)
+    for each in steps:
+        resource = each.resource
+        text.append(f"  {each.action:<13}  {resource.kind:<{width}}  {resource.name}")
+        text += [f"  {'':<13}  {difference}" for difference in each.differences]
+    count = {action: sum(s.action is action for s in steps) for action in Action}
+    text += [
+        "",
+        f"{count[Action.CREATE]} to create, {count[Action.CHANGE] + count[Action.FIXED]} that "
+        f"differ, {count[Action.UNCHANGED]} unchanged.",
+        "Nothing is deleted, and settings that are not named here stay as they are.",
+    ]
+    if others:
+        more = f" and {len(others) - 10} more" if len(others) > 10 else ""
+        text.append(f"Not touched in this group: {', '.join(others[:10])}{more}.")
+    return "\n".join(text)
+
+
+def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
+    """Stops before anything is created, where something exists that Azure cannot change."""
+    problems = []
+    for resource, difference in [(s.resource, d) for s in steps for d in s.fixed]:
+        what = f"{difference}: Azure sets this once, when it makes a {resource.kind}"
+        rename = f"give it another name ({resource.named_by}=NAME), or " * bool(resource.named_by)
+        problems.append(Problem(str(resource), what, f"{rename}ask for what is there"))
+    if problems:
+        raise UserError(*problems)
+
+
+def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool:
+    """Creates and changes, one after the other, up to the first failure; False if there was one."""
+    for number, each in enumerate(todo, start=1):
+        resource, started = each.resource, time.monotonic()
+        doing = "creating" if each.action is Action.CREATE else "changing"
+        count = f"{number:>{len(str(len(todo)))}}/{len(todo)}"
+        print(f"[{count}] {doing} {resource} ...", end="", flush=True)
+        method, body = each.request(known)
+        unknown: list[Ref] = []
+        replaced(body, unknown.append)
+        try:
+            if unknown:
+                raise UserError(f"Azure did not say what is {unknown[0]}")
+            known[resource.id] = arm.send(method, resource.id, resource.api, body)
+        except UserError as error:
+            # Somebody has granted this by hand, under another GUID.
+            if code_of(error.__cause__) == "RoleAssignmentExists":
+                print(" is there already")
+                continue
+            print(" failed")
+            print(f"{resource}: {error}", file=sys.stderr)
+            done = f"{number - 1} of {len(todo)} are done and stay"
+            print(f"{done}; the same command goes on from here.", file=sys.stderr)
+            return False
+        print(f" done, {time.monotonic() - started:.0f} s")
+    return True
+
+
+def next_command(settings: ProvisionSettings) -> str:
+    """What to type now."""
+    text = f"""\
+Everything is as wanted. Data go to the container data, which jobs read as
+azureml://datastores/distdl_data/paths/FOLDER. Next, in the same environment:
+
+python -m distdl +experiment=... launcher=azureml \\
+    launcher.subscription={settings.subscription} \\
+    launcher.resource_group={settings.resource_group} \\
+    launcher.workspace={settings.workspace} \\
+    launcher.compute={settings.compute.name} \\
+    launcher.vm_size={settings.compute.vm_size} \\
+    launcher.tier={settings.compute.tier} \\
+    launcher.datastore=distdl_results \\
+    launcher.identity=managed \\
+    dry_run=true"""
+    if settings.private:
+        text += "\n(the workspace answers inside its virtual network only)"
+    return text

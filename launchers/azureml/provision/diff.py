@@ -1,0 +1,201 @@
+"""How what exists differs from what should exist, and the smallest request that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from distdl.launchers.azureml.provision.values import Ref, Resource
+
+ISO_DURATION = TypeAdapter(timedelta)
+# What Azure adds to every resource, and does not take back.
+READ_ONLY = ("id", "name", "type", "systemData", "etag")
+
+
+class Action(StrEnum):
+    CREATE = "create"
+    CHANGE = "differs"
+    UNCHANGED = "unchanged"
+    FIXED = "cannot change"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value, at a dotted path of the body, that is not the wanted one."""
+
+    path: tuple[str, ...]
+    now: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)}: {_short(self.now)} -> {_short(self.wanted)}"
+
+
+@dataclass(frozen=True)
+class ResourceStep:
+    """What is to be done about one resource.
+
+    Args:
+        resource: As it should be.
+        actual: As Azure has it, None where it does not exist.
+        differences: Between the two, of the keys that distdl names.
+    """
+
+    resource: Resource
+    actual: Mapping[str, Any] | None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def fixed(self) -> list[Difference]:
+        """Differences that Azure cannot change."""
+        fixed = [tuple(path.split(".")) for path in self.resource.fixed]
+        return [d for d in self.differences if any(d.path[: len(p)] == p for p in fixed)]
+
+    @property
+    def action(self) -> Action:
+        if self.actual is None:
+            return Action.CREATE
+        if self.fixed:
+            return Action.FIXED
+        return Action.CHANGE if self.differences else Action.UNCHANGED
+
+    def request(self, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Method and body.
+
+        Creation sends what is wanted. A change keeps what others have set: PATCH sends the
+        sections that differ, PUT everything that exists, each with our values put in.
+
+        Args:
+            known: ARM id -> what Azure answered about it, to resolve references.
+        """
+        wanted = resolve(self.resource.body, known)
+        if self.actual is None:
+            return "PUT", wanted
+        merged = merge(self.actual, wanted)
+        if not self.resource.patch:
+            return "PUT", {key: value for key, value in merged.items() if key not in READ_ONLY}
+        body: dict[str, Any] = {}
+        for difference in self.differences:
+            section, *inner = difference.path[:2]
+            if inner and isinstance(merged[section], Mapping):
+                body.setdefault(section, {})[inner[0]] = merged[section][inner[0]]
+            else:
+                body[section] = merged[section]
+        return "PATCH", body
+
+
+def step(
+    resource: Resource, actual: Mapping[str, Any] | None, known: Mapping[str, Any]
+) -> ResourceStep:
+    """Compares one resource."""
+    if actual is None:
+        return ResourceStep(resource, None)
+    wanted = resolve(resource.body, known)
+    return ResourceStep(resource, actual, tuple(differences(wanted, actual)))
+
+
+def resolve(body: Any, known: Mapping[str, Any]) -> Any:
+    """A body with the known value of each reference; the other references stay."""
+
+    def value_of(ref: Ref) -> Any:
+        value: Any = known.get(ref.id)
+        for part in ref.path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return ref if value is None else value
+
+    return replaced(body, value_of)
+
+
+def replaced(body: Any, replacement: Callable[[Ref], Any]) -> Any:
+    """A body with `replacement(reference)` instead of each reference."""
+    if isinstance(body, Mapping):
+        return {key: replaced(item, replacement) for key, item in body.items()}
+    if isinstance(body, list):
+        return [replaced(item, replacement) for item in body]
+    return replacement(body) if isinstance(body, Ref) else body
+
+
+def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
+    """Only of keys in `wanted`: defaults of the server are no difference.
+
+    Each wanted item of a list must be in the other list, which may have more.
+    """
+    if isinstance(wanted, Mapping):
+        if isinstance(actual, Mapping):
+            for key, value in wanted.items():
+                yield from differences(value, actual.get(_spelling(actual, key)), (*path, key))
+        elif wanted:
+            yield Difference(path, actual, wanted)
+    elif isinstance(wanted, list):
+        items = actual if isinstance(actual, list) else []
+        if not all(_contains(items, item) for item in wanted):
+            yield Difference(path, actual, wanted)
+    elif not same(wanted, actual):
+        yield Difference(path, actual, wanted)
+
+
+def same(wanted: Any, actual: Any) -> bool:
+    """Equality as Azure means it: it answers in other capitals, units and spellings."""
+    if isinstance(wanted, str) and isinstance(actual, str):
+        left, right = (text.replace(" ", "").casefold() for text in (wanted, actual))
+        return left == right or (_duration(wanted) or wanted) == (_duration(actual) or actual)
+    return type(wanted) is type(actual) and bool(wanted == actual)
+
+
+def merge(actual: Any, wanted: Any) -> Any:
+    """What exists with what is wanted put in; nothing is taken away."""
+    if wanted == {}:  # a mark, such as an identity's: what Azure adds inside is its own
+        return {}
+    if isinstance(wanted, Mapping) and isinstance(actual, Mapping):
+        merged = dict(actual)
+        for key, value in wanted.items():
+            spelling = _spelling(actual, key)
+            merged[spelling] = merge(actual.get(spelling), value)
+        return merged
+    if isinstance(wanted, list) and isinstance(actual, list):
+        items = list(actual)
+        for item in wanted:
+            namesake = _namesake(item, items)
+            if namesake is not None:
+                items[namesake] = merge(items[namesake], item)
+            elif not _contains(items, item):
+                items.append(item)
+        return items
+    return actual if same(wanted, actual) else wanted
+
+
+def _contains(items: list[Any], wanted: Any) -> bool:
+    return any(not list(differences(wanted, item)) for item in items)
+
+
+def _namesake(wanted: Any, items: list[Any]) -> int | None:
+    """The index of the item of the same name, in lists whose items have names."""
+    if not isinstance(wanted, Mapping) or "name" not in wanted:
+        return None
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
+    return next((i for i, name in enumerate(names) if same(wanted["name"], name)), None)
+
+
+def _spelling(actual: Mapping[str, Any], key: str) -> str:
+    """ARM ids are keys too (userAssignedIdentities), in capitals that Azure chooses."""
+    if key in actual or not key.startswith("/"):
+        return key
+    return next((other for other in actual if other.casefold() == key.casefold()), key)
+
+
+def _duration(text: str) -> timedelta | None:
+    """Of ISO 8601, in which PT300S and PT5M are the same."""
+    try:
+        return ISO_DURATION.validate_python(text) if text.startswith("P") else None
+    except ValidationError:
+        return None
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 90 else f"{text[:87]}..."

@@ -1,0 +1,94 @@
+"""`python -m distdl provision azureml sas`: a link to one container that reads, lists and expires.
+
+For people and platforms without an identity in the workspace's directory. It is signed with a key
+of the user's own identity (a user delegation key): no account key is used, and the link loses its
+rights when the user does.
+learn.microsoft.com/rest/api/storageservices/create-user-delegation-sas
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from distdl.errors import UserError
+from distdl.launchers.azureml.client import azure_errors, sign_in
+from distdl.launchers.common import matching, problems
+
+HELP = """\
+usage: python -m distdl provision azureml sas account=NAME container=NAME [days=1]
+
+Prints the address of a container with a signature that can read and list, nothing else, and that
+expires after `days` (at most 7). The address is a secret until then.
+
+account      the storage account
+container    the container
+days         1 to 7, default 1
+endpoint     its address, default https://ACCOUNT.blob.core.windows.net
+"""
+NEEDED = "it takes the role Storage Blob Data Reader on the account"
+
+
+class SasSettings(BaseModel, extra="forbid", strict=True):
+    """The keys of `HELP`."""
+
+    account: str
+    container: str
+    days: Annotated[int, Field(ge=1, le=7)] = 1  # 7: Azure's limit for a user delegation key
+    endpoint: Annotated[str, matching("https://.*", "an https address")] | None = None
+
+
+def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
+    """Prints the address on stdout, and what it is on stderr.
+
+    Args:
+        overrides: Keys of `HELP`.
+        credential: Whose rights, None for whoever is signed in.
+
+    Raises:
+        UserError: A setting is wrong, nobody is signed in, or Azure refuses.
+    """
+    try:
+        settings = SasSettings(**overrides)
+    except ValidationError as error:
+        raise UserError(*problems(error, overrides, SasSettings.model_fields)) from error
+    endpoint = settings.endpoint or f"https://{settings.account}.blob.core.windows.net"
+    try:
+        with azure_errors("account"):
+            address, expiry = signed(settings, endpoint.rstrip("/"), credential or sign_in())
+    except UserError as error:
+        problem = error.problems[0]
+        raise UserError(replace(problem, remedy=problem.remedy or NEEDED)) from error
+    print(f"reads and lists {settings.container} until {expiry}:", file=sys.stderr)
+    print(address)
+    return 0
+
+
+def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, str]:
+    """The address, and when it expires."""
+    from datetime import UTC, datetime, timedelta
+
+    from azure.storage.blob import (
+        BlobServiceClient,
+        ContainerSasPermissions,
+        generate_container_sas,
+    )
+
+    now = datetime.now(UTC)
+    # Clocks differ: a link that begins now is refused by a server that is a second behind.
+    start, expiry = now - timedelta(minutes=5), now + timedelta(days=settings.days)
+    client = BlobServiceClient(endpoint, credential=credential)
+    signature = generate_container_sas(
+        settings.account,
+        settings.container,
+        user_delegation_key=client.get_user_delegation_key(start, expiry),
+        permission=ContainerSasPermissions(read=True, list=True),
+        start=start,
+        expiry=expiry,
+        protocol="https",
+    )
+    return f"{endpoint}/{settings.container}?{signature}", f"{expiry:%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,224 @@
+"""The settings of `python -m distdl provision azureml`: provision.yaml and what the user gave."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError, ValidationInfo
+from pydantic import field_validator as checks
+
+from distdl.errors import Problem, UserError
+from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml.settings import VmSizeName
+from distdl.launchers.common import Count, Positive, Refused, matching, problems
+
+# learn.microsoft.com/azure/virtual-machines/setup-infiniband: the RDMA network's own addresses.
+RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")
+
+
+def _name(pattern: str, rule: str) -> BeforeValidator:
+    return matching(pattern, "such a name in Azure", f"it takes {rule}")
+
+
+def _address_range(text: str) -> str:
+    try:
+        ipaddress.IPv4Network(text)
+    except ValueError as error:
+        raise Refused(str(error), "write it as 10.66.0.0/16") from None
+    return text
+
+
+def _not_retired(name: str) -> str:
+    size = vm_sizes.find(name)
+    if size is not None and size.retired:
+        what = f"Azure retired {size.name} on {size.retired}"
+        raise Refused(what, "docs/azure_vm_sizes.md lists those of today")
+    return name
+
+
+# learn.microsoft.com/azure/azure-resource-manager/management/resource-name-rules
+Group = Annotated[str, _name(r"[\w.()-]{0,89}[\w()-]", "1 to 90 letters, digits, or _ - . ( )")]
+WorkspaceName = Annotated[str, _name(r"(?i)[a-z0-9][\w-]{2,32}", "3 to 33 letters, digits, _ or -")]
+RegistryName = Annotated[str, _name(r"[A-Za-z0-9]{5,50}", "5 to 50 letters and digits")]
+AccountName = Annotated[str, _name(r"[a-z0-9]{3,24}", "3 to 24 small letters and digits")]
+Vault = Annotated[str, _name(r"(?i)[a-z][a-z0-9-]{1,22}[a-z0-9]", "3 to 24 letters, digits or -")]
+Cluster = Annotated[str, _name(r"(?i)[a-z][a-z0-9-]{1,31}", "2 to 32 letters, digits or -")]
+Vnet = Annotated[str, _name(r"(?i)[a-z0-9][\w.-]{0,62}\w", "2 to 64 letters, digits, _ . or -")]
+Identity = Annotated[str, _name(r"(?i)[a-z0-9][\w-]{2,127}", "3 to 128 letters, digits, _ or -")]
+Guid = Annotated[str, _name(r"(?i)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "an id (a GUID)")]
+AddressRange = Annotated[str, AfterValidator(_address_range)]
+UsableVmSize = Annotated[VmSizeName, AfterValidator(_not_retired)]
+Sku = Literal["Premium_LRS", "Premium_ZRS", "Standard_LRS", "Standard_ZRS", "Standard_GRS"]
+
+
+class Section(BaseModel, extra="forbid", strict=True):
+    """Exactly these keys, of exactly these types."""
+
+
+class Network(Section):
+    name: Vnet | None
+    address_space: AddressRange
+    compute_subnet: AddressRange
+    endpoint_subnet: AddressRange
+    nat_gateway: bool
+
+    @checks("address_space")
+    @classmethod
+    def _not_infinibands(cls, text: str) -> str:
+        if ipaddress.ip_network(text).overlaps(RDMA_NETWORK):
+            what = f"{text} overlaps {RDMA_NETWORK}, which InfiniBand uses on Azure"
+            raise Refused(what, "write e.g. 10.66.0.0/16")
+        return text
+
+    @checks("compute_subnet", "endpoint_subnet")
+    @classmethod
+    def _inside(cls, text: str, info: ValidationInfo) -> str:
+        subnet, earlier = ipaddress.IPv4Network(text), info.data
+        space = earlier.get("address_space")
+        if space and not subnet.subnet_of(ipaddress.IPv4Network(space)):
+            raise Refused(f"{text} is not inside {space}")
+        other = earlier.get("compute_subnet")
+        if other and subnet.overlaps(ipaddress.ip_network(other)):
+            raise Refused(f"{text} overlaps {other}")
+        return text
+
+
+class Registry(Section):
+    name: RegistryName | None
+    sku: Literal["Basic", "Standard", "Premium"]
+
+
+class Storage(Section):
+    data: AccountName | None
+    data_sku: Sku
+    results: AccountName | None
+    results_sku: Sku
+
+
+class Compute(Section):
+    name: Cluster
+    vm_size: UsableVmSize
+    tier: Literal["dedicated", "spot", "low_priority"] = "dedicated"
+    min_nodes: Count = 0
+    max_nodes: Positive = 1
+    idle_seconds: Count = 300
+
+    @checks("max_nodes")
+    @classmethod
+    def _at_least_min_nodes(cls, most: int, info: ValidationInfo) -> int:
+        least = info.data.get("min_nodes", 0)
+        if least > most:
+            what = f"{most} nodes at most, {least} at least"
+            raise Refused(what, "write compute.min_nodes=0 compute.max_nodes=4")
+        return most
+
+
+class ProvisionSettings(Section):
+    """All keys of provision.yaml, where they are explained."""
+
+    resource_group: Group
+    workspace: WorkspaceName
+    location: str
+    subscription: Guid | None
+    high_business_impact: bool
+    private: bool
+    network: Network
+    registry: Registry
+    storage: Storage
+    key_vault: Vault | None
+    compute: Compute
+    build_compute: Compute
+    identity: Identity | None
+    users: list[str]
+    confirm: bool
+    dry_run: bool
+    resource_manager: str
+
+    @checks("resource_manager")
+    @classmethod
+    def _encrypted(cls, address: str) -> str:
+        if not address.startswith("https://"):
+            raise Refused(f"{address} is no https address, and a token would be sent to it")
+        return address
+
+    def unique_name(self, given: str | None, suffix: str, limit: int) -> str:
+        """A name that was given, or one that nobody else has in all of Azure, in small letters and
+        digits: the workspace's, the suffix, and six digits of a hash of where the workspace is.
+
+        Args:
+            given: The setting.
+            suffix: What the resource is for.
+            limit: The length of Azure's longest name.
+        """
+        if given:
+            return given
+        path = f"{self.subscription}/{self.resource_group}/{self.workspace}".lower()
+        end = suffix + hashlib.sha256(path.encode()).hexdigest()[:6]
+        return re.sub(r"[^a-z0-9]", "", self.workspace.lower())[: limit - len(end)] + end
+
+
+def text() -> str:
+    """provision.yaml, which `--help` shows."""
+    from importlib.resources import files
+
+    return files(__package__).joinpath("provision.yaml").read_text(encoding="utf-8")
+
+
+def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
+    """The settings of a command.
+
+    Args:
+        overrides: Dotted key -> value, as the user gave them.
+
+    Raises:
+        UserError: All that is wrong with them.
+    """
+    import yaml
+
+    from distdl.suggest import did_you_mean
+
+    values: dict[str, Any] = yaml.safe_load(text())
+    known, wrong = list(_keys(values)), []
+    for key, value in overrides.items():
+        if inside := [name for name in known if name.startswith(f"{key}.")]:
+            wrong.append(Problem(key, "is a section", f"it has {', '.join(inside)}"))
+        elif key not in known:
+            wrong.append(Problem(key, "no such key", did_you_mean(key, known)))
+        else:
+            section, _, last = key.rpartition(".")
+            (values[section] if section else values)[last] = value
+    absent = [key for key in ("resource_group", "workspace") if values[key] is None]
+    wrong += [Problem(key, "missing", f"write {key}=NAME") for key in absent]
+    wrong += _together(values)
+    try:
+        settings = ProvisionSettings.model_validate(values)
+    except ValidationError as error:
+        wrong += [p for p in problems(error, values, known) if p.path not in absent]
+    if wrong:
+        raise UserError(*wrong)
+    return settings
+
+
+def _together(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """What one setting says about another."""
+    if values["private"] is not True:
+        return
+    sku, cluster = values["registry"]["sku"], values["build_compute"]["name"]
+    if sku in ("Basic", "Standard"):
+        what = f"private endpoints need a premium registry, not {sku}"
+        yield Problem("registry.sku", what, "write registry.sku=Premium, or private=false")
+    if cluster == values["compute"]["name"]:
+        yield Problem("build_compute.name", f"{cluster} is the other cluster's name")
+
+
+def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys that hold a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,285 @@
+"""The settings of `launcher=azureml`, and what is wrong with them, found without an account.
+
+The SDK's own validation lets an undefined input, a negative number of nodes and most wrong words
+pass: Azure would refuse them, some of them after an hour in the queue.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from distdl.errors import Problem
+from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.common import (
+    Count,
+    LauncherSettings,
+    Positive,
+    Refused,
+    Values,
+    Walltime,
+    did_you_mean,
+    matching,
+    with_paths,
+)
+
+Size = Annotated[str, matching(r"[1-9]\d*[bkmgBKMG]", "a size", "a number and b, k, m or g: 16g")]
+# https://learn.microsoft.com/azure/azure-resource-manager/management/resource-name-rules
+COMPUTE_NAME = matching(
+    r"[A-Za-z](?=.{2,31}$)[A-Za-z0-9-]*[A-Za-z0-9]",
+    "a name for a cluster",
+    "3 to 32 letters, digits and hyphens, a letter first, no hyphen last",
+)
+ENVIRONMENT = matching(
+    r"azureml:(//registries/[^/]+/environments/.+|[^/:@]+[:@].+)",
+    "the name of an environment",
+    "azureml:NAME@latest, azureml:NAME:VERSION or azureml://registries/.../environments/...",
+)
+DATASTORE = matching("[A-Za-z0-9_]+", "the name of a datastore", "letters, digits and _")
+KEY_VAULT = matching(
+    r"[A-Za-z][\w-]{1,22}|https://[^/]+/?",
+    "a Key Vault's name or https address",
+    "https://NAME.vault.azure.net",
+)
+ARM_ID = matching(
+    "/subscriptions/.*", "an ARM id", "[/subscriptions/.../userAssignedIdentities/NAME]"
+)
+INPUT_NAME = matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
+REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
+REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
+
+
+def _vm_size(name: Any) -> Any:
+    """A size that is not in the table may exist all the same, see `AzureMLLauncher.notes`."""
+    if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
+        what = f"{name!r} is no name of a VM size" if name else "missing"
+        raise Refused(what, vm_sizes.suggest(str(name or "")))
+    return name
+
+
+VmSizeName = Annotated[str, BeforeValidator(_vm_size)]
+# https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#available-mount-settings
+MOUNT = (
+    *("attribute_cache_ttl", "block_based_cache_enabled", "block_file_cache_enabled"),
+    *("block_file_cache_max_queue_size", "block_file_cache_write_threads", "cache_size"),
+    *("file_cache_prune_target", "file_cache_prune_threshold", "memory_cache_size"),
+    *("read_block_size", "read_buffer_block_count", "read_threads", "reserved_free_disk_space"),
+    "unmount_timeout_seconds",
+)
+
+
+def _mount_setting(name: str) -> str:
+    if name not in MOUNT:
+        remedy = did_you_mean(name, MOUNT) or f"one of {', '.join(MOUNT)}"
+        raise Refused("Azure's data mounts have no such setting", remedy)
+    return name
+
+
+MountSetting = Annotated[str, AfterValidator(_mount_setting)]
+
+
+class AzureInput(BaseModel, strict=True, validate_default=True):
+    """Data that Azure mounts or copies: a value of `launcher.inputs`."""
+
+    type: Literal["uri_folder", "uri_file", "mltable"] = "uri_folder"
+    # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#modes
+    mode: Literal["ro_mount", "download", "direct", "eval_mount", "eval_download"] = "ro_mount"
+    path: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        for key in set(given) - set(cls.model_fields):
+            hint = did_you_mean(key, cls.model_fields) or "path, mode and type"
+            raise Refused(f"{key!r} is no setting of an input", hint)
+        return given
+
+    @field_validator("mode")
+    @classmethod
+    def _of_its_type(cls, mode: str, info: ValidationInfo) -> str:
+        if mode.startswith("eval_") and info.data.get("type", "mltable") != "mltable":
+            raise Refused(f"{mode} is for type=mltable", "ro_mount or download")
+        return mode
+
+    @field_validator("path")
+    @classmethod
+    def _remote(cls, path: str) -> str:
+        if not path:
+            raise Refused("missing", "azureml://datastores/NAME/paths/FOLDER")
+        if "'" in path:
+            raise Refused("a ' in an address ends a quotation in the job's command", "%27")
+        if not REMOTE.match(path):
+            remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1"
+            raise Refused(f"{path} is no address that Azure can read", f"{remedy} or https://...")
+        return path
+
+
+class Service(BaseModel, extra="allow", strict=True):
+    """A way into a running job: a value of `launcher.services`."""
+
+    type: Literal["ssh", "tensor_board", "jupyter_lab", "vs_code"]
+    ssh_public_keys: str | None = None
+
+
+class SweepJob(BaseModel, extra="forbid", strict=True):
+    max_concurrent: Positive = 4
+    metric: str = "val/acc1"
+    goal: Literal["maximize", "minimize"] = "maximize"
+
+
+def _mapping(value: Any) -> Any:
+    return {} if value is None else value
+
+
+class AzureSettings(LauncherSettings):
+    """Each is explained in conf/launcher/azureml.yaml."""
+
+    subscription: str | None = None
+    resource_group: str | None = None
+    workspace: str | None = None
+    cloud: str | None = None
+    vm_size: VmSizeName = "Standard_NC24ads_A100_v4"
+    tier: Literal["dedicated", "spot", "low_priority"] = "dedicated"
+    compute: Annotated[str, COMPUTE_NAME] | None = None
+    create_compute: bool = True
+    min_nodes: Count = 0
+    max_nodes: Positive | None = None
+    idle_seconds: Count = 300
+    vnet: str | None = None
+    subnet: str | None = None
+    public_ip: bool = True
+    compute_identity: Literal["system", "none"] | list[Annotated[str, ARM_ID]] = "system"
+    walltime: Walltime | None = None
+    environment: Annotated[str, ENVIRONMENT] | None = None
+    image: str | None = None
+    build_context: str | None = None
+    distribution: Literal["pytorch", "mpi"] = "pytorch"
+    shm_size: Size | None = "16g"
+    docker_args: str | None = None
+    inputs: Annotated[
+        dict[Annotated[str, INPUT_NAME], AzureInput], BeforeValidator(with_paths)
+    ] = {}
+    mount: Annotated[dict[MountSetting, Any], BeforeValidator(_mapping)] = {}
+    datastore: Annotated[str, DATASTORE] = "workspaceblobstore"
+    key_vault: Annotated[str, KEY_VAULT] | None = None
+    identity: Literal["managed", "user"] | None = None
+    env: Values = {}
+    linger_seconds: Count = 120
+    sweep: Literal["jobs", "azureml"] = "jobs"
+    sweep_job: Annotated[SweepJob, BeforeValidator(_mapping)] = SweepJob()
+    files: str | None = None
+    storage_sku: Literal["standard", "premium"] | None = None
+    registry_sku: Literal["basic", "standard", "premium"] | None = None
+    experiment_name: str | None = None
+    display_name: str | None = None
+    tags: Values = {}
+    services: Annotated[dict[str, Service], BeforeValidator(_mapping)] = {}
+
+    @property
+    def spot(self) -> bool:
+        return self.tier in vm_sizes.SPOT
+
+    def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        yield from self._gpus(context)
+        yield from self._nodes(context)
+        for part in (self._network, self._image, self._services, self._references, self._files):
+            yield from part()
+
+    def _gpus(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        vm, devices = vm_sizes.find(self.vm_size), context.get("devices", 1)
+        if vm is None or context.get("accelerator") != "gpu":
+            return
+        if vm.gpus == 0:
+            remedy = "choose a size with GPUs, or write trainer.accelerator=cpu"
+            yield Problem("vm_size", f"{vm.name} has no GPU", remedy)
+        elif devices > vm.gpus:
+            have = f"{vm.gpus} GPU{'s' if vm.gpus > 1 else ''}"
+            what = f"{devices} processes per node (trainer.devices), and {vm.name} has {have}"
+            remedy = f"write trainer.devices={vm.gpus}, or choose a larger size"
+            yield Problem("vm_size", what, remedy)
+        if vm.gpu in vm_sizes.TOO_OLD and not self._images():
+            yield Problem(
+                "vm_size",
+                f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)",
+                "choose a T4, A100 or newer, or a launcher.image or launcher.build_context whose "
+                "torch is built for CUDA 12",
+            )
+
+    def _nodes(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        nodes = context.get("num_nodes", 1)
+        most = self.max_nodes or nodes
+        if nodes > most:
+            what = f"trainer.num_nodes={nodes}, and the cluster may have {most}: the job would "
+            yield Problem("max_nodes", f"{what}never start", f"write launcher.max_nodes={nodes}")
+        if self.min_nodes > most:
+            yield Problem("min_nodes", f"{self.min_nodes} is more than max_nodes ({most})")
+
+    def _network(self) -> Iterator[Problem]:
+        if self.vnet and not self.subnet:
+            yield Problem("subnet", "missing: launcher.vnet is given", "name a subnet of it")
+        if self.subnet and not self.vnet and not self.subnet.startswith("/subscriptions/"):
+            what = "without launcher.vnet it must be the subnet's full ARM id"
+            yield Problem("subnet", what, "write launcher.vnet=<name of the network> as well")
+        if not self.public_ip and not self.subnet:
+            what = "nodes without public IP need a subnet"
+            yield Problem("public_ip", what, "write launcher.vnet=... launcher.subnet=...")
+
+    def _images(self) -> list[str]:
+        """The settings that say what the job runs in, if it is not distdl's own image."""
+        keys = ("environment", "image", "build_context")
+        return [key for key in keys if getattr(self, key)]
+
+    def _image(self) -> Iterator[Problem]:
+        if len(keys := self._images()) > 1:
+            names = " and ".join(f"launcher.{key}" for key in keys)
+            what = f"{names} each say what the job runs in"
+            yield Problem(keys[0], what, "keep one of them")
+        folder = self.build_context
+        if folder and not (Path(folder).expanduser() / "Dockerfile").is_file():
+            yield Problem("build_context", f"there is no Dockerfile in {folder}")
+
+    def _services(self) -> Iterator[Problem]:
+        for name, service in self.services.items():
+            if service.type == "ssh" and not service.ssh_public_keys:
+                what = "missing: nobody could log in"
+                yield Problem(f"services.{name}.ssh_public_keys", what, "the text of your *.pub")
+
+    def _references(self) -> Iterator[Problem]:
+        """`${{inputs.NAME}}` of settings that Azure fills in: NAME must be in launcher.inputs."""
+        known = {"inputs": list(self.inputs), "outputs": ["store"]}
+        for path, text in _strings(self.model_dump(), ""):
+            for kind, name in REFERENCE.findall(text):
+                if name not in known[kind]:
+                    names = ", ".join(known[kind]) or "none"
+                    remedy = did_you_mean(name, known[kind]) or f"launcher.{kind} has {names}"
+                    what = f"refers to ${{{{{kind}.{name}}}}}, which is undefined"
+                    yield Problem(path, what, remedy)
+
+    def _files(self) -> Iterator[Problem]:
+        """What is made at submission cannot be a file."""
+        if self.files and self.forward_env:
+            what = "the values of launcher.forward_env go to the Key Vault when distdl submits"
+            remedy = "launcher.forward_env=[], and pass them to the job yourself"
+            yield Problem("files", what, remedy)
+        if self.files and self.sweep == "azureml":
+            what = "the code of one sweep job is put together at submission"
+            yield Problem("files", what, "launcher.sweep=jobs: a folder for each member")
+
+
+def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, str):
+        yield path, value

@@ -1,0 +1,403 @@
+"""What several launchers share: typed settings, values by name, names, waiting, a run's files.
+
+Torch and SDKs are not imported here. A launcher imports this module, `distdl.job` and its own
+package, and no other launcher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import os
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from distdl import walltime
+from distdl.errors import Problem, UserError
+from distdl.job import JobSpec, JobState
+from distdl.ranges import AboveZero, Count, Positive
+
+__all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
+
+# ---- settings -----------------------------------------------------------------------------------
+
+
+class Refused(ValueError):
+    """Raised by a validator of settings.
+
+    Args:
+        what: What is wrong, a sentence that begins with the value.
+        remedy: What to write instead.
+    """
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+def _seconds(value: Any) -> int:
+    try:
+        return walltime.seconds(value)
+    except ValueError as error:
+        raise Refused(str(error), walltime.FORMS) from None
+
+
+def with_paths(inputs: Any) -> Any:
+    if not isinstance(inputs, Mapping):
+        return {} if inputs is None else inputs
+    return {k: v if isinstance(v, Mapping) else {"path": v} for k, v in inputs.items()}
+
+
+T = TypeVar("T")
+# What the user writes becomes seconds, of type int (see `distdl.walltime`).
+Walltime = Annotated[Any, BeforeValidator(_seconds)]
+# null is an empty list, and an empty mapping.
+ListOf = Annotated[list[T], BeforeValidator(lambda value: [] if value is None else value)]
+Values = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+# Name -> {path: ..., and what else the launcher knows}; `name: text` is short for its path.
+Inputs = Annotated[dict[str, dict[str, Any]], BeforeValidator(with_paths)]
+
+
+def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
+    """A validator that refuses what is no text of one line, or does not match from its first
+    character to the last: `'x' is not {what}`."""
+
+    def validate(value: Any) -> Any:
+        is_line = isinstance(value, str) and value.isprintable()
+        if not (is_line and re.fullmatch(pattern, value)):
+            raise Refused(f"{value!r} is not {what}", remedy)
+        return value
+
+    return BeforeValidator(validate)
+
+
+class LauncherSettings(BaseModel):
+    """The keys of `launcher.*`, typed. Each is explained where it has its default: in
+    conf/launcher/. A launcher is a subclass, with one field for each of its keys.
+
+    Raises:
+        UserError: A value has another type or range, or a key is unknown.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+    inputs: Inputs = {}
+    forward_env: ListOf[str] = []
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            refuse(problems(error, given, type(self).model_fields))
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        # Validation compares names with the signature; types and ranges are for `check` alone to
+        # report, all at once.
+        own = inspect.signature(cls)
+        untyped = [p.replace(annotation=Any) for p in own.parameters.values()]
+        cls.__signature__ = own.replace(parameters=untyped)
+
+    @classmethod
+    def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
+        """What is wrong with a node, all at once, with paths relative to it.
+
+        Args:
+            node: `launcher` of a config, resolved.
+            context: The size of the run: `num_nodes`, `devices` (per node), `accelerator`.
+        """
+        given = {key: value for key, value in node.items() if key in cls.model_fields}
+        wrong: list[Problem] = []
+        try:
+            settings = cls(**given)
+        except UserError as error:
+            wrong = [replace(p, path=p.path.removeprefix("launcher.")) for p in error.problems]
+            keys = {problem.path.partition(".")[0] for problem in wrong}
+            settings = cls(**{key: given[key] for key in given if key not in keys})
+        reported = {problem.path for problem in wrong}
+        yield from wrong
+        yield from (p for p in settings.misfits(context) if p.path not in reported)
+
+    def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        """What is wrong with settings that are right one by one: together, for the size of this
+        run, or on this machine.
+
+        Args:
+            context: As of `check`.
+        """
+        return iter(())
+
+
+def refuse(found: Iterable[Problem]) -> None:
+    """Raises problems whose paths are relative to `launcher`, if there are any.
+
+    Raises:
+        UserError: With all of them.
+    """
+    if wrong := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in found]:
+        raise UserError(*wrong)
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """`did you mean X?`, or nothing where nothing is close."""
+    from distdl.suggest import closest
+
+    near = closest(str(word), known)
+    return f"did you mean {near}?" if near else ""
+
+
+def unknown_keys(
+    inputs: Mapping[str, Mapping[str, Any]], known: Sequence[str]
+) -> Iterator[Problem]:
+    """Keys of inputs that a launcher does not know."""
+    for name, entry in inputs.items():
+        for key in sorted(set(entry) - set(known)):
+            hint = did_you_mean(key, known) or f"an input has {' and '.join(known)}"
+            yield Problem(f"inputs.{name}.{key}", "no such setting of an input", hint)
+
+
+def problems(
+    error: ValidationError, given: Mapping[str, Any], known: Iterable[str]
+) -> Iterator[Problem]:
+    """One Problem for each value that pydantic refuses; a union's reasons become one sentence."""
+    reasons: dict[str, list[dict[str, Any]]] = {}
+    for item in error.errors(include_url=False):
+        reasons.setdefault(_path(given, item["loc"]), []).append(dict(item))
+    for path, items in reasons.items():
+        first, value = items[0], items[0]["input"]
+        cause = next((i["ctx"]["error"] for i in items if i["type"] == "value_error"), None)
+        if cause is not None:
+            yield Problem(path, str(cause), getattr(cause, "remedy", ""))
+        elif first["type"] == "missing":
+            yield Problem(path, "missing", f"write {path}=...")
+        elif first["type"] == "extra_forbidden":
+            yield Problem(path, "no such setting", did_you_mean(path, known))
+        else:
+            expected = " or ".join(dict.fromkeys(_expected(i["msg"]) for i in items))
+            remedy = ""
+            if first["type"] == "literal_error":
+                remedy = did_you_mean(value, re.findall("'([^']*)'", expected))
+            elif first["type"] == "list_type":
+                remedy = f"launcher.{path}=[{value}]"
+            yield Problem(path, f"{value!r} is not {expected}", remedy)
+
+
+def _path(values: Any, location: Sequence[str | int]) -> str:
+    """Where a user would look: pydantic also names items of lists, and branches of unions."""
+    path: list[str] = []
+    for part in location:
+        if not isinstance(values, Mapping) or part not in values:
+            break
+        path.append(str(part))
+        values = values[part]
+    return ".".join(path or map(str, location[:1]))
+
+
+def _expected(message: str) -> str:
+    """`an integer` of `Input should be a valid integer`."""
+    text = message.removeprefix("Input should be ").replace("a valid ", "a ")
+    names = {"a integer": "an integer", "a boolean": "true or false", "a dictionary": "a mapping"}
+    return names.get(text, text)
+
+
+# ---- what becomes part of a request -------------------------------------------------------------
+
+
+def forwarded(spec: JobSpec) -> dict[str, str]:
+    """The variables that every rank gets by name, with their values in this shell. The values go
+    into no request, file, command line or log."""
+    return {name: os.environ[name] for name in spec.forward_env}
+
+
+def slug(text: str) -> str:
+    """Letters, digits and single hyphens, which any platform takes for a name."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
+
+
+def digest(text: str, length: int) -> str:
+    """Hexadecimal digits that tell equal slugs of different texts apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+# ---- waiting for a job --------------------------------------------------------------------------
+
+
+def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
+    """Yields at once, and then after a pause each time.
+
+    Args:
+        shortest: Seconds of the first pause.
+        longest: The pauses grow up to so many seconds; by default they do not grow.
+    """
+    pause = shortest
+    yield
+    while True:
+        time.sleep(pause)
+        yield
+        pause = min(pause * 1.3, max(shortest, longest))
+
+
+class HasState(Protocol):
+    def state(self) -> JobState: ...
+
+
+def wait_until_ended(job: HasState, seconds: float) -> JobState:
+    """Looks at a job of this machine every so many seconds until it has ended."""
+    while not (state := job.state()).ended:
+        time.sleep(seconds)
+    return state
+
+
+class Forgotten(UserError):
+    """The platform does not know the job, or not any more."""
+
+
+class AskedJob(ABC):
+    """Base of jobs whose platform answers over a network, about one job or about many at once.
+
+    A subclass says how the platform is asked (`_look`, `_listed`), and what an answer means.
+    """
+
+    why = ""  # the last `state` was UNKNOWN
+    poll_seconds: float = 5.0
+    # For so many seconds `wait` takes no answer for an outage.
+    patience: ClassVar[float] = math.inf
+    _answer: Any = None  # of the last `ask`, for the next `state`
+
+    @abstractmethod
+    def _look(self) -> Any:
+        """The platform's answer about this job.
+
+        Raises:
+            Forgotten: It knows no such job.
+            UserError: It cannot be asked.
+        """
+
+    @classmethod
+    @abstractmethod
+    def _listed(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
+        """Answers about several jobs, asked at once. A job without one is asked by itself later; an
+        exception among the answers is raised then.
+
+        Raises:
+            UserError: The platform cannot be asked so.
+        """
+
+    @abstractmethod
+    def _meaning(self, answer: Any) -> JobState: ...
+
+    @classmethod
+    def ask(cls, jobs: Sequence[Self]) -> None:
+        """Asks about several jobs at once; the next `state` of each is the answer to that."""
+        for job, answer in cls._listed(jobs):
+            job._answer = answer
+
+    def state(self) -> JobState:
+        answer, self._answer, self.why = self._answer, None, ""
+        try:
+            if isinstance(answer, UserError):
+                raise answer
+            return self._meaning(self._look() if answer is None else answer)
+        except UserError as error:
+            self.why = str(error)
+            return JobState.UNKNOWN
+
+    def wait(self) -> JobState:
+        """Until it has ended.
+
+        Raises:
+            Forgotten: The platform knows no such job.
+            UserError: It has not answered for as long as `patience`.
+        """
+        answered = time.monotonic()
+        for _ in pace(self.poll_seconds):
+            try:
+                state = self._meaning(self._look())
+                answered = time.monotonic()
+                if state.ended:
+                    return state
+            except Forgotten:
+                raise
+            except UserError:
+                if time.monotonic() - answered > self.patience:
+                    raise
+        raise AssertionError
+
+
+def from_pages(
+    jobs: Mapping[str, T], pages: Iterable[Iterable[tuple[str, Any]]]
+) -> Iterator[tuple[T, Any]]:
+    """Pairs jobs with what a platform's list says of them, the newest jobs first. No more pages
+    are read than there are jobs: asked one by one they would not take more requests.
+
+    Args:
+        jobs: By name.
+        pages: Names and answers.
+    """
+    missing = dict(jobs)
+    for page in islice(pages, len(jobs)):
+        for name, answer in page:
+            if job := missing.pop(name, None):
+                yield job, answer
+        if not missing:
+            return
+
+
+# ---- a run's files in another store -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FarFile:
+    """A file of a store elsewhere: its size in bytes, and when it was written (Unix time)."""
+
+    size: int
+    modified: float
+
+
+def manifests_last(names: Iterable[str]) -> list[str]:
+    """Names of files in the order to copy them: a checkpoint exists once its manifest does."""
+    return sorted(names, key=lambda name: (name.endswith(".manifest.json"), name))
+
+
+def fetch_files(
+    to: Path, files: Mapping[str, FarFile], download: Callable[[str, Path], object]
+) -> int:
+    """Copies a run's files into a folder. What is there in the same size and not older is kept, and
+    so are the run's own files (`distdl.inside`).
+
+    Args:
+        to: The folder.
+        files: By their names, relative to the store.
+        download: Writes the file of a name to a path.
+
+    Returns:
+        How many were copied.
+    """
+    from distdl.inside import places
+
+    copied = 0
+    for name, path in places(to, manifests_last(files)).items():
+        far = files[name]
+        if path.is_file():
+            near = path.stat()
+            if near.st_size == far.size and near.st_mtime >= far.modified:
+                continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.unlink(missing_ok=True)
+        download(name, temporary)
+        temporary.replace(path)
+        os.utime(path, (far.modified, far.modified))
+        copied += 1
+    return copied

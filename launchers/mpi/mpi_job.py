@@ -1,0 +1,119 @@
+"""An mpirun in the background, as a later shell on the same machine finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobState
+from distdl.launchers.common import wait_until_ended
+from distdl.launchers.mpi.supervisor import LOG, RECORD
+from distdl.processes import is_alive
+
+INTERVAL = 0.2  # seconds between two looks
+
+
+class MpiJob:
+    """One attempt whose mpirun has a supervisor; all that is known stands in its folder.
+
+    Args:
+        folder: The attempt's.
+    """
+
+    url = None
+    # It was started by a command on this machine, and is ended by what ends that command.
+    ends_with_shell = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.why = ""
+        self.exit_code: int | None = None
+        self.killed = ""  # what ended mpirun from outside, if anything did
+
+    @classmethod
+    def attach(cls, handle: str) -> MpiJob:
+        """The job of `mpi://host/folder of the attempt`.
+
+        Raises:
+            UserError: It is no such handle, or nothing was started there.
+        """
+        match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
+        if match is None:
+            raise UserError(Problem(handle, "is no job of mpirun", "mpi://<host>/<attempt folder>"))
+        job = cls(Path(match[2]))
+        host = job.record().get("host")
+        if host is None:
+            what = f"there is no {RECORD} in {job.folder} here: nothing was started there"
+            remedy = f"if it was on {match[1]}, ask there" if match[1] else ""
+            raise UserError(Problem(handle, what, remedy))
+        if host != match[1]:
+            raise UserError(Problem(handle, f"the job in that folder is of {host}", job.handle))
+        return job
+
+    @property
+    def handle(self) -> str:
+        return f"mpi://{self.record().get('host', '')}{self.folder}"
+
+    def record(self) -> dict[str, Any]:
+        """What the supervisor wrote; empty if there is nothing, or something else."""
+        try:
+            record = json.loads((self.folder / RECORD).read_text())
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) and isinstance(record.get("host"), str) else {}
+
+    def state(self) -> JobState:
+        record = self.record()
+        if "exit_code" in record:
+            self.exit_code, self.killed = record["exit_code"], record.get("killed") or ""
+            if record.get("cancelled"):
+                return JobState.CANCELLED
+            return JobState.FAILED if record["exit_code"] else JobState.SUCCEEDED
+        if not record or record["host"] != socket.gethostname():
+            self.why = "its files are not here" if not record else f"it is on {record['host']}"
+            return JobState.UNKNOWN
+        if "pid" not in record:
+            return JobState.PENDING
+        if self._is_supervised(record):
+            return JobState.RUNNING
+        if self.record() != record:  # its end was written just now
+            return self.state()
+        self.killed = f"mpirun's supervisor (pid {record['pid']} on {record['host']}) was killed"
+        return JobState.FAILED
+
+    def wait(self) -> JobState:
+        return wait_until_ended(self, INTERVAL)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        from distdl.tailing import tail
+
+        yield from tail(self.folder / LOG, lambda: follow and not self.state().ended)
+
+    def cancel(self) -> None:
+        """Asks every rank for a checkpoint, and ends what is left after the time of grace.
+
+        Raises:
+            UserError: It was started on another machine.
+        """
+        record = self.record()
+        if "exit_code" in record or not record:
+            return
+        if record["host"] != socket.gethostname():
+            what = f"mpirun runs on {record['host']}, and this is {socket.gethostname()}"
+            raise UserError(Problem(self.handle, what, "cancel it there"))
+        if self._is_supervised(record):
+            os.kill(record["pid"], signal.SIGTERM)
+
+    def _is_supervised(self, record: dict[str, Any]) -> bool:
+        """Whether the supervisor lives: the very process, not a later one with its number."""
+        pid = record["pid"]
+        if not isinstance(pid, int) or pid <= 1:  # 0 and below are groups of processes
+            return False
+        return is_alive(pid, record.get("birth"))

@@ -1,0 +1,258 @@
+"""mpirun over ssh, in the background: the request, and how it is started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobSpec, JobState, variables
+from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded
+from distdl.launchers.mpi import flavours, supervisor
+from distdl.launchers.mpi.flavours import LOCALHOST, Host, Start
+from distdl.launchers.mpi.hosts import OPTIONS, SSH_SCRIPT, Reach, is_here, parse, read_hostfile
+from distdl.launchers.mpi.mpi_job import MpiJob
+
+# Below the ports that Linux gives to outgoing connections (32768 and up).
+FIRST_PORT, PORTS = 15000, 10000
+# What mpirun and ssh themselves need. Of this shell's other variables a rank sees those that are
+# forwarded by name and no others: then it is the same on this machine and on the others.
+KEPT = {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR"}
+KEPT |= {"SSH_AUTH_SOCK", "KRB5CCNAME", "OPAL_PREFIX"}
+KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_")
+
+
+@dataclass(frozen=True)
+class MpiRequest:
+    """One mpirun.
+
+    Args:
+        spec: What it is for.
+        flavour: One of FLAVOURS.
+        start: What mpirun starts, where.
+        processes: The command line of each process, in groups that belong together.
+        env: Their variables, none of them secret.
+        ssh: How the hosts are reached.
+        python: The interpreter on every host.
+        copy_bundle: Whether the bundle is copied to each host that lacks it.
+    """
+
+    spec: JobSpec
+    flavour: str
+    start: Start
+    processes: tuple[tuple[str, ...], ...]
+    env: Mapping[str, str]
+    ssh: str
+    python: str
+    copy_bundle: bool
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return [*self.start.command(self.flavour), *map(list, self.processes)]
+
+    @property
+    def command(self) -> list[str]:
+        return [word for group in self.groups for word in group]
+
+    def render(self) -> str:
+        spec = self.spec
+        lines = [f"# {self.flavour}, in the background; its output: {spec.folder / supervisor.LOG}"]
+        if self.start.hosts[0].name != LOCALHOST:
+            lines.append(f"# hosts are reached by: {self.ssh}")
+        if self.copy_bundle:
+            lines.append(f"# copied first, to each host that lacks it: {spec.bundle}")
+        if spec.forward_env:
+            lines.append(f"# with their values of this shell: {', '.join(spec.forward_env)}")
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return "\n".join([*lines, " \\\n  ".join([*assigned, *map(shlex.join, self.groups)])])
+
+
+class MpiLauncher(LauncherSettings):
+    """Starts a job on machines that ssh reaches, with whichever mpirun is installed."""
+
+    in_turn: ClassVar = True
+    # Settings that name what a dry run starts, to ask which mpirun it is; and their defaults.
+    programs: ClassVar = {"mpirun": "mpirun"}
+
+    hosts: ListOf[Any] = []
+    hostfile: str | None = None
+    mpirun: str = "mpirun"
+    flavour: Literal["auto", "openmpi4", "openmpi5", "mpich", "intel"] = "auto"
+    agent: bool = False
+    copy_bundle: bool = False
+    ssh: str = "ssh"
+    python: str | None = None
+    interface: str | None = None
+    infiniband: bool = True
+    port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    grace_seconds: Count = 30
+    max_attempts: Count = 0
+    env: Values = {}
+    extra_args: ListOf[str] = []
+
+    def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        """For hosts that do not fit the size of the run, and for what this machine lacks."""
+        nodes, devices = context["num_nodes"], context["devices"]
+        if self.flavour == "auto":
+            try:
+                flavours.find(self.mpirun)
+            except UserError as error:
+                yield replace(error.problems[0], path="mpirun")
+        interfaces = sorted(name for _, name in socket.if_nameindex())
+        if self.interface and self.interface not in interfaces:
+            what = f"this machine has no {self.interface}"
+            yield Problem("interface", what, f"one of {', '.join(interfaces)}")
+        try:
+            program = (shlex.split(self.ssh) or [""])[0]
+            if (self.hosts or self.hostfile) and shutil.which(program) is None:
+                yield Problem("ssh", f"there is no {program} here", "launcher.ssh=ssh")
+        except ValueError as error:
+            yield Problem("ssh", f"{self.ssh!r}: {error}", "launcher.ssh=ssh")
+        if self.hosts and self.hostfile:
+            yield Problem("hostfile", "launcher.hosts is set too", "write only one of the two")
+            return
+        try:
+            hosts = self.chosen_hosts(devices)
+        except UserError as error:
+            yield from error.problems
+            return
+        key, named = "hostfile" if self.hostfile else "hosts", self.hosts or self.hostfile
+        if len(hosts) != nodes and named:
+            what = f"names {len(hosts)} hosts, and trainer.num_nodes is {nodes}"
+            yield Problem(key, what, f"trainer.num_nodes={len(hosts)}")
+        elif len(hosts) != nodes:
+            remedy = f"launcher.hosts=[{','.join(f'node{i + 1}' for i in range(min(nodes, 3)))}]"
+            yield Problem(key, f"trainer.num_nodes={nodes}, and no hosts are named", remedy)
+        odd = [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]
+        if odd:
+            what = f"{', '.join(odd)}, and trainer.devices is {devices}"
+            yield Problem(key, what, "one rank per device: make the two equal on every host")
+
+    def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
+        """Where a job runs, in the order of its ranks.
+
+        Raises:
+            UserError: What is written names no hosts.
+        """
+        if self.hostfile:
+            return read_hostfile(self.hostfile, devices)
+        return parse(self.hosts, devices) or (Host(LOCALHOST, devices),)
+
+    def request(self, spec: JobSpec) -> MpiRequest:
+        python = self.python or sys.executable
+        spec.refuse(r"\s:", "mpirun splits it there")
+        flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
+        hosts = self.chosen_hosts(spec.resources.devices)
+        if self.agent:  # one process on each, which starts the others
+            hosts = tuple(replace(host, slots=1) for host in hosts)
+        sockets = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.interface else ()
+        env = {
+            "DISTDL_LAUNCHER": "mpi",
+            "PYTHONPATH": f"{spec.bundle}/code",
+            "MASTER_ADDR": hosts[0].name,
+            "MASTER_PORT": str(self.port or derived_port(spec)),
+            "OMP_NUM_THREADS": "1",  # unless asked: what torchrun does
+            **flavours.environment(flavour),
+            **dict.fromkeys(sockets, str(self.interface)),
+            **({} if self.infiniband else {"NCCL_IB_DISABLE": "1"}),
+            **spec.env,
+            **variables(self.env),
+        }
+        env = {name: value for name, value in env.items() if name not in spec.forward_env}
+        start = Start(
+            mpirun=flavours.program(self.mpirun, flavour),
+            hosts=hosts,
+            ssh=str(spec.folder / "mpirun-ssh"),
+            variables=(*env, *spec.forward_env, supervisor.PORT),
+            interface=self.interface,
+            as_root=os.geteuid() == 0,
+            extra=tuple(self.extra_args),
+        )
+        processes, ssh = self._processes(spec, python), f"{self.ssh} {OPTIONS}"
+        return MpiRequest(spec, flavour, start, processes, env, ssh, python, self.copy_bundle)
+
+    def _processes(self, spec: JobSpec, python: str) -> tuple[tuple[str, ...], ...]:
+        """What mpirun starts: a parent for each rank, or for each host's agent."""
+        parent = f"{spec.bundle}/code/distdl/launchers/mpi/rank.py"
+        if not self.agent:
+            return (python, parent, f"{spec.folder}/errors"), (python, *spec.worker())
+        size = f"--nodes {spec.resources.num_nodes} --devices {spec.resources.devices}"
+        options = [*size.split(), "--grace-seconds", str(self.grace_seconds)]
+        agent = (python, "-m", "distdl.agent", *options, "--", *spec.worker()[2:])
+        return (python, parent, "-"), agent
+
+    def reach(self, request: MpiRequest) -> None:
+        flavours.find(request.start.mpirun)
+        Reach(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
+
+    def submit(self, request: MpiRequest) -> MpiJob:
+        """Starts mpirun's supervisor in a session of its own; mpirun is under way on return."""
+        spec, hosts = request.spec, request.start.hosts
+        Reach(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
+        env = {**forwarded(spec), **request.env}
+        if self.port is None and is_here(hosts[0].name):
+            env["MASTER_PORT"] = str(free_port(int(env["MASTER_PORT"])))
+        folder = spec.folder
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        script, lost = Path(request.start.ssh), shlex.quote(str(folder / supervisor.LOST))
+        ssh = shlex.join(shlex.split(request.ssh))  # as `Reach` reads it
+        script.write_text(SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
+        script.chmod(0o755)
+        record = {
+            "host": socket.gethostname(),
+            "command": request.command,
+            "grace_seconds": self.grace_seconds,
+            "hosts": [host.name for host in hosts],
+            "ranks_per_host": spec.resources.devices,
+            "ranks_per_process": spec.resources.devices if self.agent else 1,
+            "agent": self.agent,
+        }
+        supervisor.write_json(folder / supervisor.RECORD, record)
+        kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
+        with (folder / supervisor.LOG).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, supervisor.__file__, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # MPICH 4.0's -genvlist loses the last variable there is on the other hosts.
+                env={**kept, **env, "DISTDL_END": ""},
+                start_new_session=True,
+            )
+        job = MpiJob(folder)
+        while job.state() is JobState.PENDING and process.poll() is None:
+            time.sleep(0.01)
+        return job
+
+    def attach(self, handle: str) -> MpiJob:
+        return MpiJob.attach(handle)
+
+
+def derived_port(spec: JobSpec) -> int:
+    """The same for the same attempt, and different for another run: two jobs do not meet."""
+    return FIRST_PORT + zlib.crc32(str(spec.folder).encode()) % PORTS
+
+
+def free_port(wanted: int) -> int:
+    """The first port from `wanted` on that nobody listens on."""
+    for port in range(wanted, wanted + 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                continue
+    return wanted

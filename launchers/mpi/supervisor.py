@@ -1,0 +1,220 @@
+"""Supervises one mpirun in the background: `python supervisor.py ATTEMPT_FOLDER`.
+
+It is what `jobs cancel` signals, and it records how mpirun ended, in `mpirun.json` of the attempt.
+Run by its path; of distdl it needs what needs nothing else.
+
+- SIGTERM: mpirun gets SIGUSR1, which all flavours hand on to the ranks and which asks them for a
+  checkpoint. (SIGTERM itself: Open MPI kills the ranks after one second or less, and with its
+  `odls_base_sigkill_timeout` every failure takes four times that long.) What is left after
+  `grace_seconds` is killed.
+- A host whose connection is lost: the ssh script notes it. Open MPI then ends by itself, hydra
+  (MPICH, Intel MPI) never does: mpirun is killed, and its proxies on the other hosts end with it.
+- A host from which this one is out of reach: hydra's proxy there would wait as long as TCP does.
+  Each rank's parent holds a connection to a port of the supervisor, and ends its rank when nothing
+  answers there any more (see rank.py).
+- When mpirun is gone, whatever it left running on this machine goes too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distdl.processes import birth
+
+RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
+PORT = "DISTDL_KEEPER_PORT"
+MOST_RANKS = 4096  # connections that wait; Linux allows no more
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+OBITUARY = re.compile(
+    r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
+    r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
+)
+# Seconds: mpirun has to end by itself once a host is lost, or once it got a signal.
+LOST_SECONDS, TERM_SECONDS = 8.0, 10.0
+
+# What to do about mpirun next, and how long to wait before the step after.
+Steps = Iterator[tuple[signal.Signals | None, float]]
+
+
+class Supervisor:
+    """One mpirun, from its start to the record of its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+        self.cancelled = self.ending = False
+
+    def run(self) -> None:
+        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        if libc is not None:
+            libc.prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this
+
+        def die_with_me() -> None:
+            if libc is not None:
+                libc.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+        # Not SIG_IGN, which mpirun and the ranks would inherit.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        self.write(pid=os.getpid(), birth=birth(os.getpid()), started=time.time())
+        listener = listen()  # until this process ends
+        try:
+            mpirun = subprocess.Popen(
+                self.record["command"],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_me,
+                env={PORT: str(listener.getsockname()[1]), **os.environ},
+            )
+        except OSError as error:
+            print(f"distdl: {error}", file=sys.stderr)
+            self.write(exit_code=127, ended=time.time())
+            return
+        code = self.watch(mpirun)
+        remove_orphans()
+        killed = ""
+        if code < 0 and not self.ending:  # and by that its ranks: none of them is to blame
+            killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
+        elif code and not self.cancelled:
+            self.blame()
+        code = code if code >= 0 else 128 - code
+        self.write(exit_code=code, killed=killed, cancelled=self.cancelled, ended=time.time())
+
+    def _note(self, *_: object) -> None:
+        self.cancelled = True
+
+    def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
+        """Waits for mpirun, and takes one step after the other once it has to end."""
+        steps: Steps | None = None
+        lost = False
+        deadline = float("inf")
+        while mpirun.poll() is None:
+            if not lost and (self.folder / LOST).exists():
+                lost, steps, deadline = True, after_loss(), 0.0
+            elif self.cancelled and steps is None:
+                steps, deadline = after_cancel(float(self.record["grace_seconds"])), 0.0
+            if steps is not None and time.monotonic() >= deadline:
+                number, seconds = next(steps)
+                if number is not None:
+                    self.ending = True
+                    mpirun.send_signal(number)
+                deadline = time.monotonic() + seconds
+            time.sleep(0.1)
+        return mpirun.wait()
+
+    def blame(self) -> None:
+        """Records the rank that ended the job, unless it did so itself: it was killed, or its host
+        vanished, or its store is on that host."""
+        first = self.obituary() or self.loss()
+        if first is None:
+            return
+        file = self.folder / "errors" / f"rank_{first['rank']}.json"
+        others = [json.loads(other.read_text()) for other in file.parent.glob("rank_*.json")]
+        # An agent ends as its first rank did: what that rank recorded is why.
+        same = [all(e.get(key) == first[key] for key in ("host", "exit_code")) for e in others]
+        if file.exists() or (self.record["agent"] and any(same)):
+            return
+        # What the others recorded before (a connection that broke) is its consequence.
+        first["time"] = min([time.time(), *(other["time"] - 0.001 for other in others)])
+        write_json(file, {**first, "traceback": ""})
+
+    def obituary(self) -> dict[str, Any] | None:
+        """The line of the log by the parent of the rank that ended first (see rank.py)."""
+        log = (self.folder / LOG).read_text(errors="replace")
+        first = OBITUARY.search(log)
+        if first is None:
+            return None
+        by_signal, number = first["how"] == "signal", int(first["number"])
+        message = f"ended with {first['how']} {number} on {first['host']}"
+        if by_signal:
+            message = f"killed by {signal.Signals(number).name} on {first['host']}"
+            if number == signal.SIGKILL:
+                message += " (out of memory? see dmesg there)"
+        if self.record["agent"]:
+            message = f"a rank of this host, or their agent: {message}"
+        return {
+            "rank": int(first["rank"]) * self.record["ranks_per_process"],
+            "host": first["host"],
+            "type": first["type"] or ("Killed" if by_signal else "Ended"),
+            "message": first["message"] or message,
+            "exit_code": 128 + number if by_signal else number,
+        }
+
+    def loss(self) -> dict[str, Any] | None:
+        """The first host whose connection was lost."""
+        try:
+            host = (self.folder / LOST).read_text().split()[0]
+        except (OSError, IndexError):
+            return None
+        hosts = self.record["hosts"]
+        return {
+            "rank": hosts.index(host) * self.record["ranks_per_host"] if host in hosts else 0,
+            "host": host,
+            "type": "HostLost",
+            "message": f"{host} does not answer any more: its ssh connection was lost",
+            "exit_code": 1,
+        }
+
+    def write(self, **fields: Any) -> None:
+        self.record.update(fields)
+        write_json(self.folder / RECORD, self.record)
+
+
+def listen() -> socket.socket:
+    """A port where the kernel answers for as long as this host can be reached; nobody accepts."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=MOST_RANKS, dualstack_ipv6=both)
+
+
+def after_cancel(grace_seconds: float) -> Steps:
+    yield signal.SIGUSR1, grace_seconds
+    yield signal.SIGTERM, TERM_SECONDS
+    while True:
+        yield signal.SIGKILL, TERM_SECONDS
+
+
+def after_loss() -> Steps:
+    yield None, LOST_SECONDS
+    while True:
+        yield signal.SIGKILL, TERM_SECONDS
+
+
+def remove_orphans(seconds: float = 3.0) -> None:
+    """Leaves what mpirun left behind a moment to end, then kills it."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        if time.monotonic() > deadline:
+            for pid in children.read_text().split() if children.exists() else []:
+                os.kill(int(pid), signal.SIGKILL)
+        if time.monotonic() > deadline + seconds:
+            return
+        time.sleep(0.05)
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, file)
+
+
+if __name__ == "__main__":
+    Supervisor(Path(sys.argv[1])).run()

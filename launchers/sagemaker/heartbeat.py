@@ -1,0 +1,132 @@
+"""A heartbeat between the hosts of a job: each sends a line every second, and at last how it ended.
+
+Ranks wait for each other in collective operations, up to half an hour. So a host must learn
+otherwise that another one has failed, or has vanished without a word. The primary host listens, the
+others connect to it; on each connection both sides write lines: `beat`, or `end` and how in JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+PORT = 29400
+BEAT_SECONDS = 1.0
+PATIENCE_SECONDS = 15.0  # of silence, until a host counts as vanished
+CONNECT_SECONDS = 900.0  # hosts pull their image and inputs at different speeds
+VANISHED = -1  # in place of an exit code
+
+
+@dataclasses.dataclass(frozen=True)
+class HostEnd:
+    """How a host ended.
+
+    Args:
+        code: Its exit code, or VANISHED.
+        why: The first cause, as far as that host knows; empty if nothing went wrong.
+        time: When that happened. What follows from a host that vanished happens later: 0.
+    """
+
+    code: int
+    why: str = ""
+    time: float = 0.0
+
+
+class Heartbeat:
+    """This host's signs of life to the others, and theirs.
+
+    Args:
+        names: All hosts, the primary one first. Alone, there is nothing to do.
+        current: This host.
+        port: Of the primary host.
+    """
+
+    def __init__(self, names: Sequence[str], current: str, port: int = PORT) -> None:
+        self.names, self.current, self.primary = names, current, names[0]
+        self.port = port
+        self._ends: dict[str, HostEnd] = {}
+        self._links: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        if len(names) > 1:
+            main = self._listen if current == self.primary else self._connect
+            threading.Thread(target=main, daemon=True).start()
+
+    def ends(self) -> dict[str, HostEnd]:
+        """Hosts that have ended, by name."""
+        with self._lock:
+            return dict(self._ends)
+
+    def report_end(self, end: HostEnd) -> None:
+        """Sends the others how this host has ended."""
+        self._over.set()
+        line = f"end {json.dumps(dataclasses.asdict(end))}\n".encode()
+        with self._lock:
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    link.sendall(line)
+                    link.shutdown(socket.SHUT_WR)
+
+    def _listen(self) -> None:
+        with socket.create_server(("", self.port), backlog=len(self.names)) as server:
+            while True:
+                link, _ = server.accept()
+                threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+
+    def _greet(self, link: socket.socket) -> None:
+        """Reads which host connects. Anybody else (a port scanner) is disconnected."""
+        link.settimeout(PATIENCE_SECONDS)
+        reader = link.makefile("r")
+        with contextlib.suppress(OSError, ValueError):
+            word, _, name = reader.readline().strip().partition(" ")
+            if word == "host" and name in self.names[1:]:
+                self._talk(link, name)
+                return
+        link.close()
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while not self._over.is_set():
+            try:
+                link = socket.create_connection((self.primary, self.port), PATIENCE_SECONDS)
+            except OSError:
+                if time.monotonic() > deadline:
+                    self._note(self.primary, HostEnd(VANISHED, f"{self.primary} never came"))
+                    return
+                time.sleep(BEAT_SECONDS)
+                continue
+            link.sendall(f"host {self.current}\n".encode())
+            self._talk(link, self.primary)
+            return
+
+    def _talk(self, link: socket.socket, name: str) -> None:
+        """Beats in a thread of its own, and listens until the other has ended."""
+        link.settimeout(PATIENCE_SECONDS)
+        with self._lock:
+            self._links.append(link)
+        threading.Thread(target=self._beat, args=(link,), daemon=True).start()
+        end, rest = HostEnd(VANISHED, f"{name} vanished"), b""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            while new := link.recv(1024):
+                *lines, rest = (rest + new).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"end "):
+                        end = HostEnd(**json.loads(line.removeprefix(b"end ")))
+        self._note(name, end)
+
+    def _beat(self, link: socket.socket) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            with self._lock:
+                try:
+                    link.sendall(b"beat\n")
+                except OSError:
+                    return
+
+    def _note(self, name: str, end: HostEnd) -> None:
+        with self._lock:
+            self._ends.setdefault(name, end)

@@ -1,0 +1,196 @@
+"""A training job that exists: its state, its logs in CloudWatch, its store in S3."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobState
+from distdl.launchers.common import AskedJob, FarFile, Forgotten, fetch_files, from_pages
+from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+
+# By TrainingJobStatus, and where that is too coarse by SecondaryStatus. A word that is in neither
+# table leaves the state UNKNOWN.
+# https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_DescribeTrainingJob.html
+STATES = {
+    "Completed": JobState.SUCCEEDED,
+    "Failed": JobState.FAILED,
+    "Stopping": JobState.RUNNING,  # it has two minutes for a checkpoint
+}
+FURTHER = {
+    **dict.fromkeys(
+        ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading"),
+        JobState.PENDING,
+    ),
+    "DownloadingTrainingImage": JobState.PENDING,
+    "Restarting": JobState.PENDING,
+    "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker finds another
+    **dict.fromkeys(("Training", "Updating", "Uploading"), JobState.RUNNING),
+    "Stopped": JobState.CANCELLED,
+    # Its time was up: it saved a checkpoint, and another attempt can resume.
+    **dict.fromkeys(("MaxRuntimeExceeded", "MaxWaitTimeExceeded"), JobState.PREEMPTED),
+}
+
+
+def state_of(described: Mapping[str, Any]) -> JobState:
+    status = described.get("TrainingJobStatus", "")
+    further = FURTHER.get(described.get("SecondaryStatus", ""), JobState.UNKNOWN)
+    return STATES.get(status, further if status in ("InProgress", "Stopped") else JobState.UNKNOWN)
+
+
+class SageMakerJob(AskedJob):
+    """One of them, by its name. CloudWatch is some seconds behind.
+
+    Args:
+        name: The training job's.
+        aws: Clients of its region.
+    """
+
+    patience = 300.0
+
+    def __init__(self, name: str, aws: Aws) -> None:
+        self.name = name
+        self.aws = aws
+        self.region = aws.found_region()
+
+    @property
+    def handle(self) -> str:
+        return f"sagemaker://{self.region}/{self.name}"
+
+    @property
+    def url(self) -> str:
+        console = f"https://{self.region}.console.aws.amazon.com/sagemaker/home"
+        return f"{console}?region={self.region}#/jobs/{self.name}"
+
+    def describe(self) -> dict[str, Any]:
+        """The answer of `describe_training_job`.
+
+        Raises:
+            Forgotten: SageMaker knows no such job.
+            UserError: AWS cannot be asked.
+        """
+        with explained():
+            try:
+                return self.aws("sagemaker").describe_training_job(TrainingJobName=self.name)
+            except Exception as error:
+                # "ValidationException: Requested resource not found."
+                if "not found" in str(error).lower() or "ould not find" in str(error):
+                    raise Forgotten(Problem(self.handle, "SageMaker knows no such job")) from None
+                raise
+
+    def exists(self) -> bool:
+        try:
+            return bool(self.describe())
+        except Forgotten:
+            return False
+
+    def _look(self) -> dict[str, Any]:
+        return self.describe()
+
+    def _meaning(self, answer: Mapping[str, Any]) -> JobState:
+        return state_of(answer)
+
+    @classmethod
+    def _listed(cls, jobs: Sequence[SageMakerJob]) -> Iterator[tuple[SageMakerJob, Any]]:
+        accounts: dict[tuple[Any, ...], dict[str, SageMakerJob]] = {}
+        for job in jobs:
+            accounts.setdefault((job.region, job.aws.profile), {})[job.name] = job
+        for wanted in accounts.values():
+            client = next(iter(wanted.values())).aws("sagemaker")
+            pages = client.get_paginator("list_training_jobs").paginate(
+                SortBy="CreationTime", SortOrder="Descending", MaxResults=100
+            )
+            answers = (
+                [(each["TrainingJobName"], each) for each in page["TrainingJobSummaries"]]
+                for page in pages
+            )
+            with explained():
+                for job, answer in from_pages(wanted, answers):
+                    if state_of(answer) is not JobState.UNKNOWN:  # else the job itself may tell
+                        yield job, answer
+
+    def failure(self) -> str:
+        """SageMaker's reason; empty if it did not fail."""
+        return str(self.describe().get("FailureReason", ""))
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """Lines of all hosts; those of other hosts than the first carry the host's name."""
+        tokens: dict[str, str] = {}  # stream -> up to where it was read
+        while True:
+            ended = not follow or self.state().ended  # asked before: the last lines are read, too
+            if ended and follow:
+                time.sleep(self.poll_seconds)  # what was written last is not in CloudWatch yet
+            for stream in self._streams():
+                host = stream.rpartition("/")[2]
+                label = "" if host.startswith("algo-1-") else f"[{re.sub('-[0-9]+$', '', host)}] "
+                for line in self._new_lines(stream, tokens):
+                    yield label + line
+            if ended:
+                break
+            time.sleep(self.poll_seconds)
+        if follow and (failure := self.failure()):
+            yield f"SageMaker: {failure}"
+
+    def _streams(self) -> list[str]:
+        with explained():
+            client = self.aws("logs")
+            pages = client.get_paginator("describe_log_streams").paginate(
+                logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self.name}/"
+            )
+            try:
+                return [s["logStreamName"] for page in pages for s in page["logStreams"]]
+            except client.exceptions.ResourceNotFoundException:
+                return []  # the first job of an account creates the group
+
+    def _new_lines(self, stream: str, tokens: dict[str, str]) -> Iterator[str]:
+        while True:
+            more = {"nextToken": tokens[stream]} if stream in tokens else {}
+            with explained():
+                page = self.aws("logs").get_log_events(
+                    logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **more
+                )
+            yield from (event["message"].rstrip("\n") for event in page["events"])
+            token = page["nextForwardToken"]
+            if token == tokens.get(stream):  # nothing more has come so far
+                return
+            tokens[stream] = token
+
+    def cancel(self) -> None:
+        """SageMaker sends SIGTERM to every host, and leaves it 120 s."""
+        with explained():
+            try:
+                self.aws("sagemaker").stop_training_job(TrainingJobName=self.name)
+            except Exception as error:
+                if code_of(error) != "ValidationException" or not self.state().ended:
+                    raise
+
+    def fetch(self, to: Path) -> None:
+        """Copies the run's store from S3 into a folder; what is there already is left alone, and so
+        are the run's own files (`distdl.inside`).
+
+        Raises:
+            UserError: SageMaker knows no such job, or AWS refuses it.
+        """
+        from distdl.launchers.sagemaker.uploads import objects
+
+        uri = (self.describe().get("CheckpointConfig") or {}).get("S3Uri")
+        if not uri:
+            raise UserError(Problem(self.handle, "has no store"))
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        start = f"{prefix.rstrip('/')}/"
+        with explained():
+            s3 = self.aws("s3")
+            files = {
+                key.removeprefix(start): FarFile(facts["Size"], facts["LastModified"].timestamp())
+                for key, facts in objects(s3, bucket, start)
+                if not key.endswith("/")
+            }
+            fetch_files(
+                to, files, lambda name, path: s3.download_file(bucket, start + name, str(path))
+            )

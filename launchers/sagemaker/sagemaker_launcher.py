@@ -1,0 +1,74 @@
+"""A training job of Amazon SageMaker: `create_training_job`, and nothing of the sagemaker SDK."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobSpec
+from distdl.launchers.sagemaker.aws import Aws, explained
+from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
+from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
+from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, instances
+
+SCHEME = "sagemaker://"
+LONGEST_VALUE = 512  # characters of a variable
+
+
+class SageMakerLauncher(SageMakerSettings):
+    """Trains on instances that SageMaker starts for the job and takes away after it."""
+
+    @functools.cached_property
+    def aws(self) -> Aws:
+        return Aws(self.region, self.profile)
+
+    @functools.cached_property
+    def _regions(self) -> dict[str, Aws]:
+        """Clients are slow to create: those of the jobs that were attached to, by region."""
+        return {}
+
+    @staticmethod
+    def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
+        """What one host of the type has; None for a type that is not in our file."""
+        instance = instances().get(str(node.get("instance_type")))
+        if instance is None:
+            return None
+        return (instance.gpus, "gpu") if instance.gpus else (1, "cpu")
+
+    def request(self, spec: JobSpec) -> SageMakerRequest:
+        request = SageMakerRequest(spec, self)
+        for name, value in request.environment(self.region).items():
+            if len(value) > LONGEST_VALUE:
+                what = f"{len(value)} characters; SageMaker takes {LONGEST_VALUE}"
+                raise UserError(Problem(name, what))
+        return request
+
+    def reach(self, request: SageMakerRequest) -> None:
+        """Who we are needs no permission: what fails is the region, the network or the sign-in."""
+        self.aws.found_region()
+        with explained():
+            self.aws("sts").get_caller_identity()
+
+    def submit(self, request: SageMakerRequest) -> SageMakerJob:
+        from distdl.launchers.sagemaker import uploads
+
+        region = self.aws.found_region()
+        # A run that was removed here and starts anew has the name of the old one, which SageMaker
+        # never gives again.
+        while SageMakerJob(request.name, self.aws).exists():
+            request = dataclasses.replace(request, again=request.again + 1)
+        uploads.upload(request, self.aws)
+        with explained():
+            self.aws("sagemaker").create_training_job(**request.body(region))
+        return SageMakerJob(request.name, self.aws)
+
+    def attach(self, handle: str) -> SageMakerJob:
+        match = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
+        if match is None:
+            raise UserError(Problem(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>"))
+        aws = self._regions.setdefault(match[1], Aws(match[1], self.aws.profile))
+        return SageMakerJob(match[2], aws)

@@ -1,0 +1,207 @@
+"""The request: what `create_training_job` gets, and what is uploaded before.
+
+Source of names, limits and meanings:
+https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distdl.job import JobSpec, variables
+from distdl.launchers.common import digest, slug
+from distdl.launchers.sagemaker.sagemaker_settings import (
+    BUNDLE,
+    FILE_SYSTEM,
+    LONGEST_WAIT,
+    Instance,
+    SageMakerSettings,
+    alike,
+    instances,
+    mode_of,
+)
+
+# Folders of a container that SageMaker fixes.
+# https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
+INPUTS = "/opt/ml/input/data"
+STORE = "/opt/ml/checkpoints"  # kept equal to a prefix in S3, and filled from it at the start
+UNPACKED = "/opt/ml/distdl"
+ARCHIVE = "bundle.tar.gz"
+
+# Nothing of distdl is in the image: its code comes with the bundle. The image has a shell, Python
+# and what distdl depends on. `exec`, so that SIGTERM reaches our entry point.
+ENTRY = (
+    f"python -m tarfile --filter data -e {INPUTS}/{BUNDLE}/{ARCHIVE} {UNPACKED} && "
+    f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
+)
+SECRETS = "DISTDL_SECRETS"  # variable -> name of its secret, as JSON
+REGION = "AWS_DEFAULT_REGION"
+LONGEST_NAME = 63
+
+
+@dataclass(frozen=True)
+class SageMakerRequest:
+    """One training job.
+
+    Args:
+        spec: The attempt.
+        settings: `launcher.*`.
+        again: Which try at a free name this is: SageMaker never gives a name twice.
+    """
+
+    spec: JobSpec
+    settings: SageMakerSettings
+    again: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the job: the run, the attempt, and a hash that tells equal names of runs in other
+        buckets apart. At most 63 letters, digits and single hyphens."""
+        full = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
+        suffix = f"-{self.spec.attempt:03d}-{digest(full, 6)}"
+        suffix += f"-{self.again}" if self.again else ""
+        return slug(self.spec.name)[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
+
+    @property
+    def key(self) -> str:
+        """Of everything that this run has in the bucket."""
+        return "/".join(filter(None, [self.settings.prefix.strip("/"), self.spec.name]))
+
+    @property
+    def bundle_key(self) -> str:
+        return f"{self.key}/bundles/{self.name}/{ARCHIVE}"
+
+    @property
+    def store_key(self) -> str:
+        return f"{self.key}/store"
+
+    def uri(self, key: str) -> str:
+        return f"s3://{self.settings.bucket}/{key}"
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Forwarded variable -> the name of its secret in Secrets Manager."""
+        return {name: f"{self.key}/{name}" for name in self.spec.forward_env}
+
+    def body(self, region: str | None = None) -> dict[str, Any]:
+        """The arguments of `create_training_job`.
+
+        Args:
+            region: Where it goes; the job asks the same region for its secrets.
+        """
+        s, size = self.settings, self.spec.resources
+        resources: dict[str, Any] = {
+            "InstanceType": s.instance_type,
+            "InstanceCount": size.num_nodes,
+            "VolumeSizeInGB": s.volume_gb,
+        }
+        output: dict[str, Any] = {"S3OutputPath": self.uri(f"{self.key}/output")}
+        if s.kms_key:
+            resources["VolumeKmsKeyId"] = output["KmsKeyId"] = s.kms_key
+        if s.keep_alive:
+            resources["KeepAlivePeriodInSeconds"] = s.keep_alive
+        stopping = {"MaxRuntimeInSeconds": s.walltime}
+        if s.spot:
+            stopping["MaxWaitTimeInSeconds"] = s.max_wait or min(2 * s.walltime, LONGEST_WAIT)
+        bundle = {"path": self.uri(self.bundle_key).rpartition("/")[0] + "/"}
+        channels = [channel(*each) for each in ({BUNDLE: bundle} | s.inputs).items()]
+        body: dict[str, Any] = {
+            "TrainingJobName": self.name,
+            "AlgorithmSpecification": {
+                "TrainingImage": s.image,
+                "TrainingInputMode": "File",
+                "ContainerEntrypoint": ["sh", "-c", ENTRY, "distdl"],
+                "ContainerArguments": [
+                    *("--devices", str(size.devices)),
+                    *("--attempt", str(self.spec.attempt)),
+                ],
+            },
+            "RoleArn": s.role,
+            "InputDataConfig": channels,
+            "OutputDataConfig": output,
+            "CheckpointConfig": {"S3Uri": self.uri(self.store_key), "LocalPath": STORE},
+            "ResourceConfig": resources,
+            "StoppingCondition": stopping,
+            "EnableManagedSpotTraining": s.spot,
+            "Environment": self.environment(region or s.region),
+            "Tags": [
+                {"Key": key, "Value": str(value)}
+                for key, value in {"distdl:run": self.spec.name, **s.tags}.items()
+            ],
+        }
+        if s.subnets:
+            vpc = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
+            body["VpcConfig"] = vpc
+        if s.encrypt_traffic:
+            body["EnableInterContainerTrafficEncryption"] = True
+        if s.retries:
+            body["RetryStrategy"] = {"MaximumRetryAttempts": s.retries}
+        return body
+
+    def environment(self, region: str | None) -> dict[str, str]:
+        """The container's variables. Everybody who may describe the job can read them, so they
+        name secrets and hold none."""
+        env = variables(self.settings.env, self.spec.env)
+        env["DISTDL_LAUNCHER"] = "sagemaker"
+        for name in self.settings.inputs:
+            env[f"DISTDL_INPUT_{name.upper()}"] = f"{INPUTS}/{name}"
+        if self.secrets:
+            env[SECRETS] = json.dumps(self.secrets)
+        if region:
+            env[REGION] = region
+        return env
+
+    def render(self) -> str:
+        import yaml
+
+        lines = [
+            f"# region  {self.settings.region or 'by AWS_REGION or your AWS profile'}",
+            f"# upload  {self.spec.bundle} -> {self.uri(self.bundle_key)}",
+            *(f"# secret  ${name} -> Secrets Manager: {to}" for name, to in self.secrets.items()),
+            *(f"# note    {note}" for note in self.notes()),
+            "# create_training_job:",
+        ]
+        body = yaml.safe_dump(self.body(), sort_keys=False, width=1000)
+        return "\n".join([*lines, body.rstrip()])
+
+    def notes(self) -> Iterator[str]:
+        """What is allowed and probably not wanted."""
+        size, name = self.spec.resources, str(self.settings.instance_type)
+        instance = instances().get(name, Instance(name))
+        gpus, one_host = instance.gpus, size.num_nodes == 1
+        if size.accelerator == "cpu" and gpus:
+            yield f"{name} has {gpus} GPUs, and none of them is used"
+        elif 0 < size.devices < gpus:
+            fits = not one_host and size.world_size <= gpus
+            enough = f": one host holds all {size.world_size} ranks" if fits else ""
+            yield f"{name} has {gpus} GPUs, and {size.devices} of them are used{enough}"
+        if not one_host and gpus and not instance.efa:
+            larger = next((i for i in alike(instance) if i.gpus >= size.world_size), None)
+            hint = f"; one host would do: {larger.name} ({larger.gpus} GPUs)" if larger else ""
+            yield (
+                f"{name} has no EFA: {size.num_nodes} hosts share gradients over "
+                f"{instance.network} Gbit/s of Ethernet{hint}"
+            )
+
+
+def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An input as an element of InputDataConfig."""
+    if disk := FILE_SYSTEM.fullmatch(str(entry["path"])):
+        source = {
+            "FileSystemId": disk[2],
+            "FileSystemAccessMode": mode_of(entry),
+            "FileSystemType": {"efs": "EFS", "fsx": "FSxLustre"}[disk[1]],
+            "DirectoryPath": disk[3] or "/",
+        }
+        return {"ChannelName": name, "DataSource": {"FileSystemDataSource": source}}
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": str(entry["path"]),
+        # Every host sees all of it: which rank reads what is for the data module to say.
+        "S3DataDistributionType": "FullyReplicated",
+    }
+    data = {"DataSource": {"S3DataSource": source}}
+    return {"ChannelName": name, **data, "InputMode": mode_of(entry)}

@@ -1,0 +1,93 @@
+"""The launcher: a script rendered from its settings, submitted by sbatch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdl.errors import Problem, UserError
+from distdl.job import JobSpec
+from distdl.launchers.common import refuse
+from distdl.launchers.slurm import commands, script
+from distdl.launchers.slurm.slurm_job import SlurmJob
+from distdl.launchers.slurm.slurm_settings import SlurmSettings
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """What sbatch gets.
+
+    Args:
+        specs: The run; or the members of a sweep, each a task of one array.
+        text: The script.
+        array: Whether the specs are the tasks of an array.
+    """
+
+    specs: Sequence[JobSpec]
+    text: str
+    array: bool = False
+
+    @property
+    def path(self) -> Path:
+        """Where the script is kept: in the attempt, the first one's for an array."""
+        return self.specs[0].folder / "job.sh"
+
+    def render(self) -> str:
+        return f"# sbatch {self.path}\n{self.text}"
+
+
+class SlurmLauncher(SlurmSettings):
+    """Submits a run as a batch job, and a sweep as a job array."""
+
+    def request(self, spec: JobSpec) -> SlurmRequest:
+        return self._request([spec], array=False)
+
+    def request_sweep(self, specs: Sequence[JobSpec]) -> SlurmRequest | None:
+        """One array for all members, if they are of one size and get the same variables."""
+        if len({(spec.resources, tuple(spec.forward_env)) for spec in specs}) != 1:
+            return None
+        return self._request(specs, array=True)
+
+    def _request(self, specs: Sequence[JobSpec], array: bool) -> SlurmRequest:
+        refuse(self.misfits({}))
+        for spec in specs:
+            spec.refuse(r"\"\\", "sbatch takes it for a quotation or an escape")
+            spec.refuse(":", "PYTHONPATH is split there")
+            if self.container:
+                spec.refuse(",", "the list of a container's folders is split there")
+        return SlurmRequest(specs, script.render(self, specs, array), array)
+
+    def reach(self, request: SlurmRequest) -> None:
+        commands.reach()
+
+    def submit(self, request: SlurmRequest) -> SlurmJob | list[SlurmJob]:
+        """Writes the script into the attempt and submits it.
+
+        Returns:
+            The job, or those of an array's tasks, one for each spec.
+
+        Raises:
+            UserError: There is no Slurm here, or it refuses the job.
+        """
+        logs = [spec.folder / "logs" for spec in request.specs]
+        for folder in logs:
+            folder.mkdir(parents=True, exist_ok=True)
+        if request.array:
+            script.link_logs(request.specs)
+        request.path.write_text(request.text, encoding="utf-8")
+        number = commands.submit(request.path, request.specs[0].forward_env, self)
+        numbers = [f"{number}_{i}" for i in range(len(logs))] if request.array else [number]
+        jobs = [
+            SlurmJob(each, self.poll_seconds, folder / f"slurm-{each}.log")
+            for each, folder in zip(numbers, logs, strict=True)
+        ]
+        return jobs if request.array else jobs[0]
+
+    def attach(self, handle: str) -> SlurmJob:
+        match = re.fullmatch(r"slurm://(\d+(?:_\d+)?)", handle)
+        if match is None:
+            remedy = "such as slurm://123 or slurm://123_0"
+            raise UserError(Problem(handle, "is no job of Slurm's", remedy))
+        return SlurmJob(match[1], self.poll_seconds)

@@ -1,0 +1,126 @@
+"""What may stand under `launcher.*` of launcher=slurm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from distdl.errors import Problem
+from distdl.launchers.common import (
+    AboveZero,
+    LauncherSettings,
+    ListOf,
+    Positive,
+    Refused,
+    Values,
+    Walltime,
+    matching,
+)
+
+# Options of sbatch that have a key of their own, or that the launcher itself depends on.
+OWNED = {
+    "nodes": "trainer.num_nodes",
+    "ntasks-per-node": "trainer.devices",
+    "ntasks": "trainer.num_nodes and trainer.devices",
+    "gpus-per-node": "launcher.gpus and trainer.devices",
+    "gres": "launcher.gpus and launcher.gpu_type",
+    "cpus-per-task": "launcher.cpus_per_task",
+    "mem": "launcher.mem",
+    "time": "launcher.walltime",
+    "partition": "launcher.partition",
+    "account": "launcher.account",
+    "qos": "launcher.qos",
+    "constraint": "launcher.constraint",
+    "requeue": "launcher.requeue",
+    "no-requeue": "launcher.requeue",
+    "signal": "launcher.grace_seconds",
+    "array": "launcher.max_parallel",
+    "export": "launcher.forward_env",
+    "container-image": "launcher.container",
+    **dict.fromkeys(("output", "error", "open-mode", "job-name", "parsable", "wait"), ""),
+    "clusters": "",
+}
+SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition"}
+SHORT |= {"A": "account", "q": "qos", "C": "constraint", "a": "array", "o": "output", "e": "error"}
+SHORT |= {"J": "job-name", "W": "wait", "M": "clusters"}
+
+
+def _not_owned(option: str) -> str:
+    """Refuses what would contradict what the launcher writes itself."""
+    short = re.match(r"-(\w)", option)
+    name = re.split("[= ]", option.lstrip("-"))[0]
+    name = SHORT.get(short[1], name) if short else name
+    if name in OWNED:
+        remedy = f"leave it out, and write {OWNED[name]}" if OWNED[name] else "leave it out"
+        raise Refused(f"{option} is for the launcher to write", remedy)
+    return option
+
+
+_OPTION = r"--?[A-Za-z].*"
+SbatchOption = Annotated[
+    str,
+    matching(_OPTION, "an option of sbatch, such as --exclusive"),
+    AfterValidator(_not_owned),
+]
+SrunOption = Annotated[
+    str, matching(_OPTION, "an option of srun, such as --label"), AfterValidator(_not_owned)
+]
+_WORD = r"""[^\s"'\\#]+"""  # what can stand in a #SBATCH line as it is
+Word = Annotated[str, matching(_WORD, "one word without quotes")]
+Line = Annotated[str, matching(r".*\S.*", "one line of text")]
+Module = Annotated[str, matching(_WORD, "the name of a module")]
+Memory = Annotated[
+    str, matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes; "0" is all of a node')
+]
+Mount = Annotated[
+    str,
+    matching(
+        r"/[^\s,:]*(:/[^\s,:]*(:[\w+]+)?)?",
+        "a folder, as /data or /here:/there or /here:/there:ro",
+    ),
+]
+
+
+class SlurmSettings(LauncherSettings):
+    walltime: Walltime | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    mem: Memory | None = None
+    cpus_per_task: Positive | None = None
+    gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    gpu_type: Annotated[str, matching(r"[\w.-]+", "a GPU type, such as a100")] | None = None
+    modules: ListOf[Module] = []
+    python: Line | None = None
+    container: Line | None = None
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    container_mounts: ListOf[Mount] = []
+    env: Values = {}
+    sbatch: ListOf[SbatchOption] = []
+    before_srun: ListOf[Line] = []
+    srun_args: ListOf[SrunOption] = []
+    requeue: bool = True
+    requeue_at_time_limit: bool = False
+    # At most what sbatch --signal takes.
+    grace_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
+    max_parallel: Positive | None = None
+    poll_seconds: AboveZero = 5
+
+    def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        if self.walltime is not None and self.walltime <= self.grace_seconds:
+            what = f"{self.walltime} seconds are over before the signal for a checkpoint, "
+            what += f"{self.grace_seconds} seconds before the end"
+            remedy = "ask for more, or for a smaller launcher.grace_seconds"
+            yield Problem("walltime", what, remedy)
+        if self.requeue_at_time_limit and not self.requeue:
+            what = "requeue=false says that the job never goes back to the queue"
+            yield Problem("requeue_at_time_limit", what, "launcher.requeue=true")
+        for name, entry in self.inputs.items() if self.container else ():
+            path = str(entry.get("path"))
+            if path.startswith("/") and re.search(r"[,:\s]", path):
+                what = f"{path!r} cannot be mounted: lists of folders are split at , : and blanks"
+                yield Problem(f"inputs.{name}", what, "rename the folder, or name a link to it")

@@ -1,0 +1,173 @@
+"""A real blob server (Azurite): `jobs fetch` from a store with names that lead out of the run, and
+the shared link of `provision azureml sas`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.client
+import json
+import shutil
+import socket
+import ssl
+import time
+import urllib.parse
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from distdl.errors import UserError
+from distdl.launchers.azureml import datastore
+from distdl.launchers.azureml.provision import sas
+from tests.cluster.arm_store import TENANT
+from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places
+
+pytest.importorskip("azure.storage.blob")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("azurite-blob") is None, reason="npm install -g azurite"),
+    pytest.mark.xdist_group("azurite"),
+]
+FOLDER = "distdl/e/run"
+GOOD = ("config.yaml", "attempts/001/status.json", "checkpoints/a b.ckpt")
+BAD = ("../outside", "a/../../outside", "link/x", "C:/outside", "a//b")
+WHO = "12121212-3434-5656-7878-909090909090"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    folder = tmp_path_factory.mktemp("azurite")
+    azurite = Azurite(Places(folder), folder / "blobs", "--oauth", "basic")
+    yield azurite
+    azurite.close()
+
+
+@pytest.fixture
+def azurite(server: Azurite, monkeypatch: pytest.MonkeyPatch) -> Azurite:
+    """Trusted by this process, for which each name is this machine's."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(server.places.certificate))
+    find = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: find("127.0.0.1", *more))
+    return server
+
+
+def put(azurite: Azurite, name: str, content: bytes) -> None:
+    """As an attacker would: the SDK itself makes `b` of `a/../b`."""
+    context = ssl._create_unverified_context()
+    line = http.client.HTTPSConnection("127.0.0.1", azurite.port, context=context)
+    path = f"/{ACCOUNT}/{CONTAINER}/{quote(name, safe='').replace('.', '%2e')}?{azurite.sas()}"
+    line.request("PUT", path, content, {"x-ms-blob-type": "BlockBlob"})
+    assert line.getresponse().status == 201
+    line.close()
+
+
+def connection(azurite: Azurite) -> Any:
+    """A workspace whose datastores are all in the emulator."""
+    facts = SimpleNamespace(
+        container_name=CONTAINER,
+        account_name=ACCOUNT,
+        protocol="https",
+        endpoint=azurite.domain,
+        credentials=SimpleNamespace(account_key=KEY),
+    )
+    get = lambda name, include_secrets: facts  # noqa: E731
+    return SimpleNamespace(client=SimpleNamespace(datastores=SimpleNamespace(get=get)))
+
+
+def test_names_are_not_believed(
+    azurite: Azurite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace, address = connection(azurite), f"azureml://datastores/x/paths/{FOLDER}"
+    here = tmp_path / "a/b/here"
+    here.mkdir(parents=True)
+    (tmp_path / "target").mkdir()
+    (here / "link").symlink_to(tmp_path / "target")
+    for name in (*GOOD, *BAD):
+        put(azurite, f"{FOLDER}/{name}", name.encode())
+    with azurite.service().get_container_client(CONTAINER) as container:
+        container.upload_blob(f"{FOLDER}/attempts", b"", metadata={"hdi_isfolder": "true"})
+    assert datastore.fetch(workspace, address, here) == len(GOOD)
+    assert datastore.fetch(workspace, address, here) == 0
+    sent = {"checkpoints/a b.ckpt": here / "config.yaml", "new": here / "config.yaml"}
+    assert datastore.send(workspace, address, sent) == 1
+    with pytest.raises(UserError, match=r"nothing is in .*elsewhere yet"):
+        datastore.fetch(workspace, "azureml://datastores/x/paths/elsewhere", here)
+    files = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
+    assert files == {*GOOD}
+    assert not [*tmp_path.rglob("outside")] and not [*(tmp_path / "target").iterdir()]
+    messages = capsys.readouterr().err
+    assert [name for name in BAD if f"left out   {name!a}: " not in messages] == []
+    assert "'attempts'" not in messages, "how a mount marks a folder"
+
+
+class Identity:
+    """A token as Entra makes them, which Azurite reads (`--oauth basic`)."""
+
+    def get_token(self, *scopes: str, **more: Any) -> Any:
+        from azure.core.credentials import AccessToken
+
+        now = int(time.time())
+        claims = {
+            "aud": "https://storage.azure.com",
+            "iss": f"https://sts.windows.net/{TENANT}/",
+            "iat": now - 60,
+            "nbf": now - 60,
+            "exp": now + 3600,
+            "oid": WHO,
+            "tid": TENANT,
+        }
+        parts = ({"alg": "none", "typ": "JWT"}, claims)
+        coded = [base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=") for p in parts]
+        return AccessToken(b".".join([*coded, b"c2ln"]).decode(), now + 3600)
+
+
+def test_the_link_reads_lists_and_nothing_else(azurite: Azurite, capsys) -> None:
+    blobs = f"https://127.0.0.1:{azurite.port}/{ACCOUNT}"
+    from azure.core.exceptions import HttpResponseError
+    from azure.storage.blob import BlobServiceClient, ContainerClient
+
+    service = BlobServiceClient(blobs, credential=Identity())
+    service.create_container("data").upload_blob("a.txt", b"hello")
+    given = {"account": ACCOUNT, "container": "data", "days": 2, "endpoint": blobs}
+    assert sas.run(given, Identity()) == 0
+    link, note = capsys.readouterr()
+    said = dict(urllib.parse.parse_qsl(link.strip().partition("?")[2]))
+    assert (said["sp"], said["sr"], said["spr"], said["skoid"]) == ("rl", "c", "https", WHO)
+    expiry = datetime.fromisoformat(said["se"])
+    assert timedelta(days=1.9) < expiry - datetime.now(UTC) <= timedelta(days=2)
+    assert "reads and lists data until" in note and said["sig"] not in note
+
+    container = ContainerClient.from_container_url(readable(link.strip(), said, service))
+    assert [blob.name for blob in container.list_blobs()] == ["a.txt"]
+    assert container.download_blob("a.txt").readall() == b"hello"
+    for forbidden in (
+        lambda: container.upload_blob("b.txt", b"x"),
+        lambda: container.delete_blob("a.txt"),
+        lambda: container.upload_blob("a.txt", b"x", overwrite=True),
+    ):
+        with pytest.raises(HttpResponseError):
+            forbidden()
+    assert service.get_blob_client("data", "a.txt").download_blob().readall() == b"hello"
+
+
+def readable(link: str, said: dict[str, str], service: Any) -> str:
+    """The same link, signed as this Azurite checks it.
+
+    From sv=2026 on two (empty) lines more are signed, which Azurite 3.35 does not know yet.
+    """
+    start, expiry = (datetime.fromisoformat(said[key]) for key in ("st", "se"))
+    key = service.get_user_delegation_key(start, expiry)
+    lines = [said["sp"], said["st"], said["se"], f"/blob/{ACCOUNT}/data"]
+    lines += [said[name] for name in ("skoid", "sktid", "skt", "ske", "sks", "skv")]
+    lines += ["", "", "", "", "", "", said["spr"], said["sv"], said["sr"], "", ""]
+    lines += ["", "", "", "", ""]
+    text = "\n".join(lines).encode()
+    digest = hmac.new(base64.b64decode(key.value), text, hashlib.sha256).digest()
+    said = {**said, "sig": base64.b64encode(digest).decode()}
+    return f"{link.partition('?')[0]}?{urllib.parse.urlencode(said)}"
