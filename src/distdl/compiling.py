@@ -1,19 +1,18 @@
 """`model.compile=measured`: which mode of torch.compile is fastest here, or none.
 
-It trains a few steps in each mode on these very devices, with the run's own
-data, before the training; the fastest is written into the attempt's launch.yaml, so that a resume
-goes on with it and does not measure again (as `strategy.autotune`, see `distdl.autotune`).
+It trains a few steps in each mode on these very devices, with the run's own data, before the
+training; the fastest is written into the attempt's launch.yaml, so that a resume takes it over and
+does not measure again (as `strategy.autotune`, see `distdl.autotune`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from distdl import autotune, cluster
+from distdl import autotune
 from distdl.config import BENCHMARK, TRAIN
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
@@ -21,8 +20,6 @@ from distdl.job import Resources
 from distdl.models.compilers import keep_results, refuse_without_compiler
 from distdl.run_directory import Attempt
 from distdl.stopping import StopRequest
-
-log = logging.getLogger(__name__)
 
 # torch's own names: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -41,11 +38,12 @@ def way(mode: str | bool) -> autotune.Setting:
 def chosen(
     config: DictConfig,
     attempt: Attempt,
+    launch: dict[str, Any],
     environment: Environment,
     resources: Resources,
     stop: StopRequest,
 ) -> DictConfig:
-    """The config with the fastest way in the place of "measured". Collective.
+    """The config with the fastest mode in place of "measured". Collective.
 
     Raises:
         UserError: The step does not train as it is, or there is no compiler.
@@ -54,11 +52,9 @@ def chosen(
         return config
     refuse_without_compiler(resources.accelerator)
     keep_results()
-    say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
-    found = []
+    measured = []
     for mode in modes(config, resources.accelerator):
-        stop.check()
-        found.append(
+        measured.append(
             autotune.measure(
                 *(config, way(mode), environment, resources, stop),
                 warm_up=WARM_UP,
@@ -67,10 +63,9 @@ def chosen(
             )
         )
         torch._dynamo.reset()
-        say("compile: %s", autotune.line(found[-1]))
-    best = cluster.tell_all(fastest(found))
-    say("compile: this attempt and those that go on with it train with %s", best)
-    return autotune.freeze(config, attempt, environment, best, "compile", found)
+        autotune.report(environment, "compile: %s", autotune.line(measured[-1]))
+    best = fastest(measured)
+    return autotune.freeze(config, attempt, launch, environment, best, "compile", measured)
 
 
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
@@ -89,7 +84,7 @@ def fastest(found: list[autotune.Measured]) -> autotune.Setting:
     """
     able = [each for each in found if each.seconds is not None]
     if not able:
-        what = f"the model does not train in any way; the last said: {found[-1].why}"
+        what = f"the model does not train in any mode; the last one: {found[-1].why}"
         raise UserError(Problem("model.compile", what, "a smaller data.batch_size"))
     best = min(able, key=lambda each: each.seconds or 0.0)
     plain = found[0].seconds

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from distdl import compose, launch, planning, user_conf
+from distdl import compose, dry_run, launch, planning, user_conf
 from distdl import environment as environments
 from distdl.errors import Problem, UserError
 from distdl.job import EXIT_REFUSED
@@ -97,7 +97,7 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
 def _lay_down(planned: Plan) -> str:
     """Rank 0 freezes the run and begins the attempt; returns the word for the others."""
     if planned.config.dry_run:
-        print(launch.render(planned))
+        print(dry_run.render(planned))
         return NOTHING_TO_DO
     if planned.finished:
         print(launch.how_to_train_longer(planned))

@@ -1,8 +1,7 @@
-"""The files of a run, written as a whole and read as what they must be.
+"""The files of a run, written completely or not at all, and read as what they must be.
 
-Written under a temporary name and renamed, so a reader never sees half of one. Disks, copies and
-editors can still cut one or change it, and half of a YAML file is a YAML file too: so the frozen
-ones carry a checksum. A file that is absent is no error here; one that is damaged is always told.
+Disks, copies and editors can cut a file or change it, and half of a YAML file is a YAML file too:
+so the frozen ones carry a checksum. An absent file is no error here; a damaged one is always reported.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import functools
 import hashlib
 import io
 import json
-import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from distdl.atomic_files import write_bytes
 from distdl.errors import Problem, UserError
 
 # First line of a file that is checked by it: the hash of all that follows.
@@ -40,16 +38,8 @@ class Damaged(UserError):
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a file as a whole or not at all; if `durable`, on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several hosts may write the same file at once, and process numbers repeat among them.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(text)
-    if durable:
-        sync(temporary)
-    os.replace(temporary, path)
-    if durable:
-        sync(path.parent)
+    """Writes a file completely or not at all; if `durable`, on the disk when this returns."""
+    write_bytes(path, text.encode(), durable=durable)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
@@ -57,21 +47,8 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     write_text(path, text, durable=durable)
 
 
-def sync(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a folder, are on the disk."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError:
-        if not path.is_dir():  # some file systems (blobfuse) cannot sync a folder
-            raise
-
-
 def write_stamped(path: Path, text: str) -> None:
-    """Writes a text file whose first line tells whether the rest is whole."""
+    """Writes a text file whose first line tells whether the rest is intact."""
     write_text(path, f"{STAMP}{digest(text)}\n{text}")
 
 
@@ -172,8 +149,8 @@ def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
     if sha256 and digest(text) != sha256:
         raise Damaged(path, "it was cut or changed after it was written", remedy)
     if text.startswith(STAMP):
-        said, _, rest = text.partition("\n")
-        if said.removeprefix(STAMP).strip() != digest(rest):
+        stamp, _, rest = text.partition("\n")
+        if stamp.removeprefix(STAMP).strip() != digest(rest):
             meant = f"{remedy}; if the change is yours and meant: remove its first line"
             raise Damaged(path, "it was cut or changed after it was written", meant)
     return text

@@ -58,7 +58,7 @@ class Snapshot:
     def describe(self) -> str:
         return f"{self.size / 1e6:,.1f} MB in {len(self.files)} files"
 
-    def told(self) -> list[str]:
+    def lines_left_out(self) -> list[str]:
         """Lines for people: what stays here, and how it would go all the same."""
         lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
         if more := len(self.left_out) - SHOWN:

@@ -1,4 +1,4 @@
-"""What is told about a run: to the tracker at its start, to a person at its start and its end."""
+"""What is reported of a run: to the tracker at its start, to a person at its start and its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read
 from distdl.tracking import RunInfo
 
 
-def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo:
+def run_info(
+    config: DictConfig, run: RunDirectory, attempt: Attempt, launch: dict[str, Any], size: Resources
+) -> RunInfo:
     """What tracking records, without anything that names this rank."""
-    launch = attempt.launch()
     run_id = launch["run_id"]
-    size = attempt.resources()
     provenance = read_json(run.path / PROVENANCE)
     params = parameters(config, provenance)
     if configs.is_own((config.get("data") or {}).get("_target_")):  # others divide it

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from distdl import compose, jobs, launch, planning, stopping, user_conf
+from distdl import compose, dry_run, job_status, jobs, launch, planning, stopping, user_conf
 from distdl import config as configs
 from distdl.errors import Problem, Unchecked, UserError
 from distdl.job import JobState
@@ -49,7 +49,7 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)
-        if each.run.exists and (last := each.run.last_attempt()):
+        if last := each.last_attempt:
             last.state()  # that it can be read
         return named(member), each
 
@@ -61,7 +61,8 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     every(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
-        print_requests(planned)
+        names, plans = zip(*planned, strict=True)
+        print(dry_run.render_sweep(plans, names))
         return 0
     if launch.goes_in_turn(planned[0][1].config):
         return _run_all(planned)
@@ -77,8 +78,8 @@ def every(
     """What the function answers for each.
 
     Raises:
-        UserError: Of this kind, with all problems of all of them, each told once; with the first
-            one's name where not all have it.
+        UserError: Of this kind, with all problems of all of them, each reported once; with the
+            first one's name where not all have it.
     """
     answers: list[Answer] = []
     problems: dict[Problem, list[str]] = {}
@@ -89,21 +90,13 @@ def every(
             for problem in error.problems:
                 problems.setdefault(problem, []).append(named(item))
     if problems:
-        some = [p for p, of in problems.items() if len(of) < len(items)]
-        of_one = {p: f"{p.what}, in the member {problems[p][0]}" for p in some}
-        raise kind(*(replace(p, what=of_one.get(p, p.what)) for p in problems))
+        raise kind(
+            *(
+                p if len(of) == len(items) else replace(p, what=f"{p.what}, in the member {of[0]}")
+                for p, of in problems.items()
+            )
+        )
     return answers
-
-
-def print_requests(planned: Sequence[Member]) -> None:
-    plans = [each for _, each in planned]
-    whole = launch.request_together(plans, [launch.next_attempt(each) for each in plans])
-    if whole is not None:
-        print("\n".join(f"# {i}: {chosen}" for i, (chosen, _) in enumerate(planned)))
-        print(whole.render())
-        return
-    for chosen, each in planned:
-        print(f"\n# {chosen}\n{launch.render(each)}")
 
 
 def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
@@ -121,7 +114,7 @@ def _run_all(planned: Sequence[Member]) -> int:
     results: list[tuple[str, Plan, JobState]] = []
     with Turn() as turn:
         for number, (chosen, each) in enumerate(planned, 1):
-            last = each.run.last_attempt() if each.run.exists else None
+            last = each.last_attempt
             state = last.state() if last else JobState.PENDING
             title = f"[{number}/{len(planned)}] {chosen}"
             if state is JobState.SUCCEEDED:
@@ -136,7 +129,7 @@ def _run_all(planned: Sequence[Member]) -> int:
     _print_table(results)
     if turn.stop is not None:
         again = shlex.join(redact_command(sys.argv[1:]))
-        print(f"{turn.stop.lower()}. To go on:\n  python -m distdl {again}", flush=True)
+        print(f"{turn.stop.lower()}. To resume:\n  python -m distdl {again}", flush=True)
         return turn.stop.exit_code
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
@@ -166,9 +159,9 @@ class Turn:
         self.stop = stopping.MEANING[signal.Signals(number)]
         # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
         if number != signal.SIGINT:
-            self.hand_on(number)
+            self.forward(number)
 
-    def hand_on(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         process = self.process
         if process is not None and process.pid is not None and process.is_alive():
             os.kill(process.pid, number)
@@ -184,7 +177,7 @@ def _submit_all(planned: Sequence[Member]) -> int:
         else:
             due.append(each)
     if due:
-        launch.submit_together(due, sys.argv)
+        launch.submit_sweep(due, sys.argv)
     _print_table([(chosen, each, _state_of(each)) for chosen, each in planned])
     folder = shown(planned[0][1].run.path.parent)
     print(f"watch   python -m distdl jobs list {folder}")
@@ -193,7 +186,7 @@ def _submit_all(planned: Sequence[Member]) -> int:
 
 
 def _state_of(each: Plan) -> JobState | None:
-    last = each.run.last_attempt() if each.run.exists else None
+    last = each.last_attempt
     return jobs.state(last) if last else None
 
 
@@ -208,10 +201,10 @@ def run_one(each: Plan, turn: Turn | None = None) -> JobState:
         process.start()
         turn.process = process
         if turn.stop is not None:  # or while it was starting
-            turn.hand_on(signal.SIGTERM)
+            turn.forward(signal.SIGTERM)
         process.join()
         turn.process = None
-    last = each.run.last_attempt() if each.run.exists else None
+    last = each.last_attempt
     return last.state() if last else turn.stop or JobState.FAILED
 
 
@@ -230,11 +223,8 @@ def _child(each: Plan, command: list[str], parent: int) -> None:
 def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
     table = Table("overrides", "state", "metrics", "run", title="sweep")
     for chosen, each, state in results:
-        last = each.run.last_attempt() if each.run.exists else None
-        metrics = (last.status().get("metrics") if last else None) or {}
-        values = "  ".join(
-            f"{k} {v:.4g}" for k, v in sorted(metrics.items()) if k.startswith(("val", "train"))
-        )
+        last = each.last_attempt
+        values = job_status.metrics_text(last.status()) if last else ""
         table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
     # In a log nothing is as narrow as a terminal, and a path that is broken cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)

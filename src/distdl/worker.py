@@ -1,7 +1,8 @@
 """What every rank runs, everywhere: `python -m distdl.worker BUNDLE STORE`.
 
-It never runs Hydra on a command line: it reads the frozen config, finds out which rank it is,
-builds, and does the task. How it ended stands in the attempt's status.json and in the exit code.
+It never runs Hydra on a command line: it reads the frozen config and launch.yaml, once each, finds
+out which rank it is, builds, and does the task. The attempt's status.json and the exit code say how
+it ended.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from distdl import failures, kinds, lightning_names
 from distdl.bundle import Bundle
 from distdl.errors import UserError
 from distdl.importing import FOR_AUTHORS, log_early, uncollected
-from distdl.job import EXIT_REFUSED, JobState
+from distdl.job import EXIT_REFUSED, JobState, Resources
 from distdl.leaving import leave, outlive_readers
 from distdl.own_code import make_importable, place_in
 from distdl.redact import RedactingFilter, redact
@@ -47,7 +48,7 @@ from distdl.targets import Trust
 
 log = logging.getLogger("distdl.worker")
 
-QUIET = ("urllib3",)  # it tells of each retry; what comes of them is told by those who asked
+QUIET = ("urllib3",)  # it logs each retry; its callers report what comes of them
 HANDLER = "distdl"  # the name of our log handlers
 # Whose INFO lines a person wants to see: ours, and the table of `debug=profile`.
 SHOWN = ("distdl", "lightning.pytorch.profilers")
@@ -73,19 +74,21 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     rank = 0
     state = JobState.FAILED
     try:
-        attempt = bundle.lay_down(run, arguments.attempt or newest(run))
+        attempt = bundle.create_store(run, arguments.attempt or newest(run))
     except UserError as error:
         print(f"distdl: {error}", file=sys.stderr)
         return EXIT_REFUSED
     try:
-        here = environments.resolve(resources=attempt.resources())
-        rank = here.rank
-        here.export()
+        launch = attempt.launch()
+        resources = attempt.resources(launch)
+        environment = environments.resolve(resources=resources)
+        rank = environment.rank
+        environment.export()
         start_logging(attempt, rank)
-        log.debug("%s", here.describe())
+        log.debug("%s", environment.describe())
         if rank == 0:
             attempt.begin()
-        metrics = perform(bundle, run, attempt, here, stop)
+        metrics = perform(bundle, run, attempt, launch, resources, environment, stop)
         state = JobState.SUCCEEDED
         if rank == 0:
             attempt.end(state, metrics=metrics)
@@ -117,97 +120,117 @@ def perform(
     bundle: Bundle,
     run: RunDirectory,
     attempt: Attempt,
-    here: environments.Environment,
+    launch: dict[str, Any],
+    resources: Resources,
+    environment: environments.Environment,
     stop: StopRequest,
 ) -> dict[str, float]:
-    """Environment -> process group -> build -> task -> tracking; returns the task's metrics."""
-    with uncollected():
-        from distdl import allocator, birth, cluster, fetching, summary, tracking
-        from distdl.build import build, make
+    """Process group -> build -> task; returns the task's metrics.
+
+    Args:
+        launch: What the attempt's launch.yaml holds, and `resources` its part of it.
+    """
+    with uncollected():  # all that is slow to import, before the ranks wait for each other
+        from distdl import allocator, birth, build, cluster, fetching, summary, tracking  # noqa: F401
 
     adopt_lightnings_loggers()
-    launch = attempt.launch()
     config = effective_config(bundle, launch)
     # The user's code comes before everything that is installed.
-    mine = bundle.python_path(launch)
+    python_path = bundle.python_path(launch)
     lightning_names.serve()
-    make_importable(mine)
+    make_importable(python_path)
     allow = OmegaConf.select(config, "project.allow") or ()
     with contextlib.chdir("."):  # an import may go elsewhere, and paths to type are from here
-        kinds.refuse(resolve(config).values, Trust(tuple(mine), tuple(allow)))
+        kinds.refuse(resolve(config).values, Trust(tuple(python_path), tuple(allow)))
     stop.check()
-    resources = attempt.resources()
-    birth.refuse_missing_device(here, resources.accelerator)
+    birth.refuse_missing_device(environment, resources.accelerator)
     if resources.accelerator == "cpu":
         allocator.keep_freed_memory()
-    log.debug("imported; joins the other ranks")  # both may take minutes: the file tells which
-    cluster.connect(here, resources.accelerator)
+    log.debug("imported; joins the other ranks")  # each may take minutes: the file says which
+    cluster.connect(environment, resources.accelerator)
     failed = False
     try:
-        birth.announce(here, resources.accelerator)
-        birth.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
-        chosen = newest_checkpoint(config, run) if here.rank == 0 else None
-        checkpoint = fetching.provide(chosen, run.path, here)
-        if (config.get("strategy") or {}).get("autotune"):
-            from distdl import autotune
-
-            config = autotune.tuned(config, attempt, here, resources, stop)
-        if (config.get("model") or {}).get("compile") == "measured":
-            from distdl import compiling
-
-            config = compiling.chosen(config, attempt, here, resources, stop)
-        info = cluster.tell_all(summary.run_info(config, run, attempt) if here.rank == 0 else None)
-        tracker = tracking.start_tracking(
-            summary.for_rank(info, here),
-            {k: make(node) for k, node in (config.get("tracking") or {}).items()},
-        )
-        state = JobState.FAILED
-        try:
-            with lightnings_refusals():
-                built = build(
-                    config, run, attempt, here, resources, stop, tracker.loggers, checkpoint
-                )
-                tracker.settle()
-                stop.check()
-                if here.rank == 0:
-                    whole = summary.parameters_of(built.module)
-                    summary.print_start(built, resources, launch)
-
-                    def tell() -> None:
-                        counted = summary.print_batch(built, resources, attempt, whole)
-                        tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
-
-                    built.metrics.tell = tell
-                metrics = perform_task(config, built)
-            state = JobState.SUCCEEDED
-            if here.rank == 0:
-                summary.print_end(
-                    built, metrics, tracker.how_to_open(), attempt.status().get("started", 0)
-                )
-            return metrics
-        except Stopped as ended:
-            state = ended.state
-            raise
-        except BaseException as error:
-            # Now: taking this rank down makes the others fail, and theirs must come second.
-            note(attempt, here.rank, error)
-            raise
-        finally:
-            tracker.finish(str(state))
+        return build_and_run(config, run, attempt, launch, resources, environment, stop)
     except Stopped:
         raise
     except BaseException as error:
         failed = True
-        note(attempt, here.rank, error)  # the same, for what fails before the training is built
+        # Now: taking this rank down makes the others fail, and their errors must come second.
+        note(attempt, environment.rank, error)
         raise
     finally:
         cluster.disconnect(failed)
 
 
+def build_and_run(
+    config: DictConfig,
+    run: RunDirectory,
+    attempt: Attempt,
+    launch: dict[str, Any],
+    resources: Resources,
+    environment: environments.Environment,
+    stop: StopRequest,
+) -> dict[str, float]:
+    """What follows once all ranks are connected: checkpoint, measured choices, tracking, task."""
+    from distdl import birth, cluster, fetching, summary, tracking
+    from distdl.build import build, make
+
+    rank = environment.rank
+    birth.announce(environment, resources.accelerator)
+    birth.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
+    chosen = newest_checkpoint(config, run) if rank == 0 else None
+    checkpoint = fetching.provide(chosen, run.path, environment)
+    if (config.get("strategy") or {}).get("autotune"):
+        from distdl import autotune
+
+        config = autotune.tuned(config, attempt, launch, environment, resources, stop)
+    if (config.get("model") or {}).get("compile") == "measured":
+        from distdl import compiling
+
+        config = compiling.chosen(config, attempt, launch, environment, resources, stop)
+    info = summary.run_info(config, run, attempt, launch, resources) if rank == 0 else None
+    tracker = tracking.start_tracking(
+        summary.for_rank(cluster.tell_all(info), environment),
+        {k: make(node) for k, node in (config.get("tracking") or {}).items()},
+    )
+    state = JobState.FAILED
+    try:
+        with lightnings_refusals():
+            built = build(
+                config, run, attempt, environment, resources, stop, tracker.loggers, checkpoint
+            )
+            tracker.settle()
+            stop.check()
+            if rank == 0:
+                # A strategy may leave a part of the model on each rank: it is counted before.
+                complete = summary.parameters_of(built.module)
+                summary.print_start(built, resources, launch)
+
+                def on_start() -> None:
+                    counted = summary.print_batch(built, resources, attempt, complete)
+                    tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
+
+                built.metrics.tell = on_start
+            metrics = perform_task(config, built)
+        state = JobState.SUCCEEDED
+        if rank == 0:
+            started = attempt.status().get("started", 0)
+            summary.print_end(built, metrics, tracker.how_to_open(), started)
+        return metrics
+    except Stopped as ended:
+        state = ended.state
+        raise
+    except BaseException as error:
+        note(attempt, rank, error)  # before the tracker, which may take its time
+        raise
+    finally:
+        tracker.finish(str(state))
+
+
 @contextlib.contextmanager
 def lightnings_refusals() -> Iterator[None]:
-    """What Lightning's own code raises is for the user to change: a UserError in its place, without
-    the traceback, which the log file has."""
+    """Raises a UserError in place of what Lightning's own code raises, as that is for the user to
+    change: without the traceback, which the log file has."""
     from distdl import misfits
 
     plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
@@ -241,15 +264,15 @@ def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
 
 
 def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
-    """What training goes on from: the run's own newest, else `checkpoint.resume_from`."""
+    """What training starts from: the run's own newest, else `checkpoint.resume_from`."""
     from distdl import checkpoint
 
-    own = checkpoint.CheckpointStore(run.checkpoints).newest()
-    if own is not None:
-        return str(own)
-    given = config.checkpoint.get("resume_from")
+    newest = checkpoint.CheckpointStore(run.checkpoints).newest()
+    if newest is not None:
+        return str(newest)
+    other = config.checkpoint.get("resume_from")
     # Absolute: `fetching.provide` takes what is relative as a part of the run.
-    return str(checkpoint.find(given).absolute()) if given else None
+    return str(checkpoint.find(other).absolute()) if other else None
 
 
 class ScreenHandler(logging.StreamHandler[TextIO]):
@@ -322,21 +345,24 @@ def note(attempt: Attempt, rank: int, error: BaseException) -> int:
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code or code  # whoever calls exit(0) in the middle has not trained
     text = redact("".join(traceback.format_exception(error)))
-    kind, said = type(error).__name__, redact(str(error))
     more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
     more |= {"where": where} if (where := place_in(text)) else {}
-    if attempt.record_error(rank, kind, said, text, code, **more):
-        first = attempt.first_error()
-        if isinstance(error, UserError):
-            log.debug("%s", text)  # it is said without a traceback
-        elif first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED:
-            log.debug("%s", text)  # that refusal says it all; what its end did here is for the file
-            log.error("ends because rank %s failed first", first["rank"])
-        elif isinstance(error, bdb.BdbQuit):
-            log.debug("%s", text)
-            log.error("ended in the debugger")
-        else:
-            log.error("%s%s", text, f"at {where}" if where else "")
+    message = redact(str(error))
+    if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
+        return code
+    first = attempt.first_error()
+    debugged = isinstance(error, bdb.BdbQuit)
+    caused = first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED
+    if debugged or caused or isinstance(error, UserError):
+        log.debug("%s", text)  # for the file: what is on screen says it without a traceback
+    if debugged:
+        log.error("ended in the debugger")
+    elif isinstance(error, UserError):
+        pass
+    elif first and caused:
+        log.error("ends because rank %s failed first", first["rank"])
+    else:
+        log.error("%s%s", text, f"at {where}" if where else "")
     return code
 
 
@@ -344,9 +370,8 @@ def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
     """Ends the attempt as failed and returns this rank's exit code."""
     code = note(attempt, rank, error)
     if rank == 0:
-        said = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
-        attempt.end(JobState.FAILED, error=failures.told(said))
-        attempt.update(exit_code=code)
+        facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
+        attempt.fail(failures.told(facts), code)
     return code
 
 

@@ -154,7 +154,7 @@ def test_a_signal_between_two_members_ends_the_sweep(
     before = signal.getsignal(number)
     said = command("-m", "seed=1,3,4", "name=s")
     assert (said.code, started) == (MEANING[number].exit_code, ["1"])
-    assert "To go on:\n  python -m distdl -m seed=1,3,4 name=s\n" in said.out
+    assert "To resume:\n  python -m distdl -m seed=1,3,4 name=s\n" in said.out
     assert signal.getsignal(number) is before
 
 

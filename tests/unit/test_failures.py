@@ -166,18 +166,18 @@ def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, cap
     planned, command = SimpleNamespace(run=run), ["distdl", "seed=1", "name=r"]
 
     def said() -> str:
-        launch.say_how_to_go_on(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
+        launch.print_next_command(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
         return capsys.readouterr().out
 
     assert said().endswith("start it again:\n  python -m distdl seed=1 name=r\n")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     (run.checkpoints / "epoch_000.manifest.json").mkdir()
-    assert said() == "failed. To go on:\n  python -m distdl resume outputs/e/r\n"
+    assert said() == "failed. To resume:\n  python -m distdl resume outputs/e/r\n"
 
 
 def test_q_in_a_debugger_is_no_traceback(attempt, tmp_path, caplog, capsys) -> None:
     assert worker.note(attempt, 0, bdb.BdbQuit()) == 1
     shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
     assert shown == ["ended in the debugger"] == [failures.told(attempt.first_error())]
-    launch.say_how_to_go_on(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
+    launch.print_next_command(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
     assert not capsys.readouterr().out

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, following, jobs, leaving, validate
+from distdl import compose, following, jobs, leaving, resuming, validate
 from distdl import config as configs
 from distdl.commands import resume
-from distdl.commands.jobs import list_runs, status, targets
+from distdl.commands.jobs import list_runs, status
 from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.run_directory import Attempt, RunDirectory
@@ -246,11 +246,11 @@ def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, c
         path = f"{name}/{name}" if name in frozen else f"{name}/attempts/001/{name}"
         assert f"outputs/e/{path} is damaged" in rows[f"outputs/e/{name}"]
         with pytest.raises(UserError, match=rf"{name}: is damaged"):
-            status(targets(f"outputs/e/{name}", None))
+            status(jobs.targets(f"outputs/e/{name}", None))
         if name in frozen:
             assert "SUCCEEDED" in capsys.readouterr().out
             with pytest.raises(UserError, match=rf"{name}: is damaged.*\n.*restore it"):
-                resume.plan(RunDirectory.open(f"outputs/e/{name}"), [])
+                resuming.plan(RunDirectory.open(f"outputs/e/{name}"), [])
 
 
 def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeypatch, capsys):
@@ -258,7 +258,7 @@ def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeyp
     run = RunDirectory(tmp_path / "outputs/e/r")
     run.create("seed: 1\n", {})
     (run.begin_attempt(LAUNCH).path / "status.json").unlink()
-    assert list_runs(tmp_path / "outputs") == 0 and status(targets("outputs/e/r", None)) == 1
+    assert list_runs(tmp_path / "outputs") == 0 and status(jobs.targets("outputs/e/r", None)) == 1
     said = capsys.readouterr().out
     assert said.count("status.json is missing") == 2 and "UNKNOWN" in said
     assert "1970" not in said and "?" not in said
@@ -273,7 +273,7 @@ def test_a_refusal_and_a_kill_speak_for_themselves_also_of_a_copy(kind, tmp_path
     attempt.record_error(1, kind, text, "", 137 if kind == "Killed" else 2)
     attempt.conclude(JobState.FAILED, 2)
     run.path.rename(tmp_path / "copy")
-    status(targets(str(tmp_path / "copy"), None))
+    status(jobs.targets(str(tmp_path / "copy"), None))
     said = capsys.readouterr().out
     assert "error   rank 1: killed by it\n" in said
     assert f"distdl resume {tmp_path / 'copy'} x=1, not {run.path}2" in said
@@ -289,13 +289,13 @@ def test_the_advice_for_a_damaged_launch_leads_on(tmp_path: Path, monkeypatch, c
     run.create(configs.to_yaml(recipe), {"command": ["python", "-m", "distdl", "launcher=mpi"]})
     (run.begin_attempt(LAUNCH).path / "launch.yaml").write_text("- 1")
     with pytest.raises(Damaged) as refused:
-        resume.plan(run, [])
+        resuming.plan(run, [])
     mended, _, then = refused.value.problems[0].remedy.partition("go on: ")[2].partition(" && ")
     subprocess.run(mended, shell=True, check=True)
     with pytest.raises(UserError, match="distdl resume outputs/default/r"):
-        status(targets("outputs/default/r", None))
+        status(jobs.targets("outputs/default/r", None))
     folder = then.removeprefix("python -m distdl resume ")
     assert resume.main([folder, "dry_run=true"]) == 0
     said = capsys.readouterr().out
     assert "was started by: python -m distdl launcher=mpi" in said
-    assert resume.plan(run, ["dry_run=true"]).run_id == "default/r"
+    assert resuming.plan(run, ["dry_run=true"]).run_id == "default/r"

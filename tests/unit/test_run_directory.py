@@ -197,7 +197,7 @@ def test_a_signal_in_the_very_moment_of_the_start_is_on_record(run, monkeypatch)
         raise Ended(signal.SIGUSR1)
 
     monkeypatch.setattr(run_directory.os, "rename", signalled)
-    with pytest.raises(Ended), launch.begun_on_record(SimpleNamespace(run=run)):
+    with pytest.raises(Ended), launch.interruption_recorded(SimpleNamespace(run=run)):
         run.begin_attempt(LAUNCH)
     (attempt,) = run.attempts()
     assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)

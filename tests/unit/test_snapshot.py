@@ -100,7 +100,7 @@ def test_files_made_for_secrets_stay_and_it_is_said(repository: Path, name: str)
     taken = snapshot.take(repository, [repository / "outputs"], 300)
     assert f"project/{name}" not in {place for _, place in taken.files}
     assert taken.left_out == ((name, "is a file for secrets, by its name"),)
-    assert name in taken.told()[0]
+    assert name in taken.lines_left_out()[0]
 
 
 def test_an_example_of_such_a_file_goes(repository: Path) -> None:
