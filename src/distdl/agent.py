@@ -1,7 +1,7 @@
 """Starts the ranks of one node under torch's elastic agent: `python -m distdl.agent ...`.
 
-`launcher=local` uses it for this machine; where a place starts one process per node (SageMaker, MPI
-with `launcher.agent=true`), that process is this one.
+`launcher=local` uses it for this machine; where a platform starts one process per node (SageMaker,
+MPI with `launcher.agent=true`), that process is this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from distdl import failures, stopping
 from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
-from distdl.orphans import PARENT
+from distdl.orphans import PARENT, die_with_parent
 from distdl.run_directory import Attempt
 
 # Seconds: torch's agent kills what has not ended 30 s after the first rank did. A rank that was
@@ -62,38 +62,8 @@ def run(
     # One thread per process unless asked: what torchrun does, without its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if nodes == 1 and (interface := loopback()):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ[name] = os.environ.get(name) or interface
-    try:
-        with stopping.raised():
-            return _run(command, name, devices, attempt, nodes, node_rank, main, grace_seconds)
-    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
-        return -stopping.number_of(interrupt)
-    finally:
-        os.environ.pop(PARENT, None)
-        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
-
-
-def _run(
-    command: Sequence[str],
-    name: str,
-    devices: int,
-    attempt: Attempt,
-    nodes: int,
-    node_rank: int,
-    main: str,
-    grace_seconds: int,
-) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from distdl import rendezvous
-    from distdl.rank_output import RankOutput
-
-    folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
-    output = RankOutput(folder, devices)
-    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[variable] = os.environ.get(variable) or interface
     several = {"rdzv_backend": "static", "rdzv_configs": {"rank": node_rank, "timeout": 900}}
     options: dict[str, Any] = {
         "min_nodes": nodes,
@@ -103,15 +73,41 @@ def _run(
         "rdzv_endpoint": main,
         "max_restarts": 0,
         "monitor_interval": 0.1,
-        "logs_specs": output.specs,
-        "signals_to_handle": signals,
         "shutdown_timeout": grace_seconds,
-        **(several if nodes > 1 else {"rdzv_backend": rendezvous.register()}),
+        **(several if nodes > 1 else {}),
     }
-    known = {f.name for f in dataclasses.fields(LaunchConfig)}
-    config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
+    folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
+    try:
+        with stopping.raised():
+            return _run(command, folder, attempt, options)
+    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
+        return -stopping.number_of(interrupt)
+    finally:
+        os.environ.pop(PARENT, None)
+        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
+
+
+def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
+    """The part that needs torch.
+
+    Args:
+        folder: Where the output of the ranks goes.
+        options: Arguments of torch's LaunchConfig.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from distdl import rendezvous
+    from distdl.rank_output import RankOutput
+
+    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    with output:
+    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    with RankOutput(folder, options["nproc_per_node"]) as output:
+        options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
+        options["signals_to_handle"] = signals
+        config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
@@ -150,6 +146,8 @@ def loopback() -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """One node's agent; after `--` come the worker's arguments."""
+    if PARENT in os.environ:
+        die_with_parent()
     parser = argparse.ArgumentParser("python -m distdl.agent", description=__doc__)
     parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
     parser.add_argument("--nodes", type=int, default=1)

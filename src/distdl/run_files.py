@@ -1,7 +1,8 @@
 """The files of a run, written completely or not at all, and read as what they must be.
 
 Disks, copies and editors can cut a file or change it, and half of a YAML file is a YAML file too:
-so the frozen ones carry a checksum. An absent file is no error here; a damaged one is always reported.
+so the frozen ones carry a checksum. An absent
+file is no error here; a damaged one is always reported.
 """
 
 from __future__ import annotations

@@ -101,8 +101,9 @@ def for_rank(info: RunInfo, here: Environment) -> RunInfo:
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
-    """Where, how many and what it goes on from; what a step takes, when the loaders are known."""
-    print(f"run     {shown(built.run.path)}  (attempt {launch_number(built.run)})")
+    """Where, how many and from which checkpoint; `print_batch` follows once loaders are known."""
+    last = built.run.last_attempt()
+    print(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
     for note in launch.get("notes") or []:
         print(f"note    {note}")
@@ -126,7 +127,7 @@ def print_batch(
     """
     counted = parameters_of(built.module)
     counted = counted if counted["total"] >= before["total"] else dict(before)
-    attempt.update(parameters=counted)
+    record: dict[str, Any] = {"parameters": counted}
     total, trainable = counted["total"], counted["trainable"]
     all_of = "all" if total == trainable else f"{trainable:,}"
     print(f"model   {total:,} parameters, {all_of} trainable")
@@ -135,7 +136,7 @@ def print_batch(
     global_batch = built.checkpointer.global_batch_size
     if position.samples:
         rows = position.samples // shares
-        attempt.update(loaders=dataclasses.asdict(batches.Loaders(rows, declared, shares)))
+        record["loaders"] = dataclasses.asdict(batches.Loaders(rows, declared, shares))
         other = f" (data.batch_size is {declared})" if declared not in (None, rows) else ""
         print(f"batch   {batches.product(rows, config, size)}{other}")
     elif declared is not None:
@@ -145,6 +146,7 @@ def print_batch(
     if built.own_optimizer:
         print("rate    the model's own configure_optimizers")
     print(flush=True)
+    attempt.update(**record)
     return counted
 
 
@@ -154,11 +156,6 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     # DeepSpeed's third stage leaves an empty tensor in place of what other ranks hold.
     sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in known]
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
-
-
-def launch_number(run: RunDirectory) -> int:
-    last = run.last_attempt()
-    return last.number if last else 0
 
 
 def print_end(
