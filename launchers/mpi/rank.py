@@ -9,6 +9,7 @@ Standard library only: it runs before anything is known to be importable.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 READ_SECONDS = 3.0  # that hydra is given to read what a rank said last
 # Seconds: the keeper's host has been silent after 20 + 3 x 5; then its rank is given time to end.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -32,6 +34,12 @@ END_SECONDS = 15.0
 
 def main(errors: str, command: list[str]) -> int:
     """Runs the rank and returns its exit code, 128 + N if signal N ended it."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def die_with_me() -> None:
+        if libc is not None:
+            libc.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -44,8 +52,7 @@ def main(errors: str, command: list[str]) -> int:
     for number in FORWARDED:
         signal.signal(number, forward)
     # A session of its own: mpirun signals the group, and the rank is to get each signal once.
-    mine = {"DISTDL_PARENT": str(os.getpid())}  # it ends with this process, see distdl.orphans
-    child = subprocess.Popen(command, start_new_session=True, env={**os.environ, **mine})
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_me)
     for each in early:
         child.send_signal(each)
     lost, parent = threading.Event(), os.getppid()

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from distdl import failures, stopping
 from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
-from distdl.orphans import PARENT, die_with_parent
+from distdl.orphans import PARENT
 from distdl.run_directory import Attempt
 
 # Seconds: torch's agent kills what has not ended 30 s after the first rank did. A rank that was
@@ -146,8 +146,6 @@ def loopback() -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """One node's agent; after `--` come the worker's arguments."""
-    if PARENT in os.environ:
-        die_with_parent()
     parser = argparse.ArgumentParser("python -m distdl.agent", description=__doc__)
     parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
     parser.add_argument("--nodes", type=int, default=1)
