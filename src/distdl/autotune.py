@@ -31,6 +31,7 @@ from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
+from distdl.rank_context import RankContext
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import Stopped, StopRequest
 
@@ -62,14 +63,7 @@ class Measured:
     why: str = ""
 
 
-def tuned(
-    config: DictConfig,
-    attempt: Attempt,
-    launch: dict[str, Any],
-    environment: Environment,
-    resources: Resources,
-    stop: StopRequest,
-) -> DictConfig:
+def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with the fastest candidate, where the strategy asks for it. Collective.
 
     Raises:
@@ -77,16 +71,17 @@ def tuned(
     """
     if config.task._target_ != configs.TRAIN:
         return config
-    measured = []
+    environment, measured = context.environment, []
     for candidate in candidates(config):
-        measured.append(measure(config, candidate, environment, resources, stop))
-        report(environment, "autotune: %s", line(measured[-1]))
+        each = measure(config, candidate, environment, context.resources, context.stop)
+        report(environment, "autotune: %s", line(each))
+        measured.append(each)
     able = [each for each in measured if each.seconds is not None]
     if not able:
         what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
         raise UserError(Problem("strategy.autotune", what, "a smaller data.batch_size"))
     best = min(able, key=lambda each: each.seconds or 0.0).candidate
-    return freeze(config, attempt, launch, environment, best, "autotune", measured)
+    return freeze(config, context, best, "autotune", measured)
 
 
 def report(environment: Environment, text: str, *arguments: object) -> None:
@@ -95,24 +90,19 @@ def report(environment: Environment, text: str, *arguments: object) -> None:
 
 
 def freeze(
-    config: DictConfig,
-    attempt: Attempt,
-    launch: dict[str, Any],
-    environment: Environment,
-    best: Setting,
-    name: str,
-    measured: list[Measured],
+    config: DictConfig, context: RankContext, best: Setting, name: str, measured: list[Measured]
 ) -> DictConfig:
     """Writes rank 0's choice into the attempt's launch.yaml, and what it rests on under `name`.
 
     A resume takes an attempt's changes over from the one before, and so the choice. Collective.
     """
-    best = cluster.tell_all(best)
-    report(environment, "%s: this attempt and those that resume it train with %s", name, best)
+    best, launch = cluster.tell_all(best), context.launch
+    text = "%s: this attempt and those that resume it train with %s"
+    report(context.environment, text, name, best)
     launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
     launch[name] = [line(each) for each in measured]
-    if environment.rank == 0:
-        attempt.write_launch(launch)
+    if context.environment.rank == 0:
+        context.attempt.write_launch(launch)
     return configs.merge(config, OmegaConf.create({}), best.changes)
 
 

@@ -7,19 +7,14 @@ does not measure again (as `strategy.autotune`, see `distdl.autotune`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from omegaconf import DictConfig
 
 from distdl import autotune
 from distdl.config import BENCHMARK, TRAIN
-from distdl.environment import Environment
 from distdl.errors import Problem, UserError
-from distdl.job import Resources
 from distdl.models.compilers import keep_results, refuse_without_compiler
-from distdl.run_directory import Attempt
-from distdl.stopping import StopRequest
+from distdl.rank_context import RankContext
 
 # torch's own names: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -35,14 +30,7 @@ def way(mode: str | bool) -> autotune.Setting:
     return autotune.Setting({"model.compile": mode}, f"model.compile={str(mode).lower()}")
 
 
-def chosen(
-    config: DictConfig,
-    attempt: Attempt,
-    launch: dict[str, Any],
-    environment: Environment,
-    resources: Resources,
-    stop: StopRequest,
-) -> DictConfig:
+def chosen(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with the fastest mode in place of "measured". Collective.
 
     Raises:
@@ -50,22 +38,20 @@ def chosen(
     """
     if config.task._target_ not in (BENCHMARK, TRAIN):
         return config
+    resources, measured = context.resources, []
     refuse_without_compiler(resources.accelerator)
     keep_results()
-    measured = []
     for mode in modes(config, resources.accelerator):
-        measured.append(
-            autotune.measure(
-                *(config, way(mode), environment, resources, stop),
-                warm_up=WARM_UP,
-                steps=STEPS,
-                survivable=Exception if mode else torch.cuda.OutOfMemoryError,
-            )
+        each = autotune.measure(
+            *(config, way(mode), context.environment, resources, context.stop),
+            warm_up=WARM_UP,
+            steps=STEPS,
+            survivable=Exception if mode else torch.cuda.OutOfMemoryError,
         )
         torch._dynamo.reset()
-        autotune.report(environment, "compile: %s", autotune.line(measured[-1]))
-    best = fastest(measured)
-    return autotune.freeze(config, attempt, launch, environment, best, "compile", measured)
+        autotune.report(context.environment, "compile: %s", autotune.line(each))
+        measured.append(each)
+    return autotune.freeze(config, context, fastest(measured), "compile", measured)
 
 
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:

@@ -95,7 +95,7 @@ class Environment:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def export(self, env: MutableMapping[str, str] = os.environ) -> None:
-        """Says it again under the standard names, which torch, DeepSpeed and libraries read."""
+        """Sets the standard names, which torch, DeepSpeed and other libraries read."""
         env.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
@@ -107,12 +107,12 @@ class Environment:
         )
 
     def describe(self) -> str:
-        def said(name: str) -> str:
+        def described(name: str) -> str:
             return f"{name}={getattr(self, name)} ({self.sources.get(name, 'default')})"
 
         names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
         return f"launcher={self.launcher}: " + ", ".join(
-            map(said, (*names, "main_address", "main_port"))
+            map(described, (*names, "main_address", "main_port"))
         )
 
 
@@ -243,7 +243,7 @@ def _read(
 
 
 def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
-    """Several ways of starting claim this process: they must at least say the same."""
+    """Several ways of starting claim this process: they must at least agree."""
     first = rows[0]
     for row in rows[1:]:
         # srun starts one agent of torchrun or mpirun per node, and that numbers its own ranks.

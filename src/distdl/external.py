@@ -70,28 +70,19 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
         UserError: Another size or certain GPUs were asked for, or the nodes have different numbers
             of ranks.
     """
-    nodes, rest = divmod(here.world_size, here.local_world_size)
+    per_node = here.local_world_size
+    nodes, rest = divmod(here.world_size, per_node)
+    what, remedy = "", "leave it out: the number of processes says it"
     if rest:
-        raise UserError(
-            Problem("trainer.devices", f"{here.world_size} processes are not equally many per node")
-        )
-    if isinstance(asked, (list, ListConfig)):
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{list(asked)} chooses GPUs for processes that are running already",
-                "leave it out, and export CUDA_VISIBLE_DEVICES before they are started",
-            )
-        )
-    if isinstance(asked, int) and asked not in (-1, here.local_world_size):
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{asked} per node are asked for, and {here.local_world_size} were started",
-                "leave it out: the number of processes says it",
-            )
-        )
-    where.trainer.devices, where.trainer.num_nodes = here.local_world_size, nodes
+        what, remedy = f"{here.world_size} processes are not equally many per node", ""
+    elif isinstance(asked, (list, ListConfig)):
+        what = f"{list(asked)} chooses GPUs for processes that are running already"
+        remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"
+    elif isinstance(asked, int) and asked not in (-1, per_node):
+        what = f"{asked} per node are asked for, and {per_node} were started"
+    if what:
+        raise UserError(Problem("trainer.devices", what, remedy))
+    where.trainer.devices, where.trainer.num_nodes = per_node, nodes
     where.launcher = {"_target_": TARGET}
 
 

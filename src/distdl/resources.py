@@ -89,7 +89,7 @@ def resolve(
 
     Args:
         trainer: The composed `trainer` node.
-        local: Whether the ranks are born on this machine; elsewhere nothing can be counted here.
+        local: Whether the ranks start on this machine; elsewhere nothing can be counted here.
         known: Devices per node and accelerator of a machine that the launcher knows by its name.
 
     Raises:
@@ -181,7 +181,7 @@ def _elsewhere(
                 "write the number of devices per node, e.g. trainer.devices=4",
             )
         )
-    # On a cluster a missing GPU must be an error there, never a silent night on the CPU.
+    # On a cluster a missing GPU must be an error there, never a training on the CPU instead.
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 
 

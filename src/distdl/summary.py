@@ -17,32 +17,32 @@ from distdl.build import Built
 from distdl.config import TRAIN, longer, plain, unit_of
 from distdl.environment import Environment
 from distdl.job import Resources
+from distdl.rank_context import RankContext
 from distdl.resolve import resolve
-from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
+from distdl.run_directory import CONFIG, PROVENANCE, Attempt, read_json, shown
 from distdl.tracking import RunInfo
 
 
-def run_info(
-    config: DictConfig, run: RunDirectory, attempt: Attempt, launch: dict[str, Any], size: Resources
-) -> RunInfo:
+def run_info(config: DictConfig, context: RankContext) -> RunInfo:
     """What tracking records, without anything that names this rank."""
+    run, launch, world_size = context.run, context.launch, context.resources.world_size
     run_id = launch["run_id"]
     provenance = read_json(run.path / PROVENANCE)
     params = parameters(config, provenance)
     if configs.is_own((config.get("data") or {}).get("_target_")):  # others divide it
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
-    tags = {"git.commit": git.get("commit"), "world_size": size.world_size}
+    tags = {"git.commit": git.get("commit"), "world_size": world_size}
     if config.get("tags"):
         tags["tags"] = ",".join(config.tags)
     return RunInfo(
         run_dir=run.path,
         run_id=run_id,
-        attempt=attempt.number,
+        attempt=context.attempt.number,
         rank=0,
         local_rank=0,
         node_rank=0,
-        world_size=size.world_size,
+        world_size=world_size,
         output_dir=output_dir_of(run.path, run_id),
         experiment_name=run_id.split("/")[0],
         name=called(provenance.get("swept") or ()) or run_id.rpartition("/")[2],

@@ -24,10 +24,9 @@ import bdb
 import contextlib
 import logging
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,22 +35,19 @@ from distdl import environment as environments
 from distdl import failures, kinds, lightning_names
 from distdl.bundle import Bundle
 from distdl.errors import UserError
-from distdl.importing import FOR_AUTHORS, log_early, uncollected
-from distdl.job import EXIT_REFUSED, JobState, Resources
+from distdl.importing import uncollected
+from distdl.job import EXIT_REFUSED, JobState
 from distdl.leaving import leave, outlive_readers
 from distdl.own_code import make_importable, place_in
-from distdl.redact import RedactingFilter, redact
+from distdl.rank_context import RankContext
+from distdl.rank_logging import adopt_lightnings_loggers, start_logging
+from distdl.redact import redact
 from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import Stopped, StopRequest
 from distdl.targets import Trust
 
 log = logging.getLogger("distdl.worker")
-
-QUIET = ("urllib3",)  # it logs each retry; its callers report what comes of them
-HANDLER = "distdl"  # the name of our log handlers
-# Whose INFO lines a person wants to see: ours, and the table of `debug=profile`.
-SHOWN = ("distdl", "lightning.pytorch.profilers")
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
@@ -71,44 +67,39 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     stop.install()
     outlive_readers()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
-    rank = 0
-    state = JobState.FAILED
     try:
         attempt = bundle.create_store(run, arguments.attempt or newest(run))
     except UserError as error:
         print(f"distdl: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    rank, facts = 0, dict[str, Any]()
     try:
-        launch = attempt.launch()
-        resources = attempt.resources(launch)
-        environment = environments.resolve(resources=resources)
-        rank = environment.rank
-        environment.export()
-        start_logging(attempt, rank)
-        log.debug("%s", environment.describe())
+        try:
+            launch = attempt.launch()
+            resources = attempt.resources(launch)
+            environment = environments.resolve(resources=resources)
+            rank = environment.rank
+            environment.export()
+            start_logging(attempt, rank)
+            log.debug("%s", environment.describe())
+            if rank == 0:
+                attempt.begin()
+            context = RankContext(attempt, launch, resources, environment, stop)
+            state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
+        except Stopped as ended:
+            state, facts["error"] = ended.state, str(ended)
+            log.warning("%s: %s", state.lower(), ended)
+        except KeyboardInterrupt:
+            state, facts["error"] = JobState.CANCELLED, "interrupted"
         if rank == 0:
-            attempt.begin()
-        metrics = perform(bundle, run, attempt, launch, resources, environment, stop)
-        state = JobState.SUCCEEDED
-        if rank == 0:
-            attempt.end(state, metrics=metrics)
-    except Stopped as ended:
-        state = ended.state
-        log.warning("%s: %s", state.lower(), ended)
-        if rank == 0:
-            attempt.end(state, error=str(ended))
-    except KeyboardInterrupt:
-        state = JobState.CANCELLED
-        if rank == 0:
-            attempt.end(state, error="interrupted")
-    except UserError as error:
-        print(f"distdl: {redact(str(error))}", file=sys.stderr)
-        return fail(attempt, rank, error)
+            attempt.end(state, **facts)
+        return state.exit_code
     except BaseException as error:  # whatever it was, it is recorded and named
+        if isinstance(error, UserError):
+            print(f"distdl: {redact(str(error))}", file=sys.stderr)
         return fail(attempt, rank, error)
     finally:
         stop.uninstall()
-    return state.exit_code
 
 
 def newest(run: RunDirectory) -> int:
@@ -116,66 +107,48 @@ def newest(run: RunDirectory) -> int:
     return last.number if last else 1
 
 
-def perform(
-    bundle: Bundle,
-    run: RunDirectory,
-    attempt: Attempt,
-    launch: dict[str, Any],
-    resources: Resources,
-    environment: environments.Environment,
-    stop: StopRequest,
-) -> dict[str, float]:
-    """Process group -> build -> task; returns the task's metrics.
-
-    Args:
-        launch: What the attempt's launch.yaml holds, and `resources` its part of it.
-    """
+def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
+    """Process group -> build -> task; returns the task's metrics."""
     with uncollected():  # all that is slow to import, before the ranks wait for each other
         from distdl import allocator, birth, build, cluster, fetching, summary, tracking  # noqa: F401
 
     adopt_lightnings_loggers()
-    config = effective_config(bundle, launch)
+    config = effective_config(bundle, context.launch)
     # The user's code comes before everything that is installed.
-    python_path = bundle.python_path(launch)
+    python_path = bundle.python_path(context.launch)
     lightning_names.serve()
     make_importable(python_path)
     allow = OmegaConf.select(config, "project.allow") or ()
     with contextlib.chdir("."):  # an import may go elsewhere, and paths to type are from here
         kinds.refuse(resolve(config).values, Trust(tuple(python_path), tuple(allow)))
-    stop.check()
-    birth.refuse_missing_device(environment, resources.accelerator)
-    if resources.accelerator == "cpu":
+    context.stop.check()
+    environment, accelerator = context.environment, context.resources.accelerator
+    birth.refuse_missing_device(environment, accelerator)
+    if accelerator == "cpu":
         allocator.keep_freed_memory()
     log.debug("imported; joins the other ranks")  # each may take minutes: the file says which
-    cluster.connect(environment, resources.accelerator)
+    cluster.connect(environment, accelerator)
     failed = False
     try:
-        return build_and_run(config, run, attempt, launch, resources, environment, stop)
+        return build_and_run(config, context)
     except Stopped:
         raise
     except BaseException as error:
         failed = True
         # Now: taking this rank down makes the others fail, and their errors must come second.
-        note(attempt, environment.rank, error)
+        note(context.attempt, environment.rank, error)
         raise
     finally:
         cluster.disconnect(failed)
 
 
-def build_and_run(
-    config: DictConfig,
-    run: RunDirectory,
-    attempt: Attempt,
-    launch: dict[str, Any],
-    resources: Resources,
-    environment: environments.Environment,
-    stop: StopRequest,
-) -> dict[str, float]:
+def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     """What follows once all ranks are connected: checkpoint, measured choices, tracking, task."""
     from distdl import birth, cluster, fetching, summary, tracking
     from distdl.build import build, make
 
-    rank = environment.rank
+    attempt, resources, environment = context.attempt, context.resources, context.environment
+    run, rank = context.run, environment.rank
     birth.announce(environment, resources.accelerator)
     birth.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
     chosen = newest_checkpoint(config, run) if rank == 0 else None
@@ -183,12 +156,12 @@ def build_and_run(
     if (config.get("strategy") or {}).get("autotune"):
         from distdl import autotune
 
-        config = autotune.tuned(config, attempt, launch, environment, resources, stop)
+        config = autotune.tuned(config, context)
     if (config.get("model") or {}).get("compile") == "measured":
         from distdl import compiling
 
-        config = compiling.chosen(config, attempt, launch, environment, resources, stop)
-    info = summary.run_info(config, run, attempt, launch, resources) if rank == 0 else None
+        config = compiling.chosen(config, context)
+    info = summary.run_info(config, context) if rank == 0 else None
     tracker = tracking.start_tracking(
         summary.for_rank(cluster.tell_all(info), environment),
         {k: make(node) for k, node in (config.get("tracking") or {}).items()},
@@ -196,15 +169,14 @@ def build_and_run(
     state = JobState.FAILED
     try:
         with lightnings_refusals():
-            built = build(
-                config, run, attempt, environment, resources, stop, tracker.loggers, checkpoint
-            )
+            parts = (config, run, attempt, environment, resources, context.stop)
+            built = build(*parts, tracker.loggers, checkpoint)
             tracker.settle()
-            stop.check()
+            context.stop.check()
             if rank == 0:
                 # A strategy may leave a part of the model on each rank: it is counted before.
                 complete = summary.parameters_of(built.module)
-                summary.print_start(built, resources, launch)
+                summary.print_start(built, resources, context.launch)
 
                 def on_start() -> None:
                     counted = summary.print_batch(built, resources, attempt, complete)
@@ -273,67 +245,6 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
     other = config.checkpoint.get("resume_from")
     # Absolute: `fetching.provide` takes what is relative as a part of the run.
     return str(checkpoint.find(other).absolute()) if other else None
-
-
-class ScreenHandler(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is at that moment: a live progress bar puts itself in its place."""
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        pass
-
-
-def start_logging(attempt: Attempt, rank: int) -> None:
-    """Every rank into a file of its own; rank 0, and the errors of the others, on screen too."""
-    attempt.logs.mkdir(parents=True, exist_ok=True)
-    root = logging.getLogger()
-    # A basicConfig in the user's code, imported before this, would show each line once more.
-    screens = (sys.stderr, sys.stdout)
-    for old in [*root.handlers]:
-        plain = type(old) is logging.StreamHandler and old.stream in screens
-        if old.name == HANDLER or plain:
-            root.removeHandler(old)
-    file = logging.FileHandler(attempt.logs / f"rank_{rank}.log")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    screen = ScreenHandler()
-    screen.setFormatter(
-        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
-    )
-    screen.setLevel(logging.INFO if rank == 0 else logging.ERROR)
-    screen.addFilter(
-        lambda record: (
-            record.name.startswith(SHOWN)
-            or (record.levelno >= logging.WARNING and not record.name.startswith(QUIET))
-        )
-    )
-    for handler in (file, screen):
-        handler.name = HANDLER
-        handler.addFilter(RedactingFilter())
-        root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    log.setLevel(logging.DEBUG)  # for the file: which variable said which rank
-    logging.captureWarnings(True)
-    for category in FOR_AUTHORS:
-        warnings.filterwarnings("ignore", category=category)
-    # It cannot see that our loaders do go on; distdl.data.loading names those that do not.
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
-    # Lightning knows only its own way to Slurm.
-    warnings.filterwarnings("ignore", message="The `srun` command is available")
-    if rank:
-        warnings.filterwarnings("ignore")
-    log_early()
-
-
-def adopt_lightnings_loggers() -> None:
-    """Lightning, once imported, has handlers of its own: its warnings come by ours instead, and
-    its chatter stays in the file."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).handlers.clear()
-        logging.getLogger(name).propagate = True
 
 
 def note(attempt: Attempt, rank: int, error: BaseException) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from distdl import allocator, birth, cluster, external, worker
 from distdl.environment import Environment
 from distdl.errors import UserError
 from distdl.job import JobState, Resources
-from distdl.stopping import Stopped
+from distdl.rank_context import RankContext
+from distdl.stopping import Stopped, StopRequest
 from distdl.strategies import DDPStrategy, ddp
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -177,10 +179,9 @@ def perform(monkeypatch: pytest.MonkeyPatch, world: int, accelerator: str) -> No
     """What a worker does up to the table of ranks."""
     monkeypatch.setattr(worker, "effective_config", lambda *_: OmegaConf.create())
     bundle: Any = SimpleNamespace(python_path=lambda _: [])
-    attempt: Any = SimpleNamespace(record_error=lambda *_, **__: None)
-    nothing, stop = None, SimpleNamespace(check=lambda: None)
-    size, here = Resources(accelerator=accelerator), rank(0, world)
-    worker.perform(bundle, nothing, attempt, {}, size, here, stop)  # type: ignore[arg-type]
+    attempt: Any = SimpleNamespace(record_error=lambda *_, **__: None, path=Path("r/attempts/1"))
+    size = Resources(accelerator=accelerator)
+    worker.perform(bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,15 @@ class Place:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    run = RunDirectory(tmp_path / "e" / "r")
-    run.create("seed: 0\n", {})
-    begun = run.begin_attempt(LAUNCH)
+    begun = new_run(tmp_path / "e/r").begin_attempt(LAUNCH)
     jobs.record(begun, Place(JobState.PENDING))
     return begun
+
+
+def new_run(path: Path) -> RunDirectory:
+    run = RunDirectory(path)
+    run.create("seed: 1\n", {})
+    return run
 
 
 @pytest.mark.parametrize(
@@ -201,8 +205,7 @@ def test_a_thread_that_keeps_the_process_is_named() -> None:
 
 def test_a_test_that_failed_is_no_failed_training(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    run = RunDirectory(tmp_path / "outputs/e/r")
-    run.create("seed: 1\n", {})
+    run = new_run(tmp_path / "outputs/e/r")
     tasks = {"train": JobState.SUCCEEDED, "test": JobState.FAILED}
     for task, state in tasks.items():
         where = {"launcher": {}, "task": {"_target_": f"distdl.tasks.{task}"}}
@@ -220,8 +223,7 @@ def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, c
     frozen = {"config.yaml": "seed: ", "provenance.json": '{"command'}
     damage = {"status.json": "", "launch.yaml": "- 1", "job.json": "{}", **frozen}
     for name, text in {"whole": "", **damage}.items():
-        run = RunDirectory(tmp_path / "outputs/e" / name)
-        run.create("seed: 1\n", {})
+        run = new_run(tmp_path / "outputs/e" / name)
         attempt = run.begin_attempt(LAUNCH)
         attempt.end(JobState.SUCCEEDED)
         if name in damage:
@@ -243,8 +245,7 @@ def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, c
 
 def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = RunDirectory(tmp_path / "outputs/e/r")
-    run.create("seed: 1\n", {})
+    run = new_run(tmp_path / "outputs/e/r")
     (run.begin_attempt(LAUNCH).path / "status.json").unlink()
     assert list_runs(tmp_path / "outputs") == 0 and status(jobs.targets("outputs/e/r", None)) == 1
     said = capsys.readouterr().out
@@ -254,8 +255,7 @@ def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("kind", ["UserError", "Unfinished", "Killed"])
 def test_a_refusal_and_a_kill_speak_for_themselves_also_of_a_copy(kind, tmp_path: Path, capsys):
-    run = RunDirectory(tmp_path / "e/r")
-    run.create("seed: 1\n", {})
+    run = new_run(tmp_path / "e/r")
     attempt = run.begin_attempt(LAUNCH)
     text = f"killed by it\n    distdl resume {run.path} x=1, not {run.path}2"
     attempt.record_error(1, kind, text, "", 137 if kind == "Killed" else 2)
@@ -287,3 +287,17 @@ def test_the_advice_for_a_damaged_launch_leads_on(tmp_path: Path, monkeypatch, c
     said = capsys.readouterr().out
     assert "was started by: python -m distdl launcher=mpi" in said
     assert resuming.plan(run, ["dry_run=true"]).run_id == "default/r"
+
+
+def test_a_run_that_cannot_be_asked_says_why(attempt: Attempt, monkeypatch, capsys) -> None:
+    """And hides no other one in the list."""
+    new_run(attempt.path.parents[2] / "other").begin_attempt(LAUNCH).end(JobState.SUCCEEDED)
+
+    def out_of_reach(*_: object) -> None:
+        raise ConnectionError("no route to the controller")
+
+    monkeypatch.setattr(jobs.Platforms, "job", out_of_reach)
+    assert list_runs(attempt.path.parents[2]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert any("UNKNOWN (ConnectionError)" in r and "no route to the" in r for r in rows)
+    assert any("SUCCEEDED" in row for row in rows)
