@@ -154,10 +154,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--main-port", type=int, default=int(os.environ.get("MASTER_PORT", "0")))
     parser.add_argument("--grace-seconds", type=int, default=30)
     parser.add_argument("worker", nargs="+", help="BUNDLE STORE --attempt N")
-    given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--")
-    options = parser.parse_args([*given[:split], "worker"])
-    store, number = Path(given[split + 2]), int(given[given.index("--attempt") + 1])
+    options = parser.parse_args(argv)
+    _, store, _, number = options.worker
     node_rank = options.node_rank
     if node_rank is None:
         from distdl import environment
@@ -168,10 +166,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     launcher = os.environ.get("DISTDL_LAUNCHER", "local")
     code = run(
-        ["-m", "distdl.worker", *given[split + 1 :]],
+        ["-m", "distdl.worker", *options.worker],
         name="distdl",  # the same on every node; their store's address tells jobs apart
         devices=options.devices,
-        attempt=Attempt(store / "attempts" / f"{number:03d}"),
+        attempt=Attempt(Path(store, "attempts", f"{int(number):03d}")),
         nodes=options.nodes,
         node_rank=node_rank,
         main=f"{options.main_address}:{options.main_port}",

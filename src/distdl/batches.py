@@ -125,15 +125,14 @@ def keep_global_batch(
     _, shares, accumulate = factors(config, size)
     per_device, rest = divmod(before, shares * accumulate)
     if rest or per_device < 1:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"the run's global batch of {before} does not divide by {_shares(shares, size)}"
-                + (f" x {accumulate} accumulated" if accumulate > 1 else ""),
-                "choose a number of devices that divides it, or say the new batch: "
-                "data.batch_size=<per device>",
-            )
+        cut = f" x {accumulate} accumulated" if accumulate > 1 else ""
+        shown = f"{_shares(shares, size)}{cut}"
+        what = f"the run's global batch of {before} does not divide by {shown}"
+        remedy = (
+            "choose a number of devices that divides it, or say the new batch: "
+            "data.batch_size=<per device>"
         )
+        raise UserError(Problem("trainer.devices", what, remedy))
     return Kept(
         {"data.batch_size": per_device},
         [

@@ -174,14 +174,12 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
             _agree(rows, env)
         found = _read(launcher, rows[0], env, resources)
     if resources is not None and found.world_size != resources.world_size:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{found.world_size} processes were started by {found.launcher}, but the run asks "
-                f"for {resources.num_nodes} x {resources.devices} = {resources.world_size}",
-                "start as many processes as trainer.num_nodes x trainer.devices",
-            )
+        what = (
+            f"{found.world_size} processes were started by {found.launcher}, but the run asks "
+            f"for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
         )
+        remedy = "start as many processes as trainer.num_nodes x trainer.devices"
+        raise UserError(Problem("trainer.devices", what, remedy))
     return found
 
 
@@ -227,13 +225,9 @@ def _read(
     address, source = _main_address(launcher, env)
     if address is None:
         if local_world_size < world_size:
-            raise UserError(
-                Problem(
-                    "MASTER_ADDR",
-                    f"{row.name}: {world_size} processes on several nodes, and no main address",
-                    "export MASTER_ADDR=<host of rank 0> on every node",
-                )
-            )
+            what = f"{row.name}: {world_size} processes on several nodes, and no main address"
+            remedy = "export MASTER_ADDR=<host of rank 0> on every node"
+            raise UserError(Problem("MASTER_ADDR", what, remedy))
         address, source = "127.0.0.1", "one node"
     sources["main_address"] = source
     port, sources["main_port"] = _main_port(env)
@@ -252,13 +246,9 @@ def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
             continue
         for one, other in ((first.rank, row.rank), (first.world_size, row.world_size)):
             if env[one] != env[other]:
-                raise UserError(
-                    Problem(
-                        one,
-                        f"{one}={env[one]} contradicts {other}={env[other]}",
-                        "unset the variables of the launcher that did not start this process",
-                    )
-                )
+                what = f"{one}={env[one]} contradicts {other}={env[other]}"
+                remedy = "unset the variables of the launcher that did not start this process"
+                raise UserError(Problem(one, what, remedy))
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

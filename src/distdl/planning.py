@@ -126,14 +126,12 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
                 f"the old {run_id} failed before its first checkpoint, kept as {kept}"
             )
             return planned
-        raise UserError(
-            Problem(
-                "name",
-                f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
-                "choose another name, or resume that run: "
-                f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}",
-            )
+        what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
+        remedy = (
+            "choose another name, or resume that run: "
+            f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
         )
+        raise UserError(Problem("name", what, remedy))
     if not member:  # a member is refused in its turn, and the others train
         refuse_second(planned)
     return proceed(planned, given=())

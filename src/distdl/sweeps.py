@@ -12,9 +12,9 @@ import os
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -119,44 +119,39 @@ def _run_all(planned: Sequence[Member]) -> int:
             title = f"[{number}/{len(planned)}] {chosen}"
             if state is JobState.SUCCEEDED:
                 print(f"{title}: succeeded before, skipped", flush=True)
-            elif turn.stop is None:
+            elif turn.state is None:
                 print(f"\n{title}", flush=True)
                 each.config.follow = True
                 state = run_one(each, turn)
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
-                    turn.stop = turn.stop or state
+                    turn.state = turn.state or state
             results.append((chosen, each, state))
     _print_table(results)
-    if turn.stop is not None:
+    if turn.state is not None:
         again = shlex.join(redact_command(sys.argv[1:]))
-        print(f"{turn.stop.lower()}. To resume:\n  python -m distdl {again}", flush=True)
-        return turn.stop.exit_code
+        print(f"{turn.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
+        return turn.state.exit_code
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
 
-class Turn:
+class Turn(stopping.StopRequest):
     """The members of a sweep, one after the other, and whether another one is to come.
 
     A signal that asks to end, at any moment between the first member and the last, is handed to the
     member that runs, and no other one is started.
     """
 
-    def __init__(self) -> None:
-        self.stop: JobState | None = None
-        self.process: Any = None
-        self._before: dict[signal.Signals, Any] = {}
+    process: Any = None
 
     def __enter__(self) -> Turn:
-        if threading.current_thread() is threading.main_thread():
-            for number in stopping.heard():
-                self._before[number] = signal.signal(number, self._note)
+        self.install()
         return self
 
     def __exit__(self, *_: object) -> None:
-        stopping.restore(self._before)
+        self.uninstall()
 
-    def _note(self, number: int, _: object) -> None:
-        self.stop = stopping.MEANING[signal.Signals(number)]
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.state = stopping.MEANING[signal.Signals(number)]
         # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
         if number != signal.SIGINT:
             self.forward(number)
@@ -197,15 +192,15 @@ def run_one(each: Plan, turn: Turn | None = None) -> JobState:
             return run_one(each, alone)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
-    if turn.stop is None:  # a signal may have come since the caller looked
+    if turn.state is None:  # a signal may have come since the caller looked
         process.start()
         turn.process = process
-        if turn.stop is not None:  # or while it was starting
+        if turn.state is not None:  # or while it was starting
             turn.forward(signal.SIGTERM)
         process.join()
         turn.process = None
     last = each.last_attempt
-    return last.state() if last else turn.stop or JobState.FAILED
+    return last.state() if last else turn.state or JobState.FAILED
 
 
 def _child(each: Plan, command: list[str], parent: int) -> None:
