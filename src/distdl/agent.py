@@ -54,7 +54,7 @@ def run(
 
     Returns:
         0, or the exit code of the rank that failed first; -N for one that signal N ended, and if
-        this process was told to end by signal N.
+        signal N asked this process to end.
     """
     kept = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
     os.environ.update(env or {})

@@ -217,7 +217,7 @@ class Attempt:
             fields = {**_ended(state), "error": killed}
         elif first:  # whatever rank 0 made of it
             state = JobState.FAILED
-            error = f"rank {first['rank']}: {failures.told(first)}"
+            error = f"rank {first['rank']}: {failures.describe(first)}"
             fields = {**_ended(state), "error": error, "first_error": failures.facts(first)}
             code = first.get("exit_code", code)
         elif recorded.ended and (ordered or not code or recorded is not JobState.SUCCEEDED):
@@ -232,7 +232,7 @@ class Attempt:
             state = seen if ordered else JobState.FAILED
             error = f"a worker ended with exit code {code}" if code else "it ended without a word"
             if ordered:
-                error = "it was told to end, and its ranks did so before they could say it"
+                error = "it was asked to end, and its ranks ended before they could record it"
             fields = {**_ended(state), "error": error}
         if state is JobState.FAILED and code is not None and code > 0:
             fields["exit_code"] = code

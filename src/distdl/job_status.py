@@ -46,7 +46,7 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
         if moment := time_of(facts, name):
             yield f"  {name:7} {time.ctime(moment)}"
     if first := attempt.first_error():
-        yield f"  error   rank {plain(first['rank'])}: {plain(failures.told(first))}"
+        yield f"  error   rank {plain(first['rank'])}: {plain(failures.describe(first))}"
     elif facts.get("error"):
         yield f"  error   {plain(facts['error'])}"
 

@@ -16,7 +16,7 @@ from distdl import batches, following, jobs, provenance, snapshot, stopping
 from distdl import config as configs
 from distdl.bundle import Bundle
 from distdl.errors import Problem, UserError
-from distdl.failures import KILLED, told
+from distdl.failures import KILLED, describe
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.own_code import python_path
 from distdl.planning import Plan, launcher_class, never_trained, root_of
@@ -310,7 +310,7 @@ def report_failure(attempt: Attempt) -> None:
     first = attempt.first_error()
     if first is not None and (first["rank"] != 0 or first["type"] == KILLED):
         print(
-            f"rank {first['rank']} failed first: {told(first)}\n"
+            f"rank {first['rank']} failed first: {describe(first)}\n"
             f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",
             file=sys.stderr,
         )

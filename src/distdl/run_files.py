@@ -97,7 +97,7 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
     """As `load_json`, for YAML that must be there; the keys of `shape` are required.
 
     Args:
-        sha256: Of the whole file, where it is kept elsewhere.
+        sha256: Of all of the file, where it is kept elsewhere.
 
     Raises:
         Damaged: Also if it does not match that checksum, or the one in its first line.

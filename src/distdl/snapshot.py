@@ -3,7 +3,7 @@
 Of a git repository the tracked files and the untracked ones that git does not ignore; elsewhere
 every file that is neither hidden nor ignored. `.amlignore` (gitignore's syntax) takes away more, as
 it does for Azure ML. Secrets stay: a file that is made to hold one, or in which one is found, is
-left out, and it is said. A module in which one is found is refused: the job could die without it.
+left out and reported. A module in which one is found is refused: the job could die without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distdl.redact import looks_secret, secret_values
 from distdl.secret_shapes import find
 
 IGNORE_FILE = ".amlignore"
-# Files that people keep secrets in. Their absence is told; nobody trains from them.
+# Files that people keep secrets in. That they are left out is reported; no training needs them.
 SECRET_FILE = re.compile(
     r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
     r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
@@ -178,7 +178,7 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
         plain = path.suffix in ("", ".txt") and looks_secret(path.stem)
         if SECRET_FILE.fullmatch(path.name) or plain:
             return "is a file for secrets, by its name"
-    found: dict[str, int] = {}
+    lines_of_kinds: dict[str, int] = {}
     lines, before = 0, b""
     with path.open("rb") as file:
         while piece := file.read(PIECE):
@@ -188,11 +188,11 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
                 if (place := content.find(value)) >= 0:
                     kinds.append((content.count(b"\n", 0, place) + 1, f"the value of ${variable}"))
             for line, kind in kinds:
-                found.setdefault(kind, lines + line)
+                lines_of_kinds.setdefault(kind, lines + line)
             before = content[-OVERLAP:]
             lines += content.count(b"\n", 0, len(content) - len(before))
-    told = [f"line {line} holds {kind}" for kind, line in found.items()]
-    return ", ".join(sorted(told, key=lambda text: int(text.split()[1])))
+    in_order = sorted(lines_of_kinds.items(), key=lambda item: item[1])
+    return ", ".join(f"line {line} holds {kind}" for kind, line in in_order)
 
 
 def held(name: str, why: str) -> Problem:

@@ -81,7 +81,7 @@ def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def called(swept: Sequence[str]) -> str:
-    """A sweep's member by what it varies: `lr=0.1 seed=2`; by whole names where two end alike."""
+    """A sweep's member by what it varies: `lr=0.1 seed=2`; by full names where two end alike."""
     keys = [override.partition("=")[0] for override in swept]
     ends = [key.rpartition(".")[2] for key in keys]
     names = ends if len({*ends}) == len(ends) else keys

@@ -282,7 +282,7 @@ def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
     code = note(attempt, rank, error)
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
-        attempt.fail(failures.told(facts), code)
+        attempt.fail(failures.describe(facts), code)
     return code
 
 

@@ -62,7 +62,7 @@ def test_a_rank_that_its_platform_saw_end_first(attempt) -> None:
     assert failures.record_first_end(attempt.errors, 1, -signal.SIGKILL, "n2")
     first = attempt.first_error()
     assert (first["rank"], first["host"], first["signal"]) == (1, "n2", "SIGKILL")
-    assert "killed by SIGKILL on n2" in failures.told(first)
+    assert "killed by SIGKILL on n2" in failures.describe(first)
     assert failures.record_first_end(attempt.errors, 2, -signal.SIGSEGV, "n3")
     assert attempt.first_error()["rank"] == 1, "a crash may be a consequence"
 
@@ -73,7 +73,7 @@ def test_a_crash_after_a_failure_is_not_the_cause(attempt) -> None:
         agent.blame(attempt, {1: ended(1, 100), 0: ended(-number, 100)})
         assert attempt.first_error()["rank"] == 1
     agent.blame(attempt, {2: ended(3, 90)})
-    assert "ended with exit code 3 on" in failures.told(attempt.first_error())
+    assert "ended with exit code 3 on" in failures.describe(attempt.first_error())
 
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, -signal.SIGUSR1, 75])
@@ -137,7 +137,7 @@ def test_the_last_word_is_where_in_the_users_code(
     assert worker.note(attempt, 0, error) == 1
     where = "bad.py, line 5, in training_step"
     assert caplog.messages[-1].rstrip().endswith(f"at {where}")
-    assert failures.told(attempt.first_error()).endswith(f"(at {where})")
+    assert failures.describe(attempt.first_error()).endswith(f"(at {where})")
 
 
 def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, capsys) -> None:
@@ -163,6 +163,6 @@ def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, cap
 def test_q_in_a_debugger_is_no_traceback(attempt, tmp_path, caplog, capsys) -> None:
     assert worker.note(attempt, 0, bdb.BdbQuit()) == 1
     shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
-    assert shown == ["ended in the debugger"] == [failures.told(attempt.first_error())]
+    assert shown == ["ended in the debugger"] == [failures.describe(attempt.first_error())]
     launch.print_next_command(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
     assert not capsys.readouterr().out
