@@ -62,18 +62,18 @@ def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
     return [False, *(m for m in tried if not (accumulates and m in CUDA_GRAPHS))]
 
 
-def fastest(found: list[autotune.Measured]) -> autotune.Setting:
+def fastest(measured: list[autotune.Measured]) -> autotune.Setting:
     """The first (not compiled), unless another is shorter by `LEAST_GAIN`.
 
     Raises:
         UserError: None can train.
     """
-    able = [each for each in found if each.seconds is not None]
+    able = [each for each in measured if each.seconds is not None]
     if not able:
-        what = f"the model does not train in any mode; the last one: {found[-1].why}"
+        what = f"the model does not train in any mode; the last one: {measured[-1].why}"
         raise UserError(Problem("model.compile", what, "a smaller data.batch_size"))
     best = min(able, key=lambda each: each.seconds or 0.0)
-    plain = found[0].seconds
+    plain = measured[0].seconds
     if plain is not None and (best.seconds or 0.0) > (1 - LEAST_GAIN) * plain:
-        return found[0].candidate
+        return measured[0].candidate
     return best.candidate

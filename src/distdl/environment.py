@@ -163,7 +163,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
         # Alone, but `strategy=ddp` opens a port all the same; two runs must not meet on it.
-        found = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
+        resolved = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
         raise UserError(
@@ -172,15 +172,15 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     else:
         if launcher == "external":
             _agree(rows, env)
-        found = _read(launcher, rows[0], env, resources)
-    if resources is not None and found.world_size != resources.world_size:
+        resolved = _read(launcher, rows[0], env, resources)
+    if resources is not None and resolved.world_size != resources.world_size:
         what = (
-            f"{found.world_size} processes were started by {found.launcher}, but the run asks "
-            f"for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
+            f"{resolved.world_size} processes were started by {resolved.launcher}, but the run "
+            f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
         )
         remedy = "start as many processes as trainer.num_nodes x trainer.devices"
         raise UserError(Problem("trainer.devices", what, remedy))
-    return found
+    return resolved
 
 
 def _read(

@@ -114,11 +114,11 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     """What the ranks have left. Of a run that was copied or moved since, what they advise names
     the folder where it is now."""
     errors = list(filter(is_complete, map(read_json, folder.glob("rank_*.json"))))
-    here = str(_run_of(folder))
+    folder_now = str(_run_of(folder))
     for error in errors:
-        if isinstance(before := error.get("run"), str) and before not in ("", "/", here):
+        if isinstance(before := error.get("run"), str) and before not in ("", "/", folder_now):
             name = re.compile(re.escape(before) + r"(?![\w-]|\.\w)")
-            error["message"] = name.sub(lambda _: here, error["message"])
+            error["message"] = name.sub(lambda _: folder_now, error["message"])
     return errors
 
 

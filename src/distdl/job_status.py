@@ -61,18 +61,18 @@ def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
     if not runs:
         raise UserError(Problem(str(folder), "there are no runs", "python -m distdl jobs list DIR"))
     platforms = jobs.Platforms()
-    found: list[tuple[RunDirectory, Attempt, Job | Exception | None]] = []
+    entries: list[tuple[RunDirectory, Attempt, Job | Exception | None]] = []
     for run in runs:
         attempt = jobs.attempt_of(run)
         try:
             job = None if jobs.is_settled(attempt) else platforms.job(attempt)
         except Exception as error:  # its row says so
-            found.append((run, attempt, error))
+            entries.append((run, attempt, error))
         else:
-            found.append((run, attempt, job))
-    jobs.ask(job for _, _, job in found if job and not isinstance(job, Exception))
-    rows = [_row(*each) for each in found]
-    return rows, list(dict.fromkeys(j.why for _, _, j in found if isinstance(j, jobs.Unasked)))
+            entries.append((run, attempt, job))
+    jobs.ask(job for _, _, job in entries if job and not isinstance(job, Exception))
+    rows = [_row(*each) for each in entries]
+    return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unasked)))
 
 
 def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tuple[str, ...]:

@@ -32,23 +32,23 @@ def visible() -> list[str]:
         UserError: $CUDA_VISIBLE_DEVICES names GPUs, and CUDA would show none.
     """
     gpus, migs = _installed()
-    given = os.environ.get(VISIBLE)
-    if given is None:
+    text = os.environ.get(VISIBLE)
+    if text is None:
         # With MIG, CUDA shows one instance unless the others are named.
         return migs[:1] or [str(index) for index in range(len(gpus))]
-    found = listed(given)
+    names = listed(text)
     if gpus:  # what is not there ends the list; a UUID may be shortened
         uuids = [*gpus, *migs]
         there = [
             int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
-            for name in found
+            for name in names
         ]
-        found = found[: [*there, False].index(False)]
-    if not found and re.match(r"\s*(\d|GPU-|MIG-)", given):
-        what = f"{given!r} names GPUs, and CUDA shows none: one is named twice, or is not there"
+        names = names[: [*there, False].index(False)]
+    if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
+        what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or is not there"
         remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
         raise UserError(Problem(VISIBLE, what, remedy))
-    return found
+    return names
 
 
 def listed(text: str) -> list[str]:

@@ -60,10 +60,10 @@ def digest(text: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Empty if the file is absent, torn, or no mapping: for what may be missing."""
     try:
-        found = json.loads(path.read_text())
+        loaded = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
     text = _as_written(path, remedy, sha256)
     try:
         if sha256 or text.startswith(STAMP):  # nothing is left to be looked for in it
-            found = yaml.load(text, _loader())
+            loaded = yaml.load(text, _loader())
         else:
-            found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+            loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
-    return _complete(path, found, shape, remedy)
+    return _complete(path, loaded, shape, remedy)
 
 
 @functools.cache
@@ -152,8 +152,8 @@ def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
     return text
 
 
-def _complete(path: Path, found: Any, shape: Shape, remedy: str) -> dict[str, Any]:
-    shaped = _shaped(path, found, shape, remedy)
+def _complete(path: Path, loaded: Any, shape: Shape, remedy: str) -> dict[str, Any]:
+    shaped = _shaped(path, loaded, shape, remedy)
     missing = [key for key in shape if key not in shaped]
     if missing:
         raise Damaged(path, f"it lacks {', '.join(missing)}", remedy)

@@ -93,15 +93,15 @@ def take(
     Raises:
         UserError: It is too large, cannot be read, or a module holds a secret.
     """
-    found = [
+    candidates = [
         (path, f"project/{path.relative_to(root).as_posix()}")
         for path in project_files(root, exclude, limit_mb)
     ]
-    found += metadata_of(root)
-    outside = {path for path, _ in found if leads_out(path, root)}
-    size = size_of([pair for pair in found if pair[0] not in outside])
+    candidates += metadata_of(root)
+    outside = {path for path, _ in candidates if leads_out(path, root)}
+    size = size_of([pair for pair in candidates if pair[0] not in outside])
     if size > limit_mb * 1e6:
-        raise too_large(root, found, limit_mb)
+        raise too_large(root, candidates, limit_mb)
     secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
     values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
     anyway = taken_anyway(root)
@@ -109,7 +109,7 @@ def take(
     left_out: list[tuple[str, str]] = []
     problems: list[Problem] = []
     searched: dict[Path, tuple[int, int]] = {}
-    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *found]:
+    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
         name = place.removeprefix("project/")
         shown = name if name.isprintable() else ascii(name)
         try:
@@ -215,8 +215,8 @@ def own_files() -> Iterator[tuple[Path, str]]:
     places = [(home, "")]
     for folder in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
         if not (home / folder).is_dir():
-            found = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
-            places.append((Path(found) / folder, f"{folder}/"))
+            parent = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
+            places.append((Path(parent) / folder, f"{folder}/"))
     for place, prefix in places:
         for path in sorted(place.rglob("*")):
             if path.is_file() and not set(path.parts) & {*SKIPPED_FOLDERS}:
@@ -268,14 +268,14 @@ def git_files(root: Path) -> list[Path] | None:
         return None
     if done.returncode != 0:
         return None
-    found: list[Path] = []
+    files: list[Path] = []
     for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
         path = root / name
         if name and path.is_dir() and not path.is_symlink():  # a submodule, or a clone in a clone
-            found += git_files(path) or [] if (path / ".git").exists() else []
+            files += git_files(path) or [] if (path / ".git").exists() else []
         elif name:
-            found.append(path)
-    return sorted(found)
+            files.append(path)
+    return sorted(files)
 
 
 def walked(root: Path, limit_mb: float) -> Iterator[Path]:

@@ -59,11 +59,11 @@ def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, A
     then the rest of the config, without what is null. What comes from the environment or lies at
     this place stays as it is written."""
     resolved = resolve(configs.recipe_of(config))
-    here = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
+    kept = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
     flat: dict[str, Any] = {}
     for path, value in leaves(resolved.values):
-        own = [e for p, e in here.items() if p[: len(path)] == path[: len(p)]]
-        flat[".".join(path)] = " ".join(own) or resolved.hide_environment(str(value))
+        parts = [e for p, e in kept.items() if p[: len(path)] == path[: len(p)]]
+        flat[".".join(path)] = " ".join(parts) or resolved.hide_environment(str(value))
     typed: dict[str, Any] = {}
     for override in (*(provenance.get("swept") or ()), *(provenance.get("overrides") or ())):
         key, _, value = str(override).partition("=")
