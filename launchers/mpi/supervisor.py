@@ -17,7 +17,6 @@ Run by its path; of distdl it needs what needs nothing else.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -30,12 +29,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.processes import birth
+from distdl.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, birth, prctl
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 PORT = "DISTDL_KEEPER_PORT"
 MOST_RANKS = 4096  # connections that wait; Linux allows no more
-SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 OBITUARY = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
     r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
@@ -56,14 +54,7 @@ class Supervisor:
         self.cancelled = self.ending = False
 
     def run(self) -> None:
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-        if libc is not None:
-            libc.prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this
-
-        def die_with_me() -> None:
-            if libc is not None:
-                libc.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
+        prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this process
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
         # Not SIG_IGN, which mpirun and the ranks would inherit.
@@ -74,7 +65,7 @@ class Supervisor:
             mpirun = subprocess.Popen(
                 self.record["command"],
                 stdin=subprocess.DEVNULL,
-                preexec_fn=die_with_me,
+                preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
                 env={PORT: str(listener.getsockname()[1]), **os.environ},
             )
         except OSError as error:

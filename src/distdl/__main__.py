@@ -109,14 +109,14 @@ def run(arguments: list[str]) -> int:
 
 
 def launch(config: object) -> int:
+    from distdl import dry_run, planning, user_conf
     from distdl import launch as launching
-    from distdl import planning, user_conf
 
     user_conf.print_shadowed()
     planned = planning.plan(config)  # type: ignore[arg-type]
     planning.check_classes(planned)
     if planned.config.dry_run:
-        print(launching.render(planned))
+        print(dry_run.render(planned))
         return 0
     return launching.start(planned, [sys.argv[0], *sys.argv[1:]])
 

@@ -1,7 +1,7 @@
 """Starts the ranks of one node under torch's elastic agent: `python -m distdl.agent ...`.
 
-`launcher=local` uses it for this machine; where a place starts one process per node (SageMaker, MPI
-with `launcher.agent=true`), that process is this one.
+`launcher=local` uses it for this machine; where a platform starts one process per node (SageMaker,
+MPI with `launcher.agent=true`), that process is this one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(
 
     Returns:
         0, or the exit code of the rank that failed first; -N for one that signal N ended, and if
-        this process was told to end by signal N.
+        signal N asked this process to end.
     """
     kept = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
     os.environ.update(env or {})
@@ -62,38 +62,8 @@ def run(
     # One thread per process unless asked: what torchrun does, without its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if nodes == 1 and (interface := loopback()):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ[name] = os.environ.get(name) or interface
-    try:
-        with stopping.raised():
-            return _run(command, name, devices, attempt, nodes, node_rank, main, grace_seconds)
-    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
-        return -stopping.number_of(interrupt)
-    finally:
-        os.environ.pop(PARENT, None)
-        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
-
-
-def _run(
-    command: Sequence[str],
-    name: str,
-    devices: int,
-    attempt: Attempt,
-    nodes: int,
-    node_rank: int,
-    main: str,
-    grace_seconds: int,
-) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from distdl import rendezvous
-    from distdl.rank_output import RankOutput
-
-    folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
-    output = RankOutput(folder, devices)
-    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[variable] = os.environ.get(variable) or interface
     several = {"rdzv_backend": "static", "rdzv_configs": {"rank": node_rank, "timeout": 900}}
     options: dict[str, Any] = {
         "min_nodes": nodes,
@@ -103,15 +73,41 @@ def _run(
         "rdzv_endpoint": main,
         "max_restarts": 0,
         "monitor_interval": 0.1,
-        "logs_specs": output.specs,
-        "signals_to_handle": signals,
         "shutdown_timeout": grace_seconds,
-        **(several if nodes > 1 else {"rdzv_backend": rendezvous.register()}),
+        **(several if nodes > 1 else {}),
     }
-    known = {f.name for f in dataclasses.fields(LaunchConfig)}
-    config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
+    folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
+    try:
+        with stopping.raised():
+            return _run(command, folder, attempt, options)
+    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
+        return -stopping.number_of(interrupt)
+    finally:
+        os.environ.pop(PARENT, None)
+        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
+
+
+def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
+    """The part that needs torch.
+
+    Args:
+        folder: Where the output of the ranks goes.
+        options: Arguments of torch's LaunchConfig.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from distdl import rendezvous
+    from distdl.rank_output import RankOutput
+
+    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    with output:
+    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    with RankOutput(folder, options["nproc_per_node"]) as output:
+        options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
+        options["signals_to_handle"] = signals
+        config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
@@ -158,10 +154,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--main-port", type=int, default=int(os.environ.get("MASTER_PORT", "0")))
     parser.add_argument("--grace-seconds", type=int, default=30)
     parser.add_argument("worker", nargs="+", help="BUNDLE STORE --attempt N")
-    given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--")
-    options = parser.parse_args([*given[:split], "worker"])
-    store, number = Path(given[split + 2]), int(given[given.index("--attempt") + 1])
+    options = parser.parse_args(argv)
+    _, store, _, number = options.worker
     node_rank = options.node_rank
     if node_rank is None:
         from distdl import environment
@@ -172,10 +166,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     launcher = os.environ.get("DISTDL_LAUNCHER", "local")
     code = run(
-        ["-m", "distdl.worker", *given[split + 1 :]],
+        ["-m", "distdl.worker", *options.worker],
         name="distdl",  # the same on every node; their store's address tells jobs apart
         devices=options.devices,
-        attempt=Attempt(store / "attempts" / f"{number:03d}"),
+        attempt=Attempt(Path(store, "attempts", f"{int(number):03d}")),
         nodes=options.nodes,
         node_rank=node_rank,
         main=f"{options.main_address}:{options.main_port}",

@@ -3,7 +3,7 @@
 The global batch is not touched. What changes is how it is cut (`data.batch_size` against
 `trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, the ZeRO stage. Each
 candidate trains a few steps on these very devices; the fastest is written into the attempt's
-launch.yaml, so that a resume goes on with it and does not measure again.
+launch.yaml, so that a resume takes it over and does not measure again.
 
 DeepSpeed's own autotuner starts the whole job again for each candidate, with its own launcher: it
 cannot run inside a job that a cluster has started.
@@ -15,7 +15,7 @@ import gc
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.environment import Environment
 from distdl.errors import Problem, UserError
 from distdl.job import Resources
+from distdl.rank_context import RankContext
 from distdl.run_directory import Attempt, RunDirectory
 from distdl.stopping import Stopped, StopRequest
 
@@ -62,13 +63,7 @@ class Measured:
     why: str = ""
 
 
-def tuned(
-    config: DictConfig,
-    attempt: Attempt,
-    environment: Environment,
-    resources: Resources,
-    stop: StopRequest,
-) -> DictConfig:
+def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with the fastest candidate, where the strategy asks for it. Collective.
 
     Raises:
@@ -76,38 +71,38 @@ def tuned(
     """
     if config.task._target_ != configs.TRAIN:
         return config
-    say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
-    found = []
+    environment, measured = context.environment, []
     for candidate in candidates(config):
-        stop.check()
-        found.append(measure(config, candidate, environment, resources, stop))
-        say("autotune: %s", line(found[-1]))
-    able = [each for each in found if each.seconds is not None]
+        each = measure(config, candidate, environment, context.resources, context.stop)
+        report(environment, "autotune: %s", line(each))
+        measured.append(each)
+    able = [each for each in measured if each.seconds is not None]
     if not able:
-        what = f"none of {len(found)} settings can train; the last said: {found[-1].why}"
+        what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
         raise UserError(Problem("strategy.autotune", what, "a smaller data.batch_size"))
-    best = cluster.tell_all(min(able, key=lambda each: each.seconds or 0.0).candidate)
-    say("autotune: this attempt and those that go on with it train with %s", best)
-    return freeze(config, attempt, environment, best, "autotune", found)
+    best = min(able, key=lambda each: each.seconds or 0.0).candidate
+    return freeze(config, context, best, "autotune", measured)
+
+
+def report(environment: Environment, text: str, *arguments: object) -> None:
+    """On rank 0 for a person, elsewhere for the log file."""
+    log.log(logging.INFO if environment.rank == 0 else logging.DEBUG, text, *arguments)
 
 
 def freeze(
-    config: DictConfig,
-    attempt: Attempt,
-    environment: Environment,
-    best: Setting,
-    name: str,
-    found: list[Measured],
+    config: DictConfig, context: RankContext, best: Setting, name: str, measured: list[Measured]
 ) -> DictConfig:
-    """Writes a choice into the attempt's launch.yaml, and what it rests on under `name`.
+    """Writes rank 0's choice into the attempt's launch.yaml, and what it rests on under `name`.
 
-    A resume takes an attempt's changes over from the one before, and so the choice.
+    A resume takes an attempt's changes over from the one before, and so the choice. Collective.
     """
-    if environment.rank == 0:
-        launch = attempt.launch()
-        launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
-        launch[name] = [line(each) for each in found]
-        attempt.write_launch(launch)
+    best, launch = cluster.tell_all(best), context.launch
+    text = "%s: this attempt and those that resume it train with %s"
+    report(context.environment, text, name, best)
+    launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
+    launch[name] = [line(each) for each in measured]
+    if context.environment.rank == 0:
+        context.attempt.write_launch(launch)
     return configs.merge(config, OmegaConf.create({}), best.changes)
 
 
@@ -115,8 +110,8 @@ def candidates(config: DictConfig) -> Iterator[Setting]:
     """Ways to cut a rank's share of the global batch, with each stage."""
     batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
     sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
-    given = config.strategy.get("config")  # a file: what it says about ZeRO stays
-    for stage in (None,) if given else STAGES:
+    own_file = config.strategy.get("config")  # what it says about ZeRO stays
+    for stage in (None,) if own_file else STAGES:
         for size in sizes:
             if not (stage != 3 and config.strategy.get("offload_parameters")):
                 yield cut(size, batch // size, stage)
@@ -155,6 +150,7 @@ def measure(
     Raises:
         Stopped: A rank was asked to end meanwhile; nothing was measured then.
     """
+    stop.check()
     settings = configs.merge(
         config,
         OmegaConf.create({}),

@@ -80,8 +80,8 @@ def product(batch_size: int, config: DictConfig, size: Resources) -> str:
     """`256 x 8 devices x 2 accumulated = 4096 per step`."""
     _, shares, accumulate = factors(config, size)
     more = f" x {accumulate} accumulated" if accumulate > 1 else ""
-    whole = batch_size * shares * accumulate
-    return f"{batch_size} x {_shares(shares, size)}{more} = {whole} per step"
+    total = batch_size * shares * accumulate
+    return f"{batch_size} x {_shares(shares, size)}{more} = {total} per step"
 
 
 def _shares(shares: int, size: Resources) -> str:
@@ -102,7 +102,7 @@ def keep_global_batch(
         config: The attempt's config.
         size: The attempt's size.
         before: The global batch of the attempt before, as its config said it.
-        given: Paths the user set in this attempt: what is said is done, and noted.
+        given: Paths the user set in this attempt: they are kept, and noted.
         loaders: What the loaders of an attempt before really gave, if that is on record.
 
     Raises:
@@ -112,9 +112,9 @@ def keep_global_batch(
     if loaders is not None and loaders.batch_size != loaders.declared:
         # Another name, or divided by the data itself: nobody here knows how to keep the product.
         was, shares = loaders.declared, factors(config, size)[1]
-        said = "is not set" if was is None else f"was {was}"
+        state = "is not set" if was is None else f"was {was}"
         note = (
-            f"data.batch_size {said}, and the loaders gave {loaders.batch_size} x "
+            f"data.batch_size {state}, and the loaders gave {loaders.batch_size} x "
             f"{loaders.shares}: it is left as it is, and the global batch is what the loaders make"
         )
         return Kept(notes=[note] if shares != loaders.shares else [])
@@ -125,15 +125,14 @@ def keep_global_batch(
     _, shares, accumulate = factors(config, size)
     per_device, rest = divmod(before, shares * accumulate)
     if rest or per_device < 1:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"the run's global batch of {before} does not divide by {_shares(shares, size)}"
-                + (f" x {accumulate} accumulated" if accumulate > 1 else ""),
-                "choose a number of devices that divides it, or say the new batch: "
-                "data.batch_size=<per device>",
-            )
+        cut = f" x {accumulate} accumulated" if accumulate > 1 else ""
+        shown = f"{_shares(shares, size)}{cut}"
+        what = f"the run's global batch of {before} does not divide by {shown}"
+        remedy = (
+            "choose a number of devices that divides it, or say the new batch: "
+            "data.batch_size=<per device>"
         )
+        raise UserError(Problem("trainer.devices", what, remedy))
     return Kept(
         {"data.batch_size": per_device},
         [

@@ -1,4 +1,4 @@
-"""The first lines of every job: which rank was born where, on what, and who said so."""
+"""The first lines of every job: which rank runs where, on what, and how that is known."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from distdl.resources import VISIBLE, listed
 
 log = logging.getLogger("distdl.birth")
 
-# Settings of the libraries that carry the gradients; each has changed somebody's night.
+# Settings of the libraries that carry the gradients, which are often the cause of hangs.
 PREFIXES = ("GLOO_", "UCX_", "FI_", "OMPI_MCA_btl")
 GPU_PREFIXES = (*PREFIXES, "NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
 def refuse_missing_device(here: Environment, accelerator: str) -> None:
-    """A rank without its GPU is told before the others wait for it.
+    """Refuses a rank without its GPU before the others wait for it.
 
     Raises:
         UserError: This node shows fewer GPUs than it has ranks, or its driver is too old.
@@ -42,12 +42,12 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
     try:
         torch.cuda.init()
     except RuntimeError as error:  # the driver shows GPUs, and cannot run this torch on them
-        said = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise UserError(
             Problem(
                 "trainer.accelerator",
                 f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
-                f"{socket.gethostname()}: {said}",
+                f"{socket.gethostname()}: {reason}",
                 "update NVIDIA's driver, or install a torch that is built for the CUDA version "
                 "that nvidia-smi shows, or write trainer.accelerator=cpu",
             )
@@ -84,10 +84,10 @@ def warn_without_bf16(accelerator: str, precision: Any) -> None:
 
 
 def announce(here: Environment, accelerator: str) -> None:
-    """Rank 0 prints the table of all ranks; a rank that is alone only notes it in its log."""
-    born = cluster.gather(facts(here, accelerator))
+    """Rank 0 prints the table of all ranks; a rank that is alone only writes it to its log file."""
+    ranks = cluster.gather(facts(here, accelerator))
     if here.rank == 0:
-        log.log(logging.INFO if len(born) > 1 else logging.DEBUG, "%s", table(born))
+        log.log(logging.INFO if len(ranks) > 1 else logging.DEBUG, "%s", table(ranks))
 
 
 def facts(here: Environment, accelerator: str) -> dict[str, Any]:
@@ -117,29 +117,29 @@ def interconnect() -> list[str]:
 
     Source: https://docs.kernel.org/infiniband/sysfs.html
     """
-    found = []
+    adapters = []
     for adapter in sorted(Path("/sys/class/infiniband").glob("*")):
         try:
             rate = (adapter / "ports" / "1" / "rate").read_text().split("(")[0].strip()
         except OSError:
             rate = "rate unknown"
-        found.append(f"{adapter.name} {rate}")
-    return found
+        adapters.append(f"{adapter.name} {rate}")
+    return adapters
 
 
-def table(born: list[dict[str, Any]]) -> str:
-    """One line per rank; what all ranks have in common stands once, below."""
+def table(ranks: list[dict[str, Any]]) -> str:
+    """One line per rank; what all ranks have in common follows once, below."""
     columns = ["rank", "node", "local", "host", "pid", "device", "interconnect"]
-    if not any(b["interconnect"] for b in born):
+    if not any(rank["interconnect"] for rank in ranks):
         columns.remove("interconnect")
-    rows = [columns, *(tuple(str(b[c]) for c in columns) for b in born)]
+    rows = [columns, *(tuple(str(rank[c]) for c in columns) for rank in ranks)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    first = born[0]
-    said = ", ".join(f"{name} by {source}" for name, source in first["sources"].items())
-    lines += [f"launcher {first['launcher']}, rank 0 at {first['main']}: {said}"]
+    first = ranks[0]
+    sources = ", ".join(f"{name} by {source}" for name, source in first["sources"].items())
+    lines += [f"launcher {first['launcher']}, rank 0 at {first['main']}: {sources}"]
     lines += [f"{k}={v}" for k, v in first["settings"].items()]
-    for other in born[1:]:
+    for other in ranks[1:]:
         if other["settings"] != first["settings"]:
             differs = dict(set(other["settings"].items()) ^ set(first["settings"].items()))
             lines.append(

@@ -130,9 +130,9 @@ def build(
 
 def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
     """(rank, how many) among those that take different data; a strategy may know better."""
-    own = getattr(strategy, "data_share", None)
+    share_of = getattr(strategy, "data_share", None)
     rank, world_size = environment.rank, environment.world_size
-    return own(rank, world_size) if own is not None else (rank, world_size)
+    return share_of(rank, world_size) if share_of is not None else (rank, world_size)
 
 
 def make(node: Any) -> Any:
@@ -176,11 +176,11 @@ def attach_optimizer(
     def configure_optimizers(self: LightningModule) -> Any:
         self.trainer.fit_loop.setup_data()  # the rate and the schedule depend on the loaders
         reference = optimizer_node.get("lr_reference_batch", 256)
-        said = (position.samples or 0) * self.trainer.accumulate_grad_batches
+        per_step = (position.samples or 0) * self.trainer.accumulate_grad_batches
         optimizer = optim.build_optimizer(
             self,
             optimizer_node,
-            global_batch=said or declared or reference,
+            global_batch=per_step or declared or reference,
             fuse=may_fuse(config),
         )
         if not schedule_node:

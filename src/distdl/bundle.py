@@ -65,14 +65,15 @@ class Bundle:
         return RunDirectory(self.path).recipe()
 
     def python_path(self, launch: dict[str, Any]) -> list[str]:
-        """Where the user's modules are: in the bundle, or where he wrote them."""
+        """Where the user's modules are: in the bundle, or where they were written."""
         root = self.code / "project"
         if not root.is_dir():
             root = Path((launch["where"].get("project") or {}).get("root") or ".")
         return [str((root / folder).absolute()) for folder in launch.get("python_path", ["."])]
 
-    def lay_down(self, run: RunDirectory, number: int) -> Attempt:
-        """Makes the store a run with this attempt, where it is not one yet; safe on every rank.
+    def create_store(self, run: RunDirectory, number: int) -> Attempt:
+        """Writes the run and this attempt into the store, where they are not yet; safe on every
+        rank.
 
         Raises:
             UserError: The store belongs to another run.
@@ -85,9 +86,8 @@ class Bundle:
             raise UserError(
                 Problem(str(run.path), "belongs to another run: its config.yaml differs")
             )
-        for name in (PROVENANCE, CONFIG):  # config.yaml last: with it, the run exists
-            if not (run.path / name).exists():
-                write_text(run.path / name, (self.path / name).read_text())
-        if not (attempt.path / LAUNCH).exists():
-            write_text(attempt.path / LAUNCH, (self.path / LAUNCH).read_text())
+        targets = [run.path / PROVENANCE, run.path / CONFIG]  # with config.yaml the run exists
+        for target in (*targets, attempt.path / LAUNCH):
+            if not target.exists():
+                write_text(target, (self.path / target.name).read_text())
         return attempt

@@ -1,4 +1,4 @@
-"""The process group, and what Lightning is told about it."""
+"""The process group, and what Lightning knows of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 
 from distdl.environment import Environment
@@ -47,14 +47,12 @@ def connect(environment: Environment, accelerator: str) -> None:
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"rank {environment.rank} on {socket.gethostname()} has the same GPU as another "
-                f"rank: {str(error).strip().splitlines()[-1]}",
-                "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
-            )
-        ) from error
+        what = (
+            f"rank {environment.rank} on {socket.gethostname()} has the same GPU as another "
+            f"rank: {str(error).strip().splitlines()[-1]}"
+        )
+        remedy = "start one process per GPU; with srun, --gpus-per-task=1 gives each its own"
+        raise UserError(Problem("trainer.devices", what, remedy)) from error
 
 
 def device_index(environment: Environment) -> int:
@@ -137,16 +135,12 @@ def check_all(stop: StopRequest, when: str) -> None:
         raise Stopped(JobState(state), f"{signal} {when}")
 
 
-class LaunchedEnvironment(ClusterEnvironment):
+class LaunchedEnvironment(TorchElasticEnvironment):
     """Lightning's view of our canonical record: the processes exist, nothing is to be spawned."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__()
         self._environment = environment
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
 
     @property
     def main_address(self) -> str:
@@ -156,21 +150,11 @@ class LaunchedEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         return self._environment.main_port
 
-    @staticmethod
-    def detect() -> bool:
-        return False  # it is always handed over, never found
-
     def world_size(self) -> int:
         return self._environment.world_size
 
-    def set_world_size(self, size: int) -> None:
-        pass  # the launcher decided
-
     def global_rank(self) -> int:
         return self._environment.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
 
     def local_rank(self) -> int:
         return self._environment.local_rank

@@ -1,28 +1,20 @@
 """`model.compile=measured`: which mode of torch.compile is fastest here, or none.
 
-It trains a few steps in each mode on these very devices, with the run's own
-data, before the training; the fastest is written into the attempt's launch.yaml, so that a resume
-goes on with it and does not measure again (as `strategy.autotune`, see `distdl.autotune`).
+It trains a few steps in each mode on these very devices, with the run's own data, before the
+training; the fastest is written into the attempt's launch.yaml, so that a resume takes it over and
+does not measure again (as `strategy.autotune`, see `distdl.autotune`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 import torch
 from omegaconf import DictConfig
 
-from distdl import autotune, cluster
+from distdl import autotune
 from distdl.config import BENCHMARK, TRAIN
-from distdl.environment import Environment
 from distdl.errors import Problem, UserError
-from distdl.job import Resources
 from distdl.models.compilers import keep_results, refuse_without_compiler
-from distdl.run_directory import Attempt
-from distdl.stopping import StopRequest
-
-log = logging.getLogger(__name__)
+from distdl.rank_context import RankContext
 
 # torch's own names: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -38,39 +30,28 @@ def way(mode: str | bool) -> autotune.Setting:
     return autotune.Setting({"model.compile": mode}, f"model.compile={str(mode).lower()}")
 
 
-def chosen(
-    config: DictConfig,
-    attempt: Attempt,
-    environment: Environment,
-    resources: Resources,
-    stop: StopRequest,
-) -> DictConfig:
-    """The config with the fastest way in the place of "measured". Collective.
+def chosen(config: DictConfig, context: RankContext) -> DictConfig:
+    """The config with the fastest mode in place of "measured". Collective.
 
     Raises:
         UserError: The step does not train as it is, or there is no compiler.
     """
     if config.task._target_ not in (BENCHMARK, TRAIN):
         return config
+    resources, measured = context.resources, []
     refuse_without_compiler(resources.accelerator)
     keep_results()
-    say: Callable[..., None] = log.info if environment.rank == 0 else log.debug
-    found = []
     for mode in modes(config, resources.accelerator):
-        stop.check()
-        found.append(
-            autotune.measure(
-                *(config, way(mode), environment, resources, stop),
-                warm_up=WARM_UP,
-                steps=STEPS,
-                survivable=Exception if mode else torch.cuda.OutOfMemoryError,
-            )
+        each = autotune.measure(
+            *(config, way(mode), context.environment, resources, context.stop),
+            warm_up=WARM_UP,
+            steps=STEPS,
+            survivable=Exception if mode else torch.cuda.OutOfMemoryError,
         )
         torch._dynamo.reset()
-        say("compile: %s", autotune.line(found[-1]))
-    best = cluster.tell_all(fastest(found))
-    say("compile: this attempt and those that go on with it train with %s", best)
-    return autotune.freeze(config, attempt, environment, best, "compile", found)
+        autotune.report(context.environment, "compile: %s", autotune.line(each))
+        measured.append(each)
+    return autotune.freeze(config, context, fastest(measured), "compile", measured)
 
 
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
@@ -81,18 +62,18 @@ def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
     return [False, *(m for m in tried if not (accumulates and m in CUDA_GRAPHS))]
 
 
-def fastest(found: list[autotune.Measured]) -> autotune.Setting:
+def fastest(measured: list[autotune.Measured]) -> autotune.Setting:
     """The first (not compiled), unless another is shorter by `LEAST_GAIN`.
 
     Raises:
         UserError: None can train.
     """
-    able = [each for each in found if each.seconds is not None]
+    able = [each for each in measured if each.seconds is not None]
     if not able:
-        what = f"the model does not train in any way; the last said: {found[-1].why}"
+        what = f"the model does not train in any mode; the last one: {measured[-1].why}"
         raise UserError(Problem("model.compile", what, "a smaller data.batch_size"))
     best = min(able, key=lambda each: each.seconds or 0.0)
-    plain = found[0].seconds
+    plain = measured[0].seconds
     if plain is not None and (best.seconds or 0.0) > (1 - LEAST_GAIN) * plain:
-        return found[0].candidate
+        return measured[0].candidate
     return best.candidate

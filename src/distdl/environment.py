@@ -95,7 +95,7 @@ class Environment:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def export(self, env: MutableMapping[str, str] = os.environ) -> None:
-        """Says it again under the standard names, which torch, DeepSpeed and libraries read."""
+        """Sets the standard names, which torch, DeepSpeed and other libraries read."""
         env.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
@@ -107,12 +107,12 @@ class Environment:
         )
 
     def describe(self) -> str:
-        def said(name: str) -> str:
+        def described(name: str) -> str:
             return f"{name}={getattr(self, name)} ({self.sources.get(name, 'default')})"
 
         names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
         return f"launcher={self.launcher}: " + ", ".join(
-            map(said, (*names, "main_address", "main_port"))
+            map(described, (*names, "main_address", "main_port"))
         )
 
 
@@ -163,7 +163,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
         # Alone, but `strategy=ddp` opens a port all the same; two runs must not meet on it.
-        found = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
+        resolved = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
         raise UserError(
@@ -172,17 +172,15 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     else:
         if launcher == "external":
             _agree(rows, env)
-        found = _read(launcher, rows[0], env, resources)
-    if resources is not None and found.world_size != resources.world_size:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{found.world_size} processes were started by {found.launcher}, but the run asks "
-                f"for {resources.num_nodes} x {resources.devices} = {resources.world_size}",
-                "start as many processes as trainer.num_nodes x trainer.devices",
-            )
+        resolved = _read(launcher, rows[0], env, resources)
+    if resources is not None and resolved.world_size != resources.world_size:
+        what = (
+            f"{resolved.world_size} processes were started by {resolved.launcher}, but the run "
+            f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
         )
-    return found
+        remedy = "start as many processes as trainer.num_nodes x trainer.devices"
+        raise UserError(Problem("trainer.devices", what, remedy))
+    return resolved
 
 
 def _read(
@@ -227,13 +225,9 @@ def _read(
     address, source = _main_address(launcher, env)
     if address is None:
         if local_world_size < world_size:
-            raise UserError(
-                Problem(
-                    "MASTER_ADDR",
-                    f"{row.name}: {world_size} processes on several nodes, and no main address",
-                    "export MASTER_ADDR=<host of rank 0> on every node",
-                )
-            )
+            what = f"{row.name}: {world_size} processes on several nodes, and no main address"
+            remedy = "export MASTER_ADDR=<host of rank 0> on every node"
+            raise UserError(Problem("MASTER_ADDR", what, remedy))
         address, source = "127.0.0.1", "one node"
     sources["main_address"] = source
     port, sources["main_port"] = _main_port(env)
@@ -243,7 +237,7 @@ def _read(
 
 
 def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
-    """Several ways of starting claim this process: they must at least say the same."""
+    """Several ways of starting claim this process: they must at least agree."""
     first = rows[0]
     for row in rows[1:]:
         # srun starts one agent of torchrun or mpirun per node, and that numbers its own ranks.
@@ -252,13 +246,9 @@ def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
             continue
         for one, other in ((first.rank, row.rank), (first.world_size, row.world_size)):
             if env[one] != env[other]:
-                raise UserError(
-                    Problem(
-                        one,
-                        f"{one}={env[one]} contradicts {other}={env[other]}",
-                        "unset the variables of the launcher that did not start this process",
-                    )
-                )
+                what = f"{one}={env[one]} contradicts {other}={env[other]}"
+                remedy = "unset the variables of the launcher that did not start this process"
+                raise UserError(Problem(one, what, remedy))
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

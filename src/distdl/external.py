@@ -1,11 +1,12 @@
 """`torchrun -m distdl ...`: somebody else started the ranks. Rank 0 composes, all of them work.
 
-Only rank 0 runs Hydra and makes the run directory; the others wait for its word in torch's own
+Only rank 0 runs Hydra and creates the run directory; the others wait for its message in torch's own
 store, so no second folder appears and nothing is spawned again.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 import time
@@ -14,14 +15,14 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from distdl import compose, launch, planning, user_conf
+from distdl import compose, dry_run, launch, planning, user_conf
 from distdl import environment as environments
 from distdl.errors import Problem, UserError
 from distdl.job import EXIT_REFUSED
 from distdl.planning import Plan
 
 TARGET = "distdl.launchers.external.ExternalLauncher"
-# What rank 0 tells the others, if it is not "<attempt> <run directory>".
+# Rank 0's message to the others, if it is not "<attempt> <run directory>".
 REFUSED, NOTHING_TO_DO = "refused", "nothing to do"
 Planner = Callable[[environments.Environment], Plan]
 
@@ -53,13 +54,13 @@ def main(planner: Planner) -> int:
     here = environments.resolve()
     here.export()
     if here.rank != 0:
-        return _work(_tell(here, None))
+        return _work(_broadcast(here, None))
     try:
-        told = _lay_down(planner(here))
+        message = _create(planner(here))
     except BaseException:
-        _tell(here, REFUSED)
+        _broadcast(here, REFUSED)
         raise
-    return _work(_tell(here, told))
+    return _work(_broadcast(here, message))
 
 
 def place(where: DictConfig, here: environments.Environment, asked: Any) -> None:
@@ -69,35 +70,26 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
         UserError: Another size or certain GPUs were asked for, or the nodes have different numbers
             of ranks.
     """
-    nodes, rest = divmod(here.world_size, here.local_world_size)
+    per_node = here.local_world_size
+    nodes, rest = divmod(here.world_size, per_node)
+    what, remedy = "", "leave it out: the number of processes says it"
     if rest:
-        raise UserError(
-            Problem("trainer.devices", f"{here.world_size} processes are not equally many per node")
-        )
-    if isinstance(asked, (list, ListConfig)):
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{list(asked)} chooses GPUs for processes that are running already",
-                "leave it out, and export CUDA_VISIBLE_DEVICES before they are started",
-            )
-        )
-    if isinstance(asked, int) and asked not in (-1, here.local_world_size):
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{asked} per node are asked for, and {here.local_world_size} were started",
-                "leave it out: the number of processes says it",
-            )
-        )
-    where.trainer.devices, where.trainer.num_nodes = here.local_world_size, nodes
+        what, remedy = f"{here.world_size} processes are not equally many per node", ""
+    elif isinstance(asked, (list, ListConfig)):
+        what = f"{list(asked)} chooses GPUs for processes that are running already"
+        remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"
+    elif isinstance(asked, int) and asked not in (-1, per_node):
+        what = f"{asked} per node are asked for, and {per_node} were started"
+    if what:
+        raise UserError(Problem("trainer.devices", what, remedy))
+    where.trainer.devices, where.trainer.num_nodes = per_node, nodes
     where.launcher = {"_target_": TARGET}
 
 
-def _lay_down(planned: Plan) -> str:
-    """Rank 0 freezes the run and begins the attempt; returns the word for the others."""
+def _create(planned: Plan) -> str:
+    """Rank 0 freezes the run and begins the attempt; returns the message for the others."""
     if planned.config.dry_run:
-        print(launch.render(planned))
+        print(dry_run.render(planned))
         return NOTHING_TO_DO
     if planned.finished:
         print(launch.how_to_train_longer(planned))
@@ -107,49 +99,41 @@ def _lay_down(planned: Plan) -> str:
     return f"{attempt.number} {planned.run.path}"
 
 
-def _work(told: str) -> int:
-    if told == REFUSED:
-        # Rank 0 says why. Who ends first is told as the cause: let that be rank 0, with which
-        # torchrun ends the others. Elsewhere nobody may do that.
-        time.sleep(30 if _agent_keeps_store() else 2)
+def _work(message: str) -> int:
+    if message == REFUSED:
+        # Rank 0 says why. The rank that ends first is reported as the cause: let that be rank 0,
+        # with which torchrun ends the others. Elsewhere nobody may do that.
+        time.sleep(30 if _under_torchrun() else 2)
         return EXIT_REFUSED
-    if told == NOTHING_TO_DO:
+    if message == NOTHING_TO_DO:
         return 0
     from distdl import worker
 
-    number, run = told.split(" ", 1)
+    number, run = message.split(" ", 1)
     return worker.main([run, run, "--attempt", number])
 
 
-def _agent_keeps_store() -> bool:
+def _under_torchrun() -> bool:
     """Whether this is a rank of torchrun's: its agent keeps a store at the main port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _tell(here: environments.Environment, word: str | None) -> str:
-    """Rank 0 says a word, the others hear it."""
+def _broadcast(here: environments.Environment, message: str | None) -> str:
+    """Rank 0's message, on every rank; through torch's store, as the ranks are no group yet."""
     if here.world_size == 1:
-        assert word is not None
-        return word
-    from datetime import timedelta
+        assert message is not None
+        return message
+    from torch.distributed import PrefixStore, rendezvous
 
-    from torch.distributed import PrefixStore, TCPStore
-
-    agent = _agent_keeps_store()  # otherwise rank 0 keeps one beside it
-    tcp = TCPStore(
-        here.main_address,
-        here.main_port + (0 if agent else 1),
-        is_master=here.rank == 0 and not agent,
-        timeout=timedelta(minutes=10),
-        wait_for_workers=False,
-    )
+    timeout = datetime.timedelta(minutes=10)
+    tcp, *_ = next(rendezvous("env://", here.rank, here.world_size, timeout=timeout))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"distdl/{restart}", tcp)
-    if word is not None:
-        store.set("run", word)
-    heard = store.get("run").decode()
+    if message is not None:
+        store.set("run", message)
+    received = store.get("run").decode()
+    store.add("received", 1)
     # Rank 0 may keep the store: it leaves last.
-    store.add("heard", 1)
-    while here.rank == 0 and not agent and store.add("heard", 0) < here.world_size:
+    while here.rank == 0 and not _under_torchrun() and store.add("received", 0) < here.world_size:
         time.sleep(0.05)
-    return heard
+    return received

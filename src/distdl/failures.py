@@ -1,7 +1,7 @@
-"""What ranks leave when they fail (errors/rank_N.json), and which of the failures is the cause.
+"""The records of failed ranks (errors/rank_N.json), and which of the failures is the cause.
 
-A rank that fails takes the others with it: each says that it lost its peer, and a clock of another
-host may say that it did so first. So the kind of a failure decides before its time does.
+A rank that fails takes the others with it: each records that it lost its peer and, by the clock of
+another host, perhaps as the first. So the kind of a failure decides before its time does.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") ->
 
 
 def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
-    """Writes down the end of the rank that ended before all others, as who waited for them saw it,
-    unless it was asked to end.
+    """Writes down the end of the rank that ended before all others, as its platform saw it, unless
+    it was asked to end.
 
     Args:
         code, host: See `record_end`.
@@ -113,12 +113,12 @@ def first(folder: Path) -> dict[str, Any] | None:
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """What the ranks have left. Of a run that was copied or moved since, what they advise names
     the folder where it is now."""
-    errors = list(filter(is_whole, map(read_json, folder.glob("rank_*.json"))))
-    here = str(_run_of(folder))
+    errors = list(filter(is_complete, map(read_json, folder.glob("rank_*.json"))))
+    folder_now = str(_run_of(folder))
     for error in errors:
-        if isinstance(before := error.get("run"), str) and before not in ("", "/", here):
+        if isinstance(before := error.get("run"), str) and before not in ("", "/", folder_now):
             name = re.compile(re.escape(before) + r"(?![\w-]|\.\w)")
-            error["message"] = name.sub(lambda _: here, error["message"])
+            error["message"] = name.sub(lambda _: folder_now, error["message"])
     return errors
 
 
@@ -127,7 +127,7 @@ def _run_of(folder: Path) -> Path:
     return folder.resolve().parents[2]
 
 
-def is_whole(error: dict[str, Any]) -> bool:
+def is_complete(error: dict[str, Any]) -> bool:
     """Whether it is a record at all: a rank may have died while it wrote."""
     kinds = {"rank": int, "time": int | float, "type": str, "message": str}
     return all(isinstance(error.get(key), kind) for key, kind in kinds.items())
@@ -155,9 +155,8 @@ def facts(error: dict[str, Any]) -> dict[str, Any]:
     return {key: error[key] for key in ("rank", "host", "signal", "exit_code") if key in error}
 
 
-def told(error: dict[str, Any]) -> str:
-    """What a recorded failure says. A refusal and a kill speak for themselves; else the type is a
-    part of it."""
+def describe(error: dict[str, Any]) -> str:
+    """A recorded failure in a line. A refusal and a kill need no type; other failures name it."""
     refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
     plain = refused or error["type"] in (KILLED, ENDED)
     if plain:

@@ -1,4 +1,4 @@
-"""A submitted job on this terminal: its log as it comes, and Ctrl-C to leave or to cancel it."""
+"""A submitted job on this terminal: its log as it comes, and Ctrl-C to detach or to cancel it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
     """Prints the log until the job has ended.
 
     Returns:
-        How it ended; None if it was left running, UNKNOWN if its place can no longer be asked.
+        How it ended; None if it was left running, UNKNOWN if its platform can no longer be asked.
     """
     with ends_with_this_shell(job):
         while True:
@@ -28,7 +28,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
                     print(plain(line), flush=True)
                 job.wait()
                 return jobs.state(attempt, job)
-            except UserError as error:  # the place cannot be asked any more; the job lives on
+            except UserError as error:  # the platform cannot be asked any more; the job lives on
                 print(f"distdl: {error}", file=sys.stderr)
                 print_left(job, attempt)
                 return JobState.UNKNOWN
@@ -41,7 +41,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
 
 
 def asks_to_cancel(job: Job) -> bool:
-    """Without a terminal there is nobody to ask, and a job is sooner left than lost."""
+    """False without a terminal: nobody can be asked, and a job is rather left running than lost."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     question = f"\n{job.handle}: [d]etach and leave it running, or [c]ancel it? "

@@ -1,7 +1,7 @@
-"""The jobs of runs, from the run directory alone: what the place says and the run says, as one.
+"""The jobs of runs, from the run directory alone: what the platform and the run say, as one state.
 
-A place knows whether a job waits, runs or is gone; torchrun, mpirun and srun swallow the rest,
-which stands in the attempt's status.json. Where the store is not on this machine, the place is
+A platform knows whether a job waits, runs or is gone; torchrun, mpirun and srun swallow the rest,
+which is in the attempt's status.json. Where the store is not on this machine, the platform is
 believed.
 """
 
@@ -25,6 +25,7 @@ from distdl.resolve import resolve
 from distdl.run_directory import Attempt, RunDirectory, shown, write_json
 from distdl.targets import Trust, target_problems
 
+Target = tuple[Job, Attempt | None]  # None: a job that was named by its handle alone
 # Folders of a run in which no other run lies; of copied code they may hold thousands.
 INSIDE = ("attempts", "checkpoints", "logs", "tracking")
 
@@ -35,15 +36,15 @@ def record(attempt: Attempt, job: Job) -> None:
 
 
 def own_trust(allow: Sequence[str] = ()) -> Trust:
-    """Whose code may run while a run is looked at, or gone on with: the project that the command is
-    typed in, what its `conf/` allows, and what the command line does. Never what the run's own
-    files say: they may come from somebody else."""
+    """Whose code may run while a run is looked at or resumed: the project that the command is typed
+    in, what its `conf/` allows, and what the command line allows. Never what the run's own files
+    allow: they may come from somebody else."""
     folders = own_folders(provenance.project_root(None))
     return Trust(folders, (*user_conf.allowed(), *allow))
 
 
-class Places:
-    """The places of several attempts: each launcher is built once, however many jobs it has.
+class Platforms:
+    """The platforms of several attempts: each launcher is built once, however many jobs it has.
 
     Args:
         allow: As `project.allow`, from the command line.
@@ -57,7 +58,7 @@ class Places:
         """The job of an attempt, without running what the run's files name.
 
         Returns:
-            Its job; `Unasked` where asking its place would run code that is not trusted.
+            Its job; `Unasked` where asking its platform would run code that is not trusted.
 
         Raises:
             UserError: Its launcher does not know it.
@@ -70,43 +71,74 @@ class Places:
         written = attempt.launch()["where"]["launcher"]
         if (key := repr(written)) not in self._known:
             self._known[key] = self._launcher(written)
-        found = self._known[key]
-        if isinstance(found, Problem):
-            return Unasked(str(handle), found)
+        launcher = self._known[key]
+        if isinstance(launcher, Problem):
+            return Unasked(str(handle), launcher)
         if is_elsewhere(str(handle), attempt):
             why = f"job.json names a job of another folder: {handle}"
             return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
-        return found.attach(str(handle))
+        return launcher.attach(str(handle))
 
     def _launcher(self, written: Any) -> Launcher | Problem:
         """What launch.yaml names, or why it is not asked."""
-        found = resolve({"launcher": written})
-        node = found.section("launcher")
+        resolved = resolve({"launcher": written})
+        node = resolved.section("launcher")
         for _, refused in target_problems({"launcher": node}, self.trust):
-            why = f"{refused.what}; the run's launch.yaml says so, and its place was not asked"
+            why = f"{refused.what}; the run's launch.yaml says so, and its platform was not asked"
             return Problem(refused.path, why, refused.remedy)
-        secret = [name for _, name, _ in found.variables() if looks_secret(name)]
+        secret = [name for _, name, _ in resolved.variables() if looks_secret(name)]
         if secret:
             why = f"the run's launch.yaml asks for ${secret[0]}, which no look at a run gives away"
-            return Problem("launcher", f"{why}: its place was not asked")
+            return Problem("launcher", f"{why}: its platform was not asked")
         if self.trust.covers(str(node["_target_"])):
             make_importable(self.trust.folders)
         return instantiate(node)
 
 
 def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
-    """As `Places.job`, of one attempt."""
-    return Places(allow).job(attempt)
+    """As `Platforms.job`, of one attempt."""
+    return Platforms(allow).job(attempt)
+
+
+def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Target]:
+    """The jobs that a user named: by a handle, a run, or a folder of runs (a sweep).
+
+    Args:
+        number: Of the attempt, None for the newest.
+        allow: As `project.allow`, from the command line.
+    """
+    if "://" in text:
+        return [(named(text), None)]
+    folder = Path(text)
+    below = [] if (folder / "config.yaml").is_file() else runs_below(folder)
+    attempts = [attempt_of(run, number) for run in below or [RunDirectory.open(text)]]
+    platforms = Platforms(allow)
+    return [(platforms.job(attempt), attempt) for attempt in attempts]
+
+
+def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
+    """The attempt of this number, the newest by default.
+
+    Raises:
+        UserError: There is none.
+    """
+    chosen = {a.number: a for a in run.attempts()}
+    if not chosen:
+        remedy = f"start it, or resume it: python -m distdl resume {shown(run.path)}"
+        raise UserError(Problem(shown(run.path), "has no attempt on record", remedy))
+    if number is not None and number not in chosen:
+        raise UserError(Problem("--attempt", f"there is no {number}", f"1 to {max(chosen)}"))
+    return chosen[number or max(chosen)]
 
 
 def ask(jobs: Iterable[Job]) -> None:
-    """Asks each place once about all of its jobs, where it can be asked so."""
-    kinds_of: dict[type, list[Job]] = {}
+    """Asks each platform once about all of its jobs, where it can be asked so."""
+    by_class: dict[type, list[Job]] = {}
     for job in jobs:
-        kinds_of.setdefault(type(job), []).append(job)
-    for kind, some in kinds_of.items():
+        by_class.setdefault(type(job), []).append(job)
+    for kind, some in by_class.items():
         if len(some) > 1 and hasattr(kind, "ask"):
-            with suppress(Exception):  # then each is asked by itself
+            with suppress(Exception):  # then each is asked by itself, and says why it cannot be
                 kind.ask(some)
 
 
@@ -119,7 +151,7 @@ def is_elsewhere(handle: str, attempt: Attempt) -> bool:
 
 @dataclass
 class Unasked:
-    """A job whose place nobody asks, and why."""
+    """A job whose platform nobody asks, and why."""
 
     handle: str
     problem: Problem
@@ -140,16 +172,6 @@ class Unasked:
 
     def cancel(self) -> None:
         raise UserError(self.problem)
-
-
-def place_of(attempt: Attempt) -> str:
-    """Where an attempt without a job is or was: on a host, or nowhere, as it was refused."""
-    target = str(attempt.launch()["where"]["launcher"].get("_target_", ""))
-    if target.startswith("distdl.launchers.local.") or not target:
-        host = attempt.status().get("host")
-        return f"local, {host}" if host else "local"
-    name = target.removeprefix("distdl.launchers.").partition(".")[0]
-    return f"{name}, not submitted"
 
 
 def named(handle: str) -> Job:
@@ -176,12 +198,12 @@ def instantiate(node: Any) -> Launcher:
     node = OmegaConf.create(node)
     target = str(node.get("_target_"))
     try:
-        found = kinds.locate(target)
+        named = kinds.locate(target)
     except (ImportError, AttributeError) as error:
         what = f"{target} cannot be imported here"
         remedy = f"is {target.partition('.')[0]} installed in this environment?"
         raise UserError(Problem("launcher", what, remedy)) from error
-    if not kinds.launches(found):
+    if not kinds.launches(named):
         raise UserError(Problem("launcher._target_", f"{target} is no launcher"))
     try:
         return build(node, _convert_="all")
@@ -192,28 +214,26 @@ def instantiate(node: Any) -> Launcher:
 
 
 def is_settled(attempt: Attempt) -> bool:
-    """Whether its own files say how it stands, and no place has to be asked."""
+    """Whether its own files say how it stands, and no platform has to be asked."""
     if not attempt.job():
         return True
     return attempt.state().ended and bool(attempt.status().get("concluded"))
 
 
 def state(attempt: Attempt, job: Job | None = None) -> JobState:
-    """How an attempt stands; what its place knows is put on record once it has ended."""
+    """How an attempt stands; what its platform knows is put on record once it has ended."""
     recorded = attempt.state()
     if is_settled(attempt):
         return recorded
     job = job or of(attempt)
-    place = job.state()
-    if place.ended:
+    seen = job.state()
+    if seen.ended:
         code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
         first_end = getattr(job, "first_end", lambda logs: None)(attempt.logs)
         if first_end is not None:
             failures.record_first_end(attempt.errors, *first_end)
-        return attempt.conclude(place, code, killed)
-    if place is JobState.UNKNOWN:
-        return recorded if recorded.ended else place
-    return place
+        return attempt.conclude(seen, code, killed)
+    return recorded if seen is JobState.UNKNOWN and recorded.ended else seen
 
 
 def refuse_second(run: RunDirectory) -> None:
@@ -223,28 +243,22 @@ def refuse_second(run: RunDirectory) -> None:
         UserError: Its newest attempt waits in a queue or runs.
     """
     last = run.last_attempt()
-    if last is None or not last.job():
+    if last is None or not last.job() or (seen := state(last)).ended or seen is JobState.UNKNOWN:
         return
-    found = state(last)
-    if found in (JobState.PENDING, JobState.RUNNING):
-        path = shown(run.path)
-        raise UserError(
-            Problem(
-                path,
-                f"attempt {last.number} is {found.lower()} ({last.job()['handle']})",
-                f"watch it: python -m distdl jobs logs --follow {path}, "
-                f"or end it: python -m distdl jobs cancel {path}",
-            )
-        )
+    path, job = shown(run.path), last.job()["handle"]
+    remedy = (
+        f"watch it: python -m distdl jobs logs --follow {path}, "
+        f"or end it: python -m distdl jobs cancel {path}"
+    )
+    raise UserError(Problem(path, f"attempt {last.number} is {seen.lower()} ({job})", remedy))
 
 
 def runs_below(folder: Path) -> list[RunDirectory]:
     """Every run in a folder of runs (or of sweeps), the newest first."""
-    found = []
+    runs: list[RunDirectory] = []
     for top, folders, files in os.walk(folder.resolve()):
-        if "config.yaml" in files:
-            run = RunDirectory(Path(top))
-            if run.last_attempt() is not None:
-                folders[:] = [name for name in folders if name not in INSIDE]
-                found.append((os.stat(os.path.join(top, "config.yaml")).st_mtime, run))
-    return [run for _, run in sorted(found, key=lambda one: -one[0])]
+        run = RunDirectory(Path(top))
+        if "config.yaml" in files and run.last_attempt() is not None:
+            folders[:] = [name for name in folders if name not in INSIDE]
+            runs.append(run)
+    return sorted(runs, key=lambda run: -(run.path / "config.yaml").stat().st_mtime)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,16 @@ from distdl import batches, following, jobs, provenance, snapshot, stopping
 from distdl import config as configs
 from distdl.bundle import Bundle
 from distdl.errors import Problem, UserError
-from distdl.failures import KILLED, told
-from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher, Request
+from distdl.failures import KILLED, describe
+from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.own_code import python_path
 from distdl.planning import Plan, launcher_class, never_trained, root_of
 from distdl.redact import redact, redact_command
-from distdl.run_directory import Attempt, RunDirectory, shown
+from distdl.run_directory import Attempt, shown
 from distdl.snapshot import Snapshot
+
+# Makes the request for one or several attempts, or None if the launcher has none for so many.
+RequestMaker = Callable[[Launcher, list[JobSpec]], Any]
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:
@@ -35,34 +36,34 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     make_room(planned)
     attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
     while True:
-        with begun_on_record(planned):
+        with interruption_recorded(planned):
             attempt, job = submit(planned, command)
             state = stay(job, attempt, planned)
-        if state is None or state is JobState.UNKNOWN:  # it goes on, and we do not know how
+        if state is None or state is JobState.UNKNOWN:  # it runs on, and its end is not known here
             return 0 if state is None else state.exit_code
         report_failure(attempt)
-        if state not in (JobState.FAILED, JobState.PREEMPTED) or attempts_left <= 0:
+        code = int(attempt.status().get("exit_code", state.exit_code))
+        again = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
+        if not again or attempts_left <= 0:
             break
-        if attempt.status().get("exit_code") == EXIT_REFUSED:
-            break  # it would be refused again
         attempts_left -= 1
         print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
-    code = int(attempt.status().get("exit_code", state.exit_code))
-    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # which has said what to do
-        say_how_to_go_on(planned, attempt, state, command)
+    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal names its remedy
+        print_next_command(planned, attempt, state, command)
     return code
 
 
-def say_how_to_go_on(
+def print_next_command(
     planned: Plan, attempt: Attempt, state: JobState, command: Sequence[str]
 ) -> None:
+    """What to type after a run that did not succeed."""
     if (attempt.first_error() or {}).get("type") == "BdbQuit":  # whoever typed q knows
         return
     if state is JobState.FAILED and never_trained(planned.run):
         again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
-        print(f"failed before its first checkpoint. Mend it, then start it again:\n  {again}")
+        print(f"failed before its first checkpoint. Fix it, then start it again:\n  {again}")
         return
-    print(f"{state.lower()}. To go on:\n  python -m distdl resume {shown(planned.run.path)}")
+    print(f"{state.lower()}. To resume:\n  python -m distdl resume {shown(planned.run.path)}")
 
 
 def make_room(planned: Plan) -> None:
@@ -74,60 +75,67 @@ def make_room(planned: Plan) -> None:
 
 
 def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
-    """Lays down the run and one attempt, and hands it to the launcher.
+    """Writes the run and one attempt, and hands it to the launcher.
 
     Raises:
         UserError: The launcher refuses it, or the run is under way already. Until the launcher has
-            seen the request and asked its place, nothing is written.
+            seen the request and asked its platform, nothing is written.
     """
-    launcher = jobs.instantiate(planned.config.launcher)
-    refuse_unset(planned)
-    code = snapshot_of(planned)
-    reach(launcher, launcher.request(spec_of(planned, next_attempt(planned))))
-    attempt = lay_down(planned, command, code)
-    say_left_out(code)
-    with kept(attempt):
-        job = launcher.submit(launcher.request(spec_of(planned, attempt)))
-    if code is not None:
-        jobs.record(attempt, job)
-    return attempt, job
+    submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
+    assert submitted is not None
+    return submitted[0]
 
 
-def submit_together(planned: Sequence[Plan], command: Sequence[str]) -> None:
+def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
     """Hands the members of a sweep to the launcher: as one request if it has one for them all.
 
     Raises:
         UserError: See `submit`.
     """
-    request = request_together(planned, [next_attempt(each) for each in planned])
-    if request is None:
-        for each in planned:
-            attempt, job = submit(each, command)
-            print(f"submitted  {job.handle}  {shown(each.run.path)}", flush=True)
-        return
-    refuse_unset(*planned)
-    code = snapshot_of(planned[0])
-    reach(jobs.instantiate(planned[0].config.launcher), request)
-    with ExitStack() as stack:
-        stack.enter_context(begun_on_record(*planned))
-        attempts = [lay_down(each, command, code) for each in planned]
-        say_left_out(code)
-        for attempt in attempts:
-            stack.enter_context(kept(attempt))
-        launcher: Any = jobs.instantiate(planned[0].config.launcher)
-        submitted = launcher.submit(request_together(planned, attempts))
-    for attempt, job in zip(attempts, submitted, strict=True):
-        jobs.record(attempt, job)
-        print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
+    with interruption_recorded(*planned):
+        submitted = _submit(planned, command, sweep_request) if same_launcher(planned) else None
+        for attempt, job in submitted or (submit(each, command) for each in planned):
+            print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
 
 
-def request_together(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> Request | None:
-    """One request for all members; None if this launcher, or their settings, ask for one each."""
+def _submit(
+    planned: Sequence[Plan], command: Sequence[str], make_request: RequestMaker
+) -> list[tuple[Attempt, Job]] | None:
+    """Each attempt and its job; None, and nothing written, if there is no request."""
     launcher = jobs.instantiate(planned[0].config.launcher)
-    whole = getattr(launcher, "request_sweep", None)
-    if whole is None or any(p.config.launcher != planned[0].config.launcher for p in planned):
+    refuse_unset(planned)
+    expected = [next_attempt(each) for each in planned]
+    request = make_request(launcher, specs_of(planned, expected))
+    if request is None:
         return None
-    return whole([spec_of(*pair) for pair in zip(planned, attempts, strict=True)])
+    code = snapshot_of(planned[0])
+    if hasattr(launcher, "reach"):
+        launcher.reach(request)
+    attempts = [lay_down(each, command, code) for each in planned]
+    for line in code.lines_left_out() if code else ():
+        print(f"left out   {line}", file=sys.stderr, flush=True)
+    if attempts != expected:  # another start came in between, and has ended
+        request = make_request(launcher, specs_of(planned, attempts))
+    with ExitStack() as stack:
+        for attempt in attempts:
+            stack.enter_context(refusal_recorded(attempt))
+        submitted: Any = launcher.submit(request)
+    submitted = submitted if isinstance(submitted, list) else [submitted]
+    pairs: list[tuple[Attempt, Job]] = list(zip(attempts, submitted, strict=True))
+    if code is not None:
+        for attempt, job in pairs:
+            jobs.record(attempt, job)
+    return pairs
+
+
+def sweep_request(launcher: Launcher, specs: list[JobSpec]) -> Any:
+    """One request for all members; None if this launcher has none."""
+    return launcher.request_sweep(specs) if hasattr(launcher, "request_sweep") else None
+
+
+def same_launcher(planned: Sequence[Plan]) -> bool:
+    """Whether all members have the same settings of the launcher."""
+    return all(each.config.launcher == planned[0].config.launcher for each in planned)
 
 
 def unset(planned: Plan) -> list[str]:
@@ -138,19 +146,12 @@ def unset(planned: Plan) -> list[str]:
     return [name for name in forwarded if name not in os.environ]
 
 
-def refuse_unset(*planned: Plan) -> None:
+def refuse_unset(planned: Sequence[Plan]) -> None:
     missing = dict.fromkeys(name for each in planned for name in unset(each))
     if missing:
         what = f"not set in this shell: {', '.join(missing)}"
         remedy = f"export {next(iter(missing))}=..."
         raise UserError(Problem("launcher.forward_env", what, remedy))
-
-
-def reach(launcher: Launcher, request: Request) -> None:
-    """Lets the launcher ask its place, if it can: what is refused there leaves no run behind."""
-    ask = getattr(launcher, "reach", None)
-    if ask is not None:
-        ask(request)
 
 
 def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
@@ -175,13 +176,13 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
         what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
         raise UserError(Problem("output_dir", what, "choose another: output_dir=FOLDER")) from error
     if code is not None:
-        with kept(attempt):
+        with refusal_recorded(attempt):
             Bundle.write(planned.run, attempt, code)
     return attempt
 
 
 @contextmanager
-def begun_on_record(*planned: Plan) -> Iterator[None]:
+def interruption_recorded(*planned: Plan) -> Iterator[None]:
     """However early a signal comes: no attempt that this process has begun waits for ever."""
     try:
         yield
@@ -195,7 +196,7 @@ def begun_on_record(*planned: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def kept(attempt: Attempt) -> Iterator[None]:
+def refusal_recorded(attempt: Attempt) -> Iterator[None]:
     """An attempt that could not be submitted is on record as such."""
     try:
         yield
@@ -205,14 +206,13 @@ def kept(attempt: Attempt) -> Iterator[None]:
             state = stopping.state_of(-stopping.number_of(error))
         attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
-        print(
-            f"{run} is kept. Once it is mended:\n  python -m distdl resume {run}", file=sys.stderr
-        )
+        again = f"{run} is kept. Once that is fixed:\n  python -m distdl resume {run}"
+        print(again, file=sys.stderr)
         raise
 
 
 def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
-    """With a job until its end; None if it goes on without us."""
+    """Stays with a job until its end; None if it runs on without this process."""
     if is_foreground(planned.config):
         return job.wait()
     print(f"submitted  {job.handle}")
@@ -253,16 +253,11 @@ def snapshot_of(planned: Plan) -> Snapshot | None:
     )
 
 
-def say_left_out(code: Snapshot | None) -> None:
-    for line in code.told() if code else ():
-        print(f"left out   {line}", file=sys.stderr, flush=True)
-
-
 def next_attempt(planned: Plan) -> Attempt:
     """Where the next attempt will be."""
-    goes_on = planned.run.exists and planned.old_run is None
-    last = planned.run.last_attempt() if goes_on else None
-    return Attempt(planned.run.path / "attempts" / f"{last.number + 1 if last else 1:03d}")
+    if planned.old_run is None:
+        return planned.run.next_attempt()
+    return Attempt(planned.run.path / "attempts" / "001")
 
 
 def how_to_train_longer(planned: Plan) -> str:
@@ -273,62 +268,19 @@ def how_to_train_longer(planned: Plan) -> str:
     )
 
 
-def render(planned: Plan) -> str:
-    """What would run, for `dry_run=true`: starts nothing, writes nothing but `launcher.files`."""
-    attempt, code = next_attempt(planned), snapshot_of(planned)
-    request = jobs.instantiate(planned.config.launcher).request(spec_of(planned, attempt))
-    files = write_files(planned, spec_of(planned, attempt), code)
-    size, batch = planned.resources, batches.describe(planned.config, planned.resources)
-    lines = [
-        f"run        {shown(planned.run.path)}" + (" (goes on)" if attempt.number > 1 else ""),
-        f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
-        *([f"batch      {batch}"] if batch else []),
-        *([f"code       {code.describe()}"] if code else []),
-        *(f"left out   {line}" for line in (code.told() if code else ())),
-        *(f"note       {note}" for note in planned.notes),
-        *(f"note       ${name} is not set here: it must be to submit" for name in unset(planned)),
-        *(f"file       {shown(file)}" for file in files),
-        "",
-        request.render(),
+def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSpec]:
+    """Each attempt as its launcher gets it."""
+    return [
+        JobSpec(
+            name=each.run_id,
+            bundle=str(each.run.path if is_foreground(each.config) else attempt.path / "bundle"),
+            store=str(each.run.path),
+            attempt=attempt.number,
+            resources=each.resources,
+            forward_env=tuple(each.config.launcher.get("forward_env") or ()),
+        )
+        for each, attempt in zip(planned, attempts, strict=True)
     ]
-    return "\n".join(lines)
-
-
-def write_files(planned: Plan, spec: JobSpec, code: Snapshot | None) -> list[Path]:
-    """What the place's own tools take: the request as files, with the bundle beside them.
-
-    Raises:
-        UserError: Their folder is there already.
-    """
-    if code is None or not planned.config.launcher.get("files"):
-        return []
-    target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
-    if target.exists():
-        what = f"{shown(target)} is there already"
-        raise UserError(Problem("launcher.files", what, "remove it, or name another folder"))
-    request: Any = jobs.instantiate(planned.config.launcher).request(replace(spec, bundle="bundle"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
-        run, made = RunDirectory(Path(temporary, "run")), Path(temporary, "files")
-        attempt = lay_down(replace(planned, run=run), sys.argv, code)
-        made.mkdir()
-        (attempt.path / "bundle").rename(made / "bundle")
-        for name, text in request.files().items():
-            (made / name).write_text(text, encoding="utf-8")
-        made.rename(target)
-    return [target / name for name in request.files()]
-
-
-def spec_of(planned: Plan, attempt: Attempt) -> JobSpec:
-    here = is_foreground(planned.config)
-    return JobSpec(
-        name=planned.run_id,
-        bundle=str(planned.run.path if here else attempt.path / "bundle"),
-        store=str(planned.run.path),
-        attempt=attempt.number,
-        resources=planned.resources,
-        forward_env=tuple(planned.config.launcher.get("forward_env") or ()),
-    )
 
 
 def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
@@ -358,7 +310,7 @@ def report_failure(attempt: Attempt) -> None:
     first = attempt.first_error()
     if first is not None and (first["rank"] != 0 or first["type"] == KILLED):
         print(
-            f"rank {first['rank']} failed first: {told(first)}\n"
+            f"rank {first['rank']} failed first: {describe(first)}\n"
             f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",
             file=sys.stderr,
         )

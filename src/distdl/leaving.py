@@ -1,6 +1,6 @@
-"""How a process ends so that whatever started it draws the right conclusion.
+"""How a process exits so that whatever started it draws the right conclusion.
 
-The truth about a run stands in status.json and errors/; an exit code must only not spoil it.
+What became of a run is in status.json and errors/; an exit code must not contradict it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def outlive_readers() -> None:
 
 @functools.cache
 def name_who_stays(seconds: float = 5) -> None:
-    """Python waits at its end for threads that are no daemons: after some seconds says for which,
-    since the run is over by then."""
+    """Python waits at its end for threads that are no daemons: names them after some seconds, as
+    the run is over by then."""
 
     def ends() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it now, and without a traceback
@@ -76,8 +76,8 @@ def name_who_stays(seconds: float = 5) -> None:
 
     def wait() -> None:
         time.sleep(seconds)
-        stay = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
-        which = ", ".join(name for name in stay if name != threading.main_thread().name)
+        alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
+        which = ", ".join(name for name in alive if name != threading.main_thread().name)
         print(
             f"the run has ended; its process waits for threads of your code: {which} "
             "(Thread(daemon=True) is not waited for; Ctrl-C ends it now)",
@@ -92,7 +92,7 @@ def leave(code: int, launcher: str) -> NoReturn:
     """Ends this process.
 
     Args:
-        code: What it would say to a shell.
+        code: The exit code for a shell.
         launcher: Who started it, as in DISTDL_LAUNCHER.
     """
     sys.stdout.flush()

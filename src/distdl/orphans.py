@@ -1,9 +1,12 @@
-"""What becomes of processes whose parent is gone: a killed one (-9) can tell them nothing."""
+"""What becomes of processes whose parent is gone: one that is killed (-9) cannot tell them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+
+from distdl.processes import SET_PARENT_DEATH_SIGNAL, prctl
 
 PARENT = "DISTDL_PARENT"  # the number of the process that started this one
 
@@ -16,20 +19,16 @@ def die_with_parent(parent: int | None = None) -> None:
     """
     if sys.platform != "linux":
         return
-    import ctypes
-    import signal
-
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    given = os.environ.pop(PARENT, None)  # it is nobody else's parent
-    expected = int(given or 0) if parent is None else parent
+    prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    named = os.environ.pop(PARENT, None)  # it is nobody else's parent
+    expected = int(named or 0) if parent is None else parent
     if expected and os.getppid() != expected:  # it went before this call
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Ends this process with the one that spawned it: of a killed one (-9) it would wait for work
-    for ever. For the initializer of a pool."""
+    """Ends this process with the one that spawned it: without that one it would wait for work for
+    ever. For the initializer of a pool."""
     import multiprocessing
     import threading
 

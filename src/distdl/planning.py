@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shlex
 import threading
 import time
@@ -18,13 +19,22 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl import batches, checkpoint, checks, jobs, kinds, provenance, resources, validate
+from distdl import (
+    batches,
+    checkpoint,
+    checkpoint_checks,
+    jobs,
+    kinds,
+    provenance,
+    resources,
+    validate,
+)
 from distdl import config as configs
 from distdl.errors import Problem, UserError
 from distdl.importing import uncollected
 from distdl.job import JobState, Resources
 from distdl.own_code import make_importable, own_folders
-from distdl.run_directory import RunDirectory, shown
+from distdl.run_directory import Attempt, RunDirectory, shown
 from distdl.suggest import written
 from distdl.targets import Trust, problem_of
 
@@ -32,6 +42,8 @@ LOCAL = "distdl.launchers.local.LocalLauncher"
 AGENT = "torch.distributed.launcher.api"  # starts several ranks here
 # Groups without which nothing runs, whatever the task.
 REQUIRED = ("model", "strategy", "launcher")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,7 +54,7 @@ class Plan:
         config: Recipe and where, merged, with this attempt's changes.
         recipe: What is or will be frozen.
         resources: The size.
-        run: The run's directory; it exists if this goes on with one.
+        run: The run's directory; it exists if this resumes one.
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes of the recipe, by path.
         notes: What a person should read before it starts.
@@ -61,6 +73,11 @@ class Plan:
     old_run: Path | None = None
     overrides: Sequence[str] = ()
     swept: Sequence[str] = ()
+
+    @property
+    def last_attempt(self) -> Attempt | None:
+        """The newest attempt of the run; None if the run is new."""
+        return self.run.last_attempt() if self.run.exists else None
 
     @property
     def finished(self) -> bool:
@@ -109,36 +126,33 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
                 f"the old {run_id} failed before its first checkpoint, kept as {kept}"
             )
             return planned
-        raise UserError(
-            Problem(
-                "name",
-                f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
-                "choose another name, or go on with that run: "
-                f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}",
-            )
+        what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
+        remedy = (
+            "choose another name, or resume that run: "
+            f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
         )
-    if not member:  # which is refused in its turn, and the others train
+        raise UserError(Problem("name", what, remedy))
+    if not member:  # a member is refused in its turn, and the others train
         refuse_second(planned)
     return proceed(planned, given=())
 
 
 def _resumed(planned: Plan, stored: DictConfig) -> str:
-    """What a resume is given: what was asked for, if it may change that, or else, of a run that has
-    finished, to train longer."""
+    """The arguments of a resume: what was asked for, if a resume may change that; or else, of a run
+    that has finished, to train longer."""
     old, new = (
         OmegaConf.to_container(configs.recipe_of(each), resolve=False)
         for each in (stored, planned.recipe)
     )
     assert isinstance(old, dict) and isinstance(new, dict)
     changed = []
-    for path in configs.CHANGEABLE:
-        section, key = path.split(".")
-        mine, asked = old.get(section), new.get(section)
-        if not isinstance(mine, dict) or not isinstance(asked, dict) or key not in asked:
+    for section, key in (path.split(".") for path in configs.CHANGEABLE):
+        before, asked = old.get(section), new.get(section)
+        if not isinstance(before, dict) or not isinstance(asked, dict) or key not in asked:
             continue
-        if key not in mine or mine[key] != asked[key]:
-            mine[key] = asked[key]
-            changed.append(shlex.quote(written(path, asked[key])))
+        if key not in before or before[key] != asked[key]:
+            before[key] = asked[key]
+            changed.append(shlex.quote(written(f"{section}.{key}", asked[key])))
     if old == new:
         return f" {' '.join(changed)}"
     return f" {configs.longer(stored)}" if planned.finished else ""
@@ -163,14 +177,14 @@ def refuse_second(planned: Plan) -> None:
 
 
 def proceed(planned: Plan, given: Sequence[str]) -> Plan:
-    """Goes on with an existing run; a changed world size keeps the global batch.
+    """The next attempt of an existing run; a changed world size keeps the global batch.
 
     Args:
         planned: The plan as asked for.
-        given: Paths that the user set himself in this attempt.
+        given: Paths that the user set in this attempt.
 
     Raises:
-        UserError: The global batch cannot be kept, and nothing was said about it.
+        UserError: The global batch cannot be kept, and the user has set no other one.
     """
     last = planned.run.last_attempt()
     if last is None:
@@ -185,49 +199,11 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         given,
         batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
     )
-    changes.update(keeps.changes)
-    planned.changes = changes
+    planned.changes = changes | keeps.changes
     planned.notes += keeps.notes
-    planned.config = configs.merge(planned.recipe, configs.where_of(planned.config), changes)
+    where = configs.where_of(planned.config)
+    planned.config = configs.merge(planned.recipe, where, planned.changes)
     return planned
-
-
-def missing_checkpoint(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
-    """Whether `task.checkpoint` is there, if the task takes one and runs here."""
-    task = config.task
-    named = str(task.get("checkpoint", "best"))
-    here = checks.runs_here(str(config.launcher["_target_"]))
-    if here and named != "none" and task["_target_"] in configs.EVALUATE:
-        return found_problems(named, "task.checkpoint", run.checkpoints)
-    return ()
-
-
-def missing_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
-    """Whether `checkpoint.resume_from` is there, unless the run has a checkpoint of its own; of a
-    job elsewhere, whether it is a path that its nodes may see."""
-    given = config.checkpoint.get("resume_from")
-    if not given or any(run.checkpoints.glob(f"*{checkpoint.SUFFIX}")):
-        return ()
-    if checks.runs_here(str(config.launcher["_target_"])):
-        return found_problems(given, "checkpoint.resume_from")
-    written = OmegaConf.to_container(config.checkpoint, resolve=False)
-    assert isinstance(written, dict)
-    if Path(given).is_absolute() or "${input:" in written["resume_from"]:
-        return ()
-    what = f"{given} is a path below this folder, and the job runs elsewhere"
-    remedy = (
-        "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
-        "with launcher.inputs.start=..."
-    )
-    return [Problem("checkpoint.resume_from", what, remedy)]
-
-
-def found_problems(named: str, key: str, own: Path | None = None) -> Sequence[Problem]:
-    try:
-        checkpoint.find(named, key, own)
-    except UserError as error:
-        return error.problems
-    return ()
 
 
 def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
@@ -250,23 +226,23 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
     local, root = is_local(config), root_of(config)
     make_importable(own_folders(root))  # a launcher may be one of them
     size, uncounted = None, None
-    known = getattr(launcher_class(config), "devices", None)
+    launcher, node = launcher_class(config), written.get("launcher") or {}
+    known = getattr(launcher, "devices", None)
     try:
         trainer = configs.plain(config.trainer)
-        node = written.get("launcher") or {}
         size = resources.resolve(trainer, local=local, known=known and known(node))
     except UserError as error:
-        if said := "; ".join(notes_of(config)):
-            problems += [Problem(p.path, f"{p.what}: {said}", p.remedy) for p in error.problems]
-        elif known and known(node) is None:  # the launcher says what is wrong with its size
-            uncounted = error
+        if notes := "; ".join(notes_of(config)):
+            problems += [Problem(p.path, f"{p.what}: {notes}", p.remedy) for p in error.problems]
+        elif launcher is None or (known and known(node) is None):
+            uncounted = error  # the second stage says what is wrong with the launcher or its size
         else:
             problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
         pass  # a broken value: the first stage names it
-    for look in (missing_checkpoint, missing_start):
+    for missing in (checkpoint_checks.for_task, checkpoint_checks.for_start):
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
-            problems += look(config, run) if run else ()  # the first stage names what is broken
+            problems += missing(config, run) if run else ()  # the first stage names what is broken
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         problems.append(
             Problem(
@@ -298,12 +274,12 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
         return
     if planned.changes:  # else the first stage has seen this very config
         validate.refuse(config, size, project_root=str(root_of(config)))
-    here = local and not apart and not config.dry_run
-    # Which GPU is visible must be said before anything looks.
-    goes_on = here and size.world_size == 1 and not size.device_ids
-    with imported_meanwhile(AGENT) if here and not goes_on else nullcontext():
+    starts_here = local and not apart and not config.dry_run
+    # This process trains: not where a choice of GPUs must be set before anything looks at them.
+    trains_here = starts_here and size.world_size == 1 and not size.device_ids
+    with imported_meanwhile(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
-            config, size, str(root_of(config)), goes_on=goes_on
+            config, size, str(root_of(config)), goes_on=trains_here
         )
     if problems:
         raise UserError(*problems)
@@ -315,7 +291,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
 
 
 def notes_of(config: DictConfig) -> list[str]:
-    """What the launcher says of its settings to whoever starts the job."""
+    """The launcher's notes on its settings, for whoever starts the job."""
     notes = getattr(launcher_class(config), "notes", None)
     return list(notes(OmegaConf.to_container(config.launcher, resolve=False))) if notes else []
 
@@ -326,17 +302,13 @@ def is_local(config: DictConfig) -> bool:
 
 def root_of(config: DictConfig) -> Path:
     """The user's code; the default while `project.root` is not yet known to be a path."""
-    try:
-        given = OmegaConf.select(config, "project.root")
-    except OmegaConfBaseException:
-        given = None
-    return provenance.project_root(given if isinstance(given, str) else None)
+    root = OmegaConf.select(config, "project.root", throw_on_resolution_failure=False)
+    return provenance.project_root(root if isinstance(root, str) else None)
 
 
 @contextmanager
 def imported_meanwhile(module: str) -> Iterator[None]:
     """Imports what this process will need while a child validates: both take seconds."""
-    # An import that fails here fails again, and is told, where it is needed.
     thread = threading.Thread(target=lambda: suppressed_import(module))
     thread.start()
     try:
@@ -346,16 +318,27 @@ def imported_meanwhile(module: str) -> Iterator[None]:
 
 
 def suppressed_import(module: str) -> None:
+    # An import that fails here fails again, and is reported, where it is needed.
     with suppress(Exception), uncollected():
         importlib.import_module(module)
 
 
 def launcher_class(config: DictConfig) -> Any:
-    """The class that `launcher._target_` names, or None: validation says what is wrong with it."""
+    """The class that `launcher._target_` names; None if it names none that may be imported.
+
+    Validation says what is wrong with it: the first stage with the name, the second, which imports
+    it as well, with the module.
+    """
     try:
         target = str(config.launcher["_target_"])
         trust = Trust(own_folders(root_of(config)), tuple(config.project.get("allow") or ()))
-        found = None if problem_of(target, trust, ("launcher",)) else kinds.locate(target)
-        return found if kinds.launches(found) else None
-    except Exception:
+    except (OmegaConfBaseException, TypeError, AttributeError, KeyError):  # a broken value
         return None
+    if problem_of(target, trust, ("launcher",)):
+        return None
+    try:
+        named = kinds.locate(target)
+    except Exception as error:  # whatever importing a module raises
+        log.debug("%s cannot be imported", target, exc_info=error)
+        return None
+    return named if kinds.launches(named) else None

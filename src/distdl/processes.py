@@ -1,16 +1,26 @@
-"""Is a process still there: the very one, and not a later one with its number?
+"""Whether a process is still there: that one, and not a later one with its number; prctl.
 
 Standard library only: mpirun's supervisor, which starts by its path, uses it too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def prctl(option: int, value: int) -> None:
+    """Sets an attribute of this process on Linux; elsewhere nothing. Safe between fork and exec."""
+    if LIBC is not None:
+        LIBC.prctl(option, value)
 
 
 def birth(pid: int) -> str:
@@ -42,8 +52,8 @@ def is_alive(pid: int, born: str | None = None) -> bool:
         pass
     if not Path("/proc/self/stat").exists():  # not Linux
         return True
-    found = birth(pid)
-    return bool(found) and (not born or found == born)
+    actual = birth(pid)
+    return bool(actual) and (not born or actual == born)
 
 
 def this_process() -> dict[str, Any]:

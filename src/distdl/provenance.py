@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -71,16 +72,18 @@ def git_state(root: Path) -> dict[str, Any]:
 
 
 def project_root(given: str | None) -> Path:
-    """The user's code: as given, else the git top, else the current folder."""
+    """The user's code: `given`, else the git top, else the current folder."""
     if given:
         return Path(given).resolve()
     top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else Path.cwd()
 
 
-def packages() -> list[str]:
-    found = {(d.metadata["Name"] or ""): d.version for d in importlib.metadata.distributions()}
-    return [f"{name}=={version}" for name, version in sorted(found.items()) if name]
+@functools.cache
+def packages() -> tuple[str, ...]:
+    """What is installed here, `name==version` each. Listed once per process: it takes a while."""
+    installed = {d.metadata["Name"] or "": d.version for d in importlib.metadata.distributions()}
+    return tuple(f"{name}=={version}" for name, version in sorted(installed.items()) if name)
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -2,7 +2,7 @@
 
 A rank's log passes a filter in the rank itself (`redact.RedactingFilter`); what it, or a library in
 C below it, simply prints does not. So the files are written here, in the process that starts the
-ranks: what one said last is not lost if it is killed.
+ranks: the last lines of a rank that is killed are not lost.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import selectors
 import threading
+import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,11 +20,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from distdl.redact import redact
 
 READ, LONGEST = 1 << 16, 1 << 18  # bytes: at a time, and of a text that is held back
+PATIENCE = 2.0  # seconds; a process that a rank left behind may hold its pipe open
 BEGIN, END = b"-----BEGIN", b"-----END"
 
 
 class RankOutput:
-    """A pipe for each stream of each rank but the node's first, and a thread that empties them.
+    """A pipe for each stream of each rank but the node's first, each emptied by a thread.
 
     Args:
         folder: Where torch's agent makes a folder for each rank.
@@ -33,55 +34,39 @@ class RankOutput:
 
     def __init__(self, folder: Path, devices: int) -> None:
         redirected = dict.fromkeys(range(1, devices), Std.ALL)
-        self.specs = Specs(str(folder), redirected, self._pipe_to)
-        self._selector = selectors.DefaultSelector()
+        self.specs = Specs(str(folder), redirected, self.pipe_to)
         self._ends: list[int] = []
-        self._wake, self._woken = os.pipe()
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._pump, name="rank output", daemon=True)
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> RankOutput:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.write(self._woken, b".")
-        self._thread.join()
-        for end in (*self._ends, self._wake, self._woken):
+        """The ranks have ended; what they have written is in the pipes."""
+        for end in self._ends:
             os.close(end)
+        deadline = time.monotonic() + PATIENCE
+        for thread in self._threads:
+            thread.join(max(0, deadline - time.monotonic()))
 
-    def _pipe_to(self, path: str) -> str:
+    def pipe_to(self, path: str) -> str:
         """Makes a pipe into a file; returns the name under which torch can open it."""
         reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        self._ends += [reading, writing]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
-        self._selector.register(reading, selectors.EVENT_READ, stream)
+        thread = threading.Thread(target=pump, args=(reading, stream), daemon=True)
+        thread.start()
+        self._ends.append(writing)
+        self._threads.append(thread)
         return f"/dev/fd/{writing}"
 
-    def _pump(self) -> None:
-        going = True
-        while going:
-            ready = self._selector.select()
-            going = all(key.data is not None for key, _ in ready)
-            for key, _ in ready:
-                if key.data is not None:
-                    key.data.add(_read(key.fd))
-        # The ranks have ended; what they have written is in the pipes.
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                while data := _read(key.fd):
-                    key.data.add(data)
-                key.data.end()
-        self._selector.close()
 
-
-def _read(fd: int) -> bytes:
-    try:
-        return os.read(fd, READ)
-    except BlockingIOError:
-        return b""
+def pump(reading: int, stream: Stream) -> None:
+    """Empties a pipe until nobody can write into it any more."""
+    with open(reading, "rb", buffering=0) as pipe:
+        while data := pipe.read(READ):
+            stream.add(data)
+    stream.end()
 
 
 class Stream:
@@ -92,13 +77,13 @@ class Stream:
 
     def add(self, data: bytes) -> None:
         self.held += data
-        whole = self.held.rfind(b"\n") + 1
+        complete = self.held.rfind(b"\n") + 1
         key = self.held.rfind(BEGIN)
         if key >= 0 and END not in self.held[key:]:
-            whole = min(whole, self.held.rfind(b"\n", 0, key) + 1)
+            complete = min(complete, self.held.rfind(b"\n", 0, key) + 1)
         if len(self.held) > LONGEST:
-            whole = len(self.held)
-        self._write(whole)
+            complete = len(self.held)
+        self._write(complete)
 
     def end(self) -> None:
         self._write(len(self.held))
@@ -114,16 +99,16 @@ class Stream:
 
 
 class Specs(DefaultLogsSpecs):
-    """torch's folders, with pipes in the place of their files."""
+    """torch's folders, with pipes instead of files."""
 
     def __init__(self, folder: str, redirects: dict[int, Std], pipe_to: Any) -> None:
         super().__init__(log_dir=folder, redirects=redirects)
         self._pipe_to = pipe_to
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        found = super().reify(envs)
-        out, err = self._piped(found.stdouts), self._piped(found.stderrs)
-        return dataclasses.replace(found, stdouts=out, stderrs=err)
+        logs = super().reify(envs)
+        out, err = self._piped(logs.stdouts), self._piped(logs.stderrs)
+        return dataclasses.replace(logs, stdouts=out, stderrs=err)
 
     def _piped(self, paths: dict[int, str]) -> dict[int, str]:
         return {rank: path and self._pipe_to(path) for rank, path in paths.items()}

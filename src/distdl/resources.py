@@ -32,27 +32,23 @@ def visible() -> list[str]:
         UserError: $CUDA_VISIBLE_DEVICES names GPUs, and CUDA would show none.
     """
     gpus, migs = _installed()
-    given = os.environ.get(VISIBLE)
-    if given is None:
+    text = os.environ.get(VISIBLE)
+    if text is None:
         # With MIG, CUDA shows one instance unless the others are named.
         return migs[:1] or [str(index) for index in range(len(gpus))]
-    found = listed(given)
+    names = listed(text)
     if gpus:  # what is not there ends the list; a UUID may be shortened
         uuids = [*gpus, *migs]
         there = [
             int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
-            for name in found
+            for name in names
         ]
-        found = found[: [*there, False].index(False)]
-    if not found and re.match(r"\s*(\d|GPU-|MIG-)", given):
-        raise UserError(
-            Problem(
-                VISIBLE,
-                f"{given!r} names GPUs, and CUDA shows none: one is named twice, or is not there",
-                f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it",
-            )
-        )
-    return found
+        names = names[: [*there, False].index(False)]
+    if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
+        what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or is not there"
+        remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
+        raise UserError(Problem(VISIBLE, what, remedy))
+    return names
 
 
 def listed(text: str) -> list[str]:
@@ -89,7 +85,7 @@ def resolve(
 
     Args:
         trainer: The composed `trainer` node.
-        local: Whether the ranks are born on this machine; elsewhere nothing can be counted here.
+        local: Whether the ranks start on this machine; elsewhere nothing can be counted here.
         known: Devices per node and accelerator of a machine that the launcher knows by its name.
 
     Raises:
@@ -101,13 +97,9 @@ def resolve(
     if not local:
         return _elsewhere(accelerator, devices, num_nodes, known)
     if num_nodes != 1:
-        raise UserError(
-            Problem(
-                "trainer.num_nodes",
-                f"launcher=local is this one machine, and {num_nodes} nodes are asked for",
-                "write trainer.num_nodes=1, or choose a launcher that starts several nodes",
-            )
-        )
+        what = f"launcher=local is this one machine, and {num_nodes} nodes are asked for"
+        remedy = "write trainer.num_nodes=1, or choose a launcher that starts several nodes"
+        raise UserError(Problem("trainer.num_nodes", what, remedy))
     names = visible() if accelerator in ("auto", "gpu", "cuda") else []
     gpus = len(names)
     shown_by = f"{VISIBLE}={os.environ[VISIBLE]!r}" if VISIBLE in os.environ else "nvidia-smi"
@@ -116,13 +108,9 @@ def resolve(
         accelerator = "gpu" if gpus else "mps" if apple else "cpu"
     accelerator = "gpu" if accelerator == "cuda" else accelerator
     if accelerator == "gpu" and not gpus:
-        raise UserError(
-            Problem(
-                "trainer.accelerator",
-                f"a GPU is asked for, and this machine shows none (by {shown_by})",
-                "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU",
-            )
-        )
+        what = f"a GPU is asked for, and this machine shows none (by {shown_by})"
+        remedy = "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU"
+        raise UserError(Problem("trainer.accelerator", what, remedy))
     ids: tuple[str, ...] | None = None
     if isinstance(devices, (list, tuple)):
         ids = _chosen(devices, names, accelerator, shown_by)
@@ -130,13 +118,9 @@ def resolve(
     elif devices in ("auto", -1, None):
         devices = gpus if accelerator == "gpu" else 1
     if accelerator == "gpu" and devices > gpus:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})",
-                f"write trainer.devices={gpus}",
-            )
-        )
+        what = f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})"
+        remedy = f"write trainer.devices={gpus}"
+        raise UserError(Problem("trainer.devices", what, remedy))
     return Resources(1, int(devices), accelerator, ids)
 
 
@@ -174,14 +158,10 @@ def _elsewhere(
     if known and accelerator == "auto":
         accelerator = known[1]
     if not isinstance(devices, int) or devices < 1:
-        raise UserError(
-            Problem(
-                "trainer.devices",
-                f"{devices!r} cannot be counted from here",
-                "write the number of devices per node, e.g. trainer.devices=4",
-            )
-        )
-    # On a cluster a missing GPU must be an error there, never a silent night on the CPU.
+        what = f"{devices!r} cannot be counted from here"
+        remedy = "write the number of devices per node, e.g. trainer.devices=4"
+        raise UserError(Problem("trainer.devices", what, remedy))
+    # On a cluster a missing GPU must be an error there, never a training on the CPU instead.
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 
 

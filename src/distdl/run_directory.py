@@ -23,246 +23,20 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl import failures, run_files
+from distdl import run_files
+from distdl.atomic_files import sync as sync
+from distdl.attempt import LAUNCH, STATUS
+from distdl.attempt import Attempt as Attempt
 from distdl.errors import Problem, UserError
-from distdl.job import JobState, Resources
-from distdl.processes import is_alive, this_process
-from distdl.run_files import Damaged, write_json, write_text
+from distdl.job import JobState
+from distdl.processes import this_process
 from distdl.run_files import read_json as read_json
-from distdl.run_files import sync as sync
+from distdl.run_files import write_json, write_text
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
-LAUNCH, STATUS = "launch.yaml", "status.json"
-NUMBER = (int, float)
-STATUS_SHAPE: run_files.Shape = {
-    "state": str,
-    "host": str,
-    "pid": int,
-    "birth": str,
-    "started": NUMBER,
-    "ended": NUMBER,
-    "exit_code": int,
-    "restarts": int,
-    "error": str,
-    "metrics": dict,
-    "parameters": dict,
-}
 PROVENANCE_SHAPE: run_files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
-LAUNCH_SHAPE: run_files.Shape = {"run_id": str, "where": dict}
 # Of one that carries no checksum: it was frozen before there was any.
 RECIPE_SHAPE: run_files.Shape = {"model": dict, "trainer": dict, "callbacks": object}
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a run."""
-
-    path: Path
-
-    @property
-    def number(self) -> int:
-        return int(self.path.name)
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    def launch(self) -> dict[str, Any]:
-        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`.
-
-        Raises:
-            Damaged: The file is absent, cut, changed, or of another shape.
-        """
-        return run_files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
-
-    @property
-    def task(self) -> str:
-        """What `task._target_` names.
-
-        Raises:
-            Damaged: launch.yaml does not say.
-        """
-        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_"))
-
-    def check_launch(self) -> None:
-        """Whether `launch` can be read.
-
-        Raises:
-            Damaged: It cannot.
-        """
-        run_files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
-
-    def _put_aside(self) -> str:
-        aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
-        return (
-            "restore it, or, once no process of this attempt runs any more, put it aside and go "
-            f"on: mv {self.path} {aside} && python -m distdl resume {run}"
-        )
-
-    def write_launch(self, record: dict[str, Any]) -> None:
-        text = OmegaConf.to_yaml(OmegaConf.create(record))
-        run_files.write_stamped(self.path / LAUNCH, text)
-
-    def resources(self) -> Resources:
-        """How large it is.
-
-        Raises:
-            Damaged: launch.yaml does not say.
-        """
-        size = dict(self.launch().get("resources") or {})
-        ids = size.pop("device_ids", None)
-        try:
-            return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
-        except TypeError:
-            what = f"resources is {size}"
-            raise Damaged(self.path / LAUNCH, what, "restore it") from None
-
-    def status(self) -> dict[str, Any]:
-        """What status.json says, empty if there is none.
-
-        Raises:
-            Damaged: The file is cut, of another shape, or of a state that does not exist.
-        """
-        path = self.path / STATUS
-        remedy = f"make sure that no process of this attempt runs any more, and then: rm {path}"
-        found = run_files.load_json(path, STATUS_SHAPE, remedy)
-        if found.get("state") is not None and found["state"] not in list(JobState):
-            raise Damaged(path, f"state is {found['state'][:40]!r}", remedy)
-        for name, value in (found.get("metrics") or {}).items():
-            if not isinstance(value, NUMBER):
-                raise Damaged(path, f"metrics.{name} is {str(value)[:40]!r}", remedy)
-        return found
-
-    def recorded(self) -> JobState:
-        """The state on record, believed as it is."""
-        return JobState(self.status().get("state") or "UNKNOWN")
-
-    def state(self) -> JobState:
-        """The state on record; one that waits or runs and whose process is gone from this host has
-        failed.
-
-        That of a job which lives elsewhere is for `distdl.jobs` to say.
-        """
-        recorded = self.recorded()
-        waits = recorded in (JobState.PENDING, JobState.RUNNING)
-        return JobState.FAILED if waits and not self.job() and self._is_gone() else recorded
-
-    def is_under_way(self) -> bool:
-        """Whether it runs, or is being started, as far as can be known from here. (A job that
-        waits somewhere is for `distdl.jobs` to say.)"""
-        state = self.state()
-        if state is JobState.PENDING:
-            return not self.is_mine() and not self.job()
-        return state is JobState.RUNNING
-
-    def is_mine(self) -> bool:
-        """Whether this very process is starting it, and nobody has taken it over yet."""
-        status, here = self.status(), this_process()
-        same = all(status.get(key) == value for key, value in here.items())
-        return same and self.recorded() is JobState.PENDING and not self.job()
-
-    def _is_of_this_host(self) -> bool:
-        return self.status().get("host") == socket.gethostname()
-
-    def _is_gone(self) -> bool:
-        """Whether the process on record was one of this host and has ended."""
-        status = self.status()
-        pid = status.get("pid") or 0
-        return self._is_of_this_host() and not is_alive(pid, status.get("birth"))
-
-    def job(self) -> dict[str, Any]:
-        """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none.
-
-        Raises:
-            Damaged: The file is cut or of another shape.
-        """
-        path = self.path / "job.json"
-        remedy = "write the job's handle into it again: " + '{"handle": "slurm://123", "url": null}'
-        found = run_files.load_json(path, {"handle": str, "url": str}, remedy)
-        if path.exists() and not found.get("handle"):
-            raise Damaged(path, "it names no handle", remedy)
-        return found
-
-    def update(self, **fields: Any) -> None:
-        """Merges `fields` into status.json. A damaged one is kept beside it, and begun anew: that a
-        run goes on is worth more than what a file said before."""
-        write_json(self.path / STATUS, {**self._whole_status(), **fields})
-
-    def _whole_status(self) -> dict[str, Any]:
-        path = self.path / STATUS
-        try:
-            return self.status()
-        except Damaged:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
-            return {}
-
-    def begin(self) -> None:
-        """Rank 0 is here. Of an attempt that its scheduler started again, what went wrong before
-        is kept apart."""
-        restarts = self._whole_status().get("restarts")
-        restarts = 0 if restarts is None else restarts + 1
-        if restarts and (self.path / "errors").is_dir():
-            os.replace(self.path / "errors", self.path / f"errors-{restarts:03d}")
-        self.update(
-            state=JobState.RUNNING,
-            started=time.time(),
-            ended=None,
-            **this_process(),
-            error=None,
-            restarts=restarts,
-        )
-
-    def end(self, state: JobState, **fields: Any) -> None:
-        self.update(state=state, ended=time.time(), exit_code=state.exit_code, **fields)
-
-    def conclude(self, place: JobState, code: int | None = None, killed: str = "") -> JobState:
-        """The job has ended: puts on record what the run did not say itself.
-
-        Args:
-            place: How it ended as its place knows it.
-            code: The exit code, where one process stands for the job.
-            killed: What ended the job from outside, in a sentence; the signals that its ranks got
-                by that are no preemption.
-        """
-        recorded = JobState(self._whole_status().get("state") or "UNKNOWN")
-        first = self.first_error()
-        agreed = place in (JobState.CANCELLED, JobState.PREEMPTED)
-        if killed and recorded is not JobState.SUCCEEDED and (not first or first.get("lost_peer")):
-            self.end(JobState.FAILED, error=killed)
-        elif first:  # whatever rank 0 made of it
-            error = f"rank {first['rank']}: {failures.told(first)}"
-            self.end(JobState.FAILED, error=error, first_error=failures.facts(first))
-            code = first.get("exit_code", code)
-        elif recorded.ended and (agreed or not code or recorded is not JobState.SUCCEEDED):
-            # A scheduler's cancel and its preemption are the same signal to a worker.
-            if recorded is JobState.PREEMPTED and place is JobState.CANCELLED:
-                self.update(state=place, exit_code=place.exit_code)
-        elif recorded is JobState.PENDING and place is JobState.SUCCEEDED and not code:
-            self.end(place)  # its store is elsewhere
-        else:
-            said = f"a worker ended with exit code {code}" if code else "it ended without a word"
-            if agreed:
-                said = "it was told to end, and its ranks did so before they could say it"
-            self.end(place if agreed else JobState.FAILED, error=said)
-        state = self.recorded()
-        if state is JobState.FAILED and code is not None and code > 0:
-            self.update(exit_code=code)
-        self.update(concluded=True)
-        return state
-
-    @property
-    def errors(self) -> Path:
-        return self.path / "errors"
-
-    def record_error(
-        self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any
-    ) -> bool:
-        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages."""
-        return failures.record(self.errors, rank, kind, message, trace, exit_code, **more)
-
-    def first_error(self) -> dict[str, Any] | None:
-        """The failure of a rank from which the others follow, see `distdl.failures`."""
-        return failures.first(self.errors)
 
 
 @dataclass(frozen=True)
@@ -292,8 +66,8 @@ class RunDirectory:
         return run
 
     def create(self, recipe: str, provenance: dict[str, Any]) -> None:
-        """Lays the run down. `config.yaml` comes last: with it, the run exists. Its checksum stands
-        beside it, since it is byte for byte the same wherever the run runs."""
+        """Writes a new run. `config.yaml` comes last: with it, the run exists. Its checksum is in
+        provenance.json, since it is byte for byte the same wherever the run runs."""
         self.path.mkdir(parents=True, exist_ok=True)
         stamped = {**provenance, "config_sha256": run_files.digest(recipe)}
         write_json(self.path / PROVENANCE, stamped)
@@ -353,8 +127,8 @@ class RunDirectory:
         return run_files.load_json(path, PROVENANCE_SHAPE, remedy)
 
     def attempts(self) -> list[Attempt]:
-        own = (a for a in self._folders() if not a.path.is_symlink())  # a link: another run's
-        return [a for a in own if (a.path / LAUNCH).exists()]
+        folders = (a for a in self._folders() if not a.path.is_symlink())  # a link: another run's
+        return [a for a in folders if (a.path / LAUNCH).exists()]
 
     def _folders(self) -> list[Attempt]:
         """Also those of which nothing is left but the folder."""
@@ -362,7 +136,12 @@ class RunDirectory:
         return [Attempt(f) for f in sorted(folders, key=lambda f: int(f.name))]
 
     def last_attempt(self) -> Attempt | None:
-        return (self.attempts() or [None])[-1]  # type: ignore[list-item]
+        return next(reversed(self.attempts()), None)
+
+    def next_attempt(self) -> Attempt:
+        """Where the next attempt will be; its folder is not there yet."""
+        number = max((folder.number for folder in self._folders()), default=0) + 1
+        return Attempt(self.path / "attempts" / f"{number:03d}")
 
     def main_attempt(self) -> Attempt | None:
         """The newest that does what the run was started for; a test of it is an errand.
@@ -398,24 +177,23 @@ class RunDirectory:
         Raises:
             UserError: An attempt of this run is running.
         """
-        made = self.path / "attempts" / f".{socket.gethostname()}.{os.getpid()}"
+        prepared = self.path / "attempts" / f".{socket.gethostname()}.{os.getpid()}"
         try:
             while True:
-                folders = self._folders()
+                attempt = self.next_attempt()
                 check()
                 self.refuse_under_way()
-                Attempt(made).write_launch(launch)
+                Attempt(prepared).write_launch(launch)
                 new = {"state": JobState.PENDING, "started": time.time(), **this_process()}
-                write_json(made / STATUS, new)
-                path = made.with_name(f"{folders[-1].number + 1 if folders else 1:03d}")
+                write_json(prepared / STATUS, new)
                 try:
-                    os.rename(made, path)
-                    return Attempt(path)
+                    os.rename(prepared, attempt.path)
+                    return attempt
                 except OSError:
-                    if not path.exists():
+                    if not attempt.path.exists():
                         raise
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(prepared, ignore_errors=True)
 
 
 def refusal(run: RunDirectory, last: Attempt) -> Problem:

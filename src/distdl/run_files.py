@@ -1,8 +1,8 @@
-"""The files of a run, written as a whole and read as what they must be.
+"""The files of a run, written completely or not at all, and read as what they must be.
 
-Written under a temporary name and renamed, so a reader never sees half of one. Disks, copies and
-editors can still cut one or change it, and half of a YAML file is a YAML file too: so the frozen
-ones carry a checksum. A file that is absent is no error here; one that is damaged is always told.
+Disks, copies and editors can cut a file or change it, and half of a YAML file is a YAML file too:
+so the frozen ones carry a checksum. An absent
+file is no error here; a damaged one is always reported.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 import hashlib
 import io
 import json
-import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from distdl.atomic_files import write_bytes
 from distdl.errors import Problem, UserError
 
 # First line of a file that is checked by it: the hash of all that follows.
@@ -40,16 +39,8 @@ class Damaged(UserError):
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a file as a whole or not at all; if `durable`, on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several hosts may write the same file at once, and process numbers repeat among them.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(text)
-    if durable:
-        sync(temporary)
-    os.replace(temporary, path)
-    if durable:
-        sync(path.parent)
+    """Writes a file completely or not at all; if `durable`, on the disk when this returns."""
+    write_bytes(path, text.encode(), durable=durable)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
@@ -57,21 +48,8 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     write_text(path, text, durable=durable)
 
 
-def sync(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a folder, are on the disk."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError:
-        if not path.is_dir():  # some file systems (blobfuse) cannot sync a folder
-            raise
-
-
 def write_stamped(path: Path, text: str) -> None:
-    """Writes a text file whose first line tells whether the rest is whole."""
+    """Writes a text file whose first line tells whether the rest is intact."""
     write_text(path, f"{STAMP}{digest(text)}\n{text}")
 
 
@@ -82,10 +60,10 @@ def digest(text: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Empty if the file is absent, torn, or no mapping: for what may be missing."""
     try:
-        found = json.loads(path.read_text())
+        loaded = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
@@ -119,7 +97,7 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
     """As `load_json`, for YAML that must be there; the keys of `shape` are required.
 
     Args:
-        sha256: Of the whole file, where it is kept elsewhere.
+        sha256: Of all of the file, where it is kept elsewhere.
 
     Raises:
         Damaged: Also if it does not match that checksum, or the one in its first line.
@@ -127,12 +105,12 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
     text = _as_written(path, remedy, sha256)
     try:
         if sha256 or text.startswith(STAMP):  # nothing is left to be looked for in it
-            found = yaml.load(text, _loader())
+            loaded = yaml.load(text, _loader())
         else:
-            found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+            loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
-    return _complete(path, found, shape, remedy)
+    return _complete(path, loaded, shape, remedy)
 
 
 @functools.cache
@@ -152,13 +130,8 @@ def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None)
         Damaged: It would not.
     """
     text = _as_written(path, remedy, sha256)
-    if sha256 or text.startswith(STAMP):
-        return
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
-    _complete(path, found, shape, remedy)
+    if not sha256 and not text.startswith(STAMP):
+        load_yaml(path, shape, remedy)
 
 
 def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
@@ -172,15 +145,15 @@ def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
     if sha256 and digest(text) != sha256:
         raise Damaged(path, "it was cut or changed after it was written", remedy)
     if text.startswith(STAMP):
-        said, _, rest = text.partition("\n")
-        if said.removeprefix(STAMP).strip() != digest(rest):
+        stamp, _, rest = text.partition("\n")
+        if stamp.removeprefix(STAMP).strip() != digest(rest):
             meant = f"{remedy}; if the change is yours and meant: remove its first line"
             raise Damaged(path, "it was cut or changed after it was written", meant)
     return text
 
 
-def _complete(path: Path, found: Any, shape: Shape, remedy: str) -> dict[str, Any]:
-    shaped = _shaped(path, found, shape, remedy)
+def _complete(path: Path, loaded: Any, shape: Shape, remedy: str) -> dict[str, Any]:
+    shaped = _shaped(path, loaded, shape, remedy)
     missing = [key for key in shape if key not in shaped]
     if missing:
         raise Damaged(path, f"it lacks {', '.join(missing)}", remedy)

@@ -3,7 +3,7 @@
 Of a git repository the tracked files and the untracked ones that git does not ignore; elsewhere
 every file that is neither hidden nor ignored. `.amlignore` (gitignore's syntax) takes away more, as
 it does for Azure ML. Secrets stay: a file that is made to hold one, or in which one is found, is
-left out, and it is said. A module in which one is found is refused: the job could die without it.
+left out and reported. A module in which one is found is refused: the job could die without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distdl.redact import looks_secret, secret_values
 from distdl.secret_shapes import find
 
 IGNORE_FILE = ".amlignore"
-# Files that people keep secrets in. Their absence is told; nobody trains from them.
+# Files that people keep secrets in. That they are left out is reported; no training needs them.
 SECRET_FILE = re.compile(
     r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
     r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
@@ -58,7 +58,7 @@ class Snapshot:
     def describe(self) -> str:
         return f"{self.size / 1e6:,.1f} MB in {len(self.files)} files"
 
-    def told(self) -> list[str]:
+    def lines_left_out(self) -> list[str]:
         """Lines for people: what stays here, and how it would go all the same."""
         lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
         if more := len(self.left_out) - SHOWN:
@@ -93,15 +93,15 @@ def take(
     Raises:
         UserError: It is too large, cannot be read, or a module holds a secret.
     """
-    found = [
+    candidates = [
         (path, f"project/{path.relative_to(root).as_posix()}")
         for path in project_files(root, exclude, limit_mb)
     ]
-    found += metadata_of(root)
-    outside = {path for path, _ in found if leads_out(path, root)}
-    size = size_of([pair for pair in found if pair[0] not in outside])
+    candidates += metadata_of(root)
+    outside = {path for path, _ in candidates if leads_out(path, root)}
+    size = size_of([pair for pair in candidates if pair[0] not in outside])
     if size > limit_mb * 1e6:
-        raise too_large(root, found, limit_mb)
+        raise too_large(root, candidates, limit_mb)
     secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
     values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
     anyway = taken_anyway(root)
@@ -109,7 +109,7 @@ def take(
     left_out: list[tuple[str, str]] = []
     problems: list[Problem] = []
     searched: dict[Path, tuple[int, int]] = {}
-    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *found]:
+    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
         name = place.removeprefix("project/")
         shown = name if name.isprintable() else ascii(name)
         try:
@@ -178,7 +178,7 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
         plain = path.suffix in ("", ".txt") and looks_secret(path.stem)
         if SECRET_FILE.fullmatch(path.name) or plain:
             return "is a file for secrets, by its name"
-    found: dict[str, int] = {}
+    lines_of_kinds: dict[str, int] = {}
     lines, before = 0, b""
     with path.open("rb") as file:
         while piece := file.read(PIECE):
@@ -188,11 +188,11 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
                 if (place := content.find(value)) >= 0:
                     kinds.append((content.count(b"\n", 0, place) + 1, f"the value of ${variable}"))
             for line, kind in kinds:
-                found.setdefault(kind, lines + line)
+                lines_of_kinds.setdefault(kind, lines + line)
             before = content[-OVERLAP:]
             lines += content.count(b"\n", 0, len(content) - len(before))
-    told = [f"line {line} holds {kind}" for kind, line in found.items()]
-    return ", ".join(sorted(told, key=lambda text: int(text.split()[1])))
+    in_order = sorted(lines_of_kinds.items(), key=lambda item: item[1])
+    return ", ".join(f"line {line} holds {kind}" for kind, line in in_order)
 
 
 def held(name: str, why: str) -> Problem:
@@ -215,8 +215,8 @@ def own_files() -> Iterator[tuple[Path, str]]:
     places = [(home, "")]
     for folder in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
         if not (home / folder).is_dir():
-            found = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
-            places.append((Path(found) / folder, f"{folder}/"))
+            parent = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
+            places.append((Path(parent) / folder, f"{folder}/"))
     for place, prefix in places:
         for path in sorted(place.rglob("*")):
             if path.is_file() and not set(path.parts) & {*SKIPPED_FOLDERS}:
@@ -268,14 +268,14 @@ def git_files(root: Path) -> list[Path] | None:
         return None
     if done.returncode != 0:
         return None
-    found: list[Path] = []
+    files: list[Path] = []
     for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
         path = root / name
         if name and path.is_dir() and not path.is_symlink():  # a submodule, or a clone in a clone
-            found += git_files(path) or [] if (path / ".git").exists() else []
+            files += git_files(path) or [] if (path / ".git").exists() else []
         elif name:
-            found.append(path)
-    return sorted(found)
+            files.append(path)
+    return sorted(files)
 
 
 def walked(root: Path, limit_mb: float) -> Iterator[Path]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from distdl.job import JobState
 
-# SIGUSR1 is what Slurm (--signal=USR1@60) and mpirun can send before the end, SIGHUP what is sent
-# when a terminal is closed.
+# Slurm (--signal=USR1@60) and mpirun can send SIGUSR1 before the end.
+# A terminal that is closed sends SIGHUP.
 MEANING = {
     signal.SIGTERM: JobState.PREEMPTED,
     signal.SIGUSR1: JobState.PREEMPTED,

@@ -1,4 +1,4 @@
-"""What is told about a run: to the tracker at its start, to a person at its start and its end."""
+"""What is reported of a run: to the tracker at its start, to a person at its start and its end."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from distdl.build import Built
 from distdl.config import TRAIN, longer, plain, unit_of
 from distdl.environment import Environment
 from distdl.job import Resources
+from distdl.rank_context import RankContext
 from distdl.resolve import resolve
-from distdl.run_directory import CONFIG, PROVENANCE, Attempt, RunDirectory, read_json, shown
+from distdl.run_directory import CONFIG, PROVENANCE, Attempt, read_json, shown
 from distdl.tracking import RunInfo
 
 
-def run_info(config: DictConfig, run: RunDirectory, attempt: Attempt) -> RunInfo:
+def run_info(config: DictConfig, context: RankContext) -> RunInfo:
     """What tracking records, without anything that names this rank."""
-    launch = attempt.launch()
+    run, launch, world_size = context.run, context.launch, context.resources.world_size
     run_id = launch["run_id"]
-    size = attempt.resources()
     provenance = read_json(run.path / PROVENANCE)
     params = parameters(config, provenance)
     if configs.is_own((config.get("data") or {}).get("_target_")):  # others divide it
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
-    tags = {"git.commit": git.get("commit"), "world_size": size.world_size}
+    tags = {"git.commit": git.get("commit"), "world_size": world_size}
     if config.get("tags"):
         tags["tags"] = ",".join(config.tags)
     return RunInfo(
         run_dir=run.path,
         run_id=run_id,
-        attempt=attempt.number,
+        attempt=context.attempt.number,
         rank=0,
         local_rank=0,
         node_rank=0,
-        world_size=size.world_size,
+        world_size=world_size,
         output_dir=output_dir_of(run.path, run_id),
         experiment_name=run_id.split("/")[0],
         name=called(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
@@ -59,11 +59,11 @@ def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, A
     then the rest of the config, without what is null. What comes from the environment or lies at
     this place stays as it is written."""
     resolved = resolve(configs.recipe_of(config))
-    here = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
+    kept = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
     flat: dict[str, Any] = {}
     for path, value in leaves(resolved.values):
-        own = [e for p, e in here.items() if p[: len(path)] == path[: len(p)]]
-        flat[".".join(path)] = " ".join(own) or resolved.hide_environment(str(value))
+        parts = [e for p, e in kept.items() if p[: len(path)] == path[: len(p)]]
+        flat[".".join(path)] = " ".join(parts) or resolved.hide_environment(str(value))
     typed: dict[str, Any] = {}
     for override in (*(provenance.get("swept") or ()), *(provenance.get("overrides") or ())):
         key, _, value = str(override).partition("=")
@@ -81,7 +81,7 @@ def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def called(swept: Sequence[str]) -> str:
-    """A sweep's member by what it varies: `lr=0.1 seed=2`; by whole names where two end alike."""
+    """A sweep's member by what it varies: `lr=0.1 seed=2`; by full names where two end alike."""
     keys = [override.partition("=")[0] for override in swept]
     ends = [key.rpartition(".")[2] for key in keys]
     names = ends if len({*ends}) == len(ends) else keys
@@ -101,8 +101,9 @@ def for_rank(info: RunInfo, here: Environment) -> RunInfo:
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
-    """Where, how many and what it goes on from; what a step takes, when the loaders are known."""
-    print(f"run     {shown(built.run.path)}  (attempt {launch_number(built.run)})")
+    """Where, how many and from which checkpoint; `print_batch` follows once loaders are known."""
+    last = built.run.last_attempt()
+    print(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
     for note in launch.get("notes") or []:
         print(f"note    {note}")
@@ -126,7 +127,7 @@ def print_batch(
     """
     counted = parameters_of(built.module)
     counted = counted if counted["total"] >= before["total"] else dict(before)
-    attempt.update(parameters=counted)
+    record: dict[str, Any] = {"parameters": counted}
     total, trainable = counted["total"], counted["trainable"]
     all_of = "all" if total == trainable else f"{trainable:,}"
     print(f"model   {total:,} parameters, {all_of} trainable")
@@ -135,7 +136,7 @@ def print_batch(
     global_batch = built.checkpointer.global_batch_size
     if position.samples:
         rows = position.samples // shares
-        attempt.update(loaders=dataclasses.asdict(batches.Loaders(rows, declared, shares)))
+        record["loaders"] = dataclasses.asdict(batches.Loaders(rows, declared, shares))
         other = f" (data.batch_size is {declared})" if declared not in (None, rows) else ""
         print(f"batch   {batches.product(rows, config, size)}{other}")
     elif declared is not None:
@@ -145,6 +146,7 @@ def print_batch(
     if built.own_optimizer:
         print("rate    the model's own configure_optimizers")
     print(flush=True)
+    attempt.update(**record)
     return counted
 
 
@@ -154,11 +156,6 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     # DeepSpeed's third stage leaves an empty tensor in place of what other ranks hold.
     sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in known]
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
-
-
-def launch_number(run: RunDirectory) -> int:
-    last = run.last_attempt()
-    return last.number if last else 0
 
 
 def print_end(

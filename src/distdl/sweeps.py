@@ -12,15 +12,15 @@ import os
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from distdl import compose, jobs, launch, planning, stopping, user_conf
+from distdl import compose, dry_run, job_status, jobs, launch, planning, stopping, user_conf
 from distdl import config as configs
 from distdl.errors import Problem, Unchecked, UserError
 from distdl.job import JobState
@@ -49,7 +49,7 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)
-        if each.run.exists and (last := each.run.last_attempt()):
+        if last := each.last_attempt:
             last.state()  # that it can be read
         return named(member), each
 
@@ -61,7 +61,8 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     every(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
-        print_requests(planned)
+        names, plans = zip(*planned, strict=True)
+        print(dry_run.render_sweep(plans, names))
         return 0
     if launch.goes_in_turn(planned[0][1].config):
         return _run_all(planned)
@@ -77,8 +78,8 @@ def every(
     """What the function answers for each.
 
     Raises:
-        UserError: Of this kind, with all problems of all of them, each told once; with the first
-            one's name where not all have it.
+        UserError: Of this kind, with all problems of all of them, each reported once; with the
+            first one's name where not all have it.
     """
     answers: list[Answer] = []
     problems: dict[Problem, list[str]] = {}
@@ -89,21 +90,13 @@ def every(
             for problem in error.problems:
                 problems.setdefault(problem, []).append(named(item))
     if problems:
-        some = [p for p, of in problems.items() if len(of) < len(items)]
-        of_one = {p: f"{p.what}, in the member {problems[p][0]}" for p in some}
-        raise kind(*(replace(p, what=of_one.get(p, p.what)) for p in problems))
+        raise kind(
+            *(
+                p if len(of) == len(items) else replace(p, what=f"{p.what}, in the member {of[0]}")
+                for p, of in problems.items()
+            )
+        )
     return answers
-
-
-def print_requests(planned: Sequence[Member]) -> None:
-    plans = [each for _, each in planned]
-    whole = launch.request_together(plans, [launch.next_attempt(each) for each in plans])
-    if whole is not None:
-        print("\n".join(f"# {i}: {chosen}" for i, (chosen, _) in enumerate(planned)))
-        print(whole.render())
-        return
-    for chosen, each in planned:
-        print(f"\n# {chosen}\n{launch.render(each)}")
 
 
 def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
@@ -121,54 +114,49 @@ def _run_all(planned: Sequence[Member]) -> int:
     results: list[tuple[str, Plan, JobState]] = []
     with Turn() as turn:
         for number, (chosen, each) in enumerate(planned, 1):
-            last = each.run.last_attempt() if each.run.exists else None
+            last = each.last_attempt
             state = last.state() if last else JobState.PENDING
             title = f"[{number}/{len(planned)}] {chosen}"
             if state is JobState.SUCCEEDED:
                 print(f"{title}: succeeded before, skipped", flush=True)
-            elif turn.stop is None:
+            elif turn.state is None:
                 print(f"\n{title}", flush=True)
                 each.config.follow = True
                 state = run_one(each, turn)
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
-                    turn.stop = turn.stop or state
+                    turn.state = turn.state or state
             results.append((chosen, each, state))
     _print_table(results)
-    if turn.stop is not None:
+    if turn.state is not None:
         again = shlex.join(redact_command(sys.argv[1:]))
-        print(f"{turn.stop.lower()}. To go on:\n  python -m distdl {again}", flush=True)
-        return turn.stop.exit_code
+        print(f"{turn.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
+        return turn.state.exit_code
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
 
-class Turn:
+class Turn(stopping.StopRequest):
     """The members of a sweep, one after the other, and whether another one is to come.
 
     A signal that asks to end, at any moment between the first member and the last, is handed to the
     member that runs, and no other one is started.
     """
 
-    def __init__(self) -> None:
-        self.stop: JobState | None = None
-        self.process: Any = None
-        self._before: dict[signal.Signals, Any] = {}
+    process: Any = None
 
     def __enter__(self) -> Turn:
-        if threading.current_thread() is threading.main_thread():
-            for number in stopping.heard():
-                self._before[number] = signal.signal(number, self._note)
+        self.install()
         return self
 
     def __exit__(self, *_: object) -> None:
-        stopping.restore(self._before)
+        self.uninstall()
 
-    def _note(self, number: int, _: object) -> None:
-        self.stop = stopping.MEANING[signal.Signals(number)]
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.state = stopping.MEANING[signal.Signals(number)]
         # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
         if number != signal.SIGINT:
-            self.hand_on(number)
+            self.forward(number)
 
-    def hand_on(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         process = self.process
         if process is not None and process.pid is not None and process.is_alive():
             os.kill(process.pid, number)
@@ -184,7 +172,7 @@ def _submit_all(planned: Sequence[Member]) -> int:
         else:
             due.append(each)
     if due:
-        launch.submit_together(due, sys.argv)
+        launch.submit_sweep(due, sys.argv)
     _print_table([(chosen, each, _state_of(each)) for chosen, each in planned])
     folder = shown(planned[0][1].run.path.parent)
     print(f"watch   python -m distdl jobs list {folder}")
@@ -193,7 +181,7 @@ def _submit_all(planned: Sequence[Member]) -> int:
 
 
 def _state_of(each: Plan) -> JobState | None:
-    last = each.run.last_attempt() if each.run.exists else None
+    last = each.last_attempt
     return jobs.state(last) if last else None
 
 
@@ -204,15 +192,15 @@ def run_one(each: Plan, turn: Turn | None = None) -> JobState:
             return run_one(each, alone)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
-    if turn.stop is None:  # a signal may have come since the caller looked
+    if turn.state is None:  # a signal may have come since the caller looked
         process.start()
         turn.process = process
-        if turn.stop is not None:  # or while it was starting
-            turn.hand_on(signal.SIGTERM)
+        if turn.state is not None:  # or while it was starting
+            turn.forward(signal.SIGTERM)
         process.join()
         turn.process = None
-    last = each.run.last_attempt() if each.run.exists else None
-    return last.state() if last else turn.stop or JobState.FAILED
+    last = each.last_attempt
+    return last.state() if last else turn.state or JobState.FAILED
 
 
 def _child(each: Plan, command: list[str], parent: int) -> None:
@@ -230,11 +218,8 @@ def _child(each: Plan, command: list[str], parent: int) -> None:
 def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
     table = Table("overrides", "state", "metrics", "run", title="sweep")
     for chosen, each, state in results:
-        last = each.run.last_attempt() if each.run.exists else None
-        metrics = (last.status().get("metrics") if last else None) or {}
-        values = "  ".join(
-            f"{k} {v:.4g}" for k, v in sorted(metrics.items()) if k.startswith(("val", "train"))
-        )
+        last = each.last_attempt
+        values = job_status.metrics_text(last.status()) if last else ""
         table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
     # In a log nothing is as narrow as a terminal, and a path that is broken cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -22,14 +22,14 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
     """
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError(Problem(str(path), f"is a link to {path.readlink()}, and is not shown"))
-    place, rest = 0, b""
+    position, rest = 0, b""
     while True:
         last_look = not alive()
         if path.exists():
             with path.open("rb") as file:
-                file.seek(place)
+                file.seek(position)
                 new = file.read()
-            place += len(new)
+            position += len(new)
             *lines, rest = (rest + new).split(b"\n")
             for line in lines:
                 yield line.decode(errors="replace").rstrip("\r")

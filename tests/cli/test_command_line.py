@@ -367,7 +367,7 @@ def test_resume_finds_a_run_that_was_moved(run, command, tmp_path) -> None:
     (tmp_path / "archive/default").mkdir(parents=True)
     moved = path.rename(tmp_path / "archive/default/y")
     said = command("resume", "archive/default/y", "trainer.max_epochs=9", "dry_run=true")
-    assert said.code == 0 and "run        archive/default/y (goes on)" in said.out, said
+    assert said.code == 0 and "run        archive/default/y (resumes)" in said.out, said
     assert attempts(moved) == ["001"], "a dry run writes nothing"
     assert command("resume", "archive/default/y", "trainer.max_epochs=9").code == 0
     assert attempts(moved) == ["001", "002"]

@@ -164,7 +164,7 @@ def test_it_is_said_what_was_not_asked_and_how_to(
     run, ran = foreign("a class of theirs")
     said = command("jobs", "status", str(run))
     assert said.code == 1 and "evil.Launcher is outside the allowed packages" in said.out
-    assert "its place was not asked" in said.out and "project.allow=[evil]" in said.out
+    assert "its platform was not asked" in said.out and "project.allow=[evil]" in said.out
     said = command("jobs", "status", str(run), "trainer.max_epochs=3")
     assert said.code == 2 and "changes nothing here" in said.err
     said = command("resume", str(run), "dry_run=true")

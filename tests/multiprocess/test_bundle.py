@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl import launch, planning
+from distdl import compose, launch, planning, worker
 from distdl.run_directory import RunDirectory
 from tests.conftest import TINY, environment, losses, status
 
@@ -28,8 +28,6 @@ class Mine(ImageClassifier):
 @pytest.fixture
 def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_stage_2: None) -> Path:
     """A bundle for two nodes with a class of the user's, moved away from where it was made."""
-    from distdl import compose
-
     project = tmp_path / "project"
     project.mkdir()
     (project / "mine.py").write_text(MODEL.format(fails=False))
@@ -44,8 +42,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_stage_2: Non
     attempt = launch.lay_down(planned, ["distdl"], launch.snapshot_of(planned))
     moved = tmp_path / "elsewhere" / "bundle"
     shutil.copytree(attempt.path / "bundle", moved)
-    same = (moved / "config.yaml").read_bytes() == (planned.run.path / "config.yaml").read_bytes()
-    assert same
+    assert (moved / "config.yaml").read_bytes() == (planned.run.path / "config.yaml").read_bytes()
     assert str(project) not in (moved / "launch.yaml").read_text()
     shutil.rmtree(project)
     return moved
@@ -112,13 +109,9 @@ def test_a_rank_fails_with_its_own_code_on_every_node(bundle: Path, tmp_path: Pa
     assert error is not None and (error["rank"], error["exit_code"]) == (1, 7)
 
 
-def test_a_store_of_another_run_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_run_is_refused(bundle: Path, tmp_path: Path, capsys) -> None:
     store = tmp_path / "taken"
     RunDirectory(store).create("seed: 1\n", {})
-    command = [sys.executable, "-m", "distdl.worker", str(bundle), str(store), "--attempt", "1"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, cwd=tmp_path / "elsewhere"
-    )
-    assert done.returncode == 2
-    assert "belongs to another run" in done.stderr and "Traceback" not in done.stderr
+    assert worker.main([str(bundle), str(store), "--attempt", "1"]) == 2
+    assert "belongs to another run" in capsys.readouterr().err
     assert (store / "config.yaml").read_text() == "seed: 1\n"

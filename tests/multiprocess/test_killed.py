@@ -59,31 +59,26 @@ MOMENTS = [
 ]
 
 
-def killed(folder: Path, rank: int, moment: str) -> Path:
-    """Runs two ranks of which one ends so; returns the run."""
-    (folder / "sitecustomize.py").write_text(AT_IMPORT)
-    (folder / "killer.py").write_text(AT_HOOK)
-    mine = ("model._target_=killer.Model", "+callbacks.killer._target_=killer.Killer")
-    done = distdl(
-        *(*TINY, *SHORT, *mine, "trainer.devices=2", "strategy=ddp", "name=k"),
-        cwd=folder,
-        env={"KILL": f"{rank} {moment}", "PYTHONPATH": str(folder)},
-        module=UNCHECKED,
-    )
-    assert done.returncode == 128 + 9, done.stdout + done.stderr
-    assert f"rank {rank} failed first: killed by SIGKILL" in done.stderr
-    return folder / "outputs/default/k"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's agent elsewhere says less")
 @pytest.mark.parametrize(
     ("rank", "moment"), MOMENTS if os.environ.get("DISTDL_MATRIX") else MOMENTS[:2]
 )
 def test_a_killed_rank_is_named(rank: int, moment: str, tmp_path: Path) -> None:
-    run = killed(tmp_path, rank, moment)
-    told = status(run)
-    assert told["state"] == "FAILED" and told["exit_code"] == 137
-    assert told["error"].startswith(f"rank {rank}: killed by SIGKILL on ")
-    assert (told["first_error"]["rank"], told["first_error"]["signal"]) == (rank, "SIGKILL")
-    recorded = json.loads((run / f"attempts/001/errors/rank_{rank}.json").read_text())
-    assert recorded["type"] == "Killed"
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    (tmp_path / "killer.py").write_text(AT_HOOK)
+    mine = ("model._target_=killer.Model", "+callbacks.killer._target_=killer.Killer")
+    done = distdl(
+        *(*TINY, *SHORT, *mine, "trainer.devices=2", "strategy=ddp", "name=k"),
+        cwd=tmp_path,
+        env={"KILL": f"{rank} {moment}", "PYTHONPATH": str(tmp_path)},
+        module=UNCHECKED,
+    )
+    assert done.returncode == 128 + 9, done.stdout + done.stderr
+    assert f"rank {rank} failed first: killed by SIGKILL" in done.stderr
+    run = tmp_path / "outputs/default/k"
+    record = status(run)
+    assert record["state"] == "FAILED" and record["exit_code"] == 137
+    assert record["error"].startswith(f"rank {rank}: killed by SIGKILL on ")
+    assert (record["first_error"]["rank"], record["first_error"]["signal"]) == (rank, "SIGKILL")
+    error = json.loads((run / f"attempts/001/errors/rank_{rank}.json").read_text())
+    assert error["type"] == "Killed"

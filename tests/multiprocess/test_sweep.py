@@ -98,22 +98,18 @@ def test_started_again_it_goes_on_with_what_failed(command, without_stage_2, sta
     assert command("-m", "seed=1,2,3,4", "name=s").code == 0 and started == ["4"]
 
 
-def test_without_a_name_the_sweep_is_named_by_what_it_sweeps(
+def test_what_a_sweep_and_its_members_are_named_by(
     command, without_stage_2, started, tmp_path
 ) -> None:
     for typed in (["seed=1,3"], ["seed=1,3,4"], ["seed=1,3", "optimizer.lr=0.2"]):
         assert command("-m", *typed).code == 0
     assert started == ["1", "3", "4", "1", "3"]
     assert len(list((tmp_path / "outputs/default").iterdir())) == 2
-
-
-def test_a_sweep_over_where_it_runs(command, without_stage_2, started, tmp_path) -> None:
-    """One recipe on one and on two devices: two runs, though their config.yaml are the same."""
+    # One recipe on one and on two devices: two runs, though their config.yaml are the same.
     said = command("-m", "trainer.devices=1,2", "trainer.accelerator=cpu", "name=s")
     assert said.code == 0
-    runs = sorted((tmp_path / "outputs/default/s").iterdir())
-    assert len(runs) == 2
-    assert len({(run / "config.yaml").read_text() for run in runs}) == 1
+    configs = [run / "config.yaml" for run in (tmp_path / "outputs/default/s").iterdir()]
+    assert len(configs) == 2 and len({config.read_text() for config in configs}) == 1
 
 
 def test_one_bad_member_refuses_all(command, without_stage_2, started, tmp_path) -> None:
@@ -126,36 +122,25 @@ def test_one_bad_member_refuses_all(command, without_stage_2, started, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_that_is_stopped_starts_no_more(command, without_stage_2, monkeypatch) -> None:
-    seen = []
-
-    def run_one(each, turn) -> JobState:
-        seen.append(each.config.seed)
-        return JobState.PREEMPTED
-
-    monkeypatch.setattr(sweeps, "run_one", run_one)
-    said = command("-m", "seed=1,2", "name=s")
-    assert (said.code, seen) == (JobState.PREEMPTED.exit_code, [1])
-    assert "pending" in said.out
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_between_two_members_ends_the_sweep(
-    command, without_stage_2, started, monkeypatch, number
-) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, None])
+def test_what_ends_the_sweep(command, without_stage_2, started, monkeypatch, stop) -> None:
+    """A signal between two members, or a member that was stopped itself."""
     run_one = sweeps.run_one
 
-    def run_and_signal(each, turn) -> JobState:
+    def run_and_stop(each, turn) -> JobState:
         state = run_one(each, turn)
-        os.kill(os.getpid(), number)
+        if stop is None:
+            return JobState.PREEMPTED
+        os.kill(os.getpid(), stop)
         return state
 
-    monkeypatch.setattr(sweeps, "run_one", run_and_signal)
+    monkeypatch.setattr(sweeps, "run_one", run_and_stop)
+    number = stop or signal.SIGTERM
     before = signal.getsignal(number)
     said = command("-m", "seed=1,3,4", "name=s")
     assert (said.code, started) == (MEANING[number].exit_code, ["1"])
-    assert "To go on:\n  python -m distdl -m seed=1,3,4 name=s\n" in said.out
-    assert signal.getsignal(number) is before
+    assert "To resume:\n  python -m distdl -m seed=1,3,4 name=s\n" in said.out
+    assert "pending" in said.out and signal.getsignal(number) is before
 
 
 def test_a_member_that_runs_elsewhere_is_no_traceback(

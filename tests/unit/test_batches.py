@@ -10,33 +10,29 @@ from distdl.errors import UserError
 from distdl.job import Resources
 
 
-def config(batch_size=32, accumulate=1):
-    data = {} if batch_size is None else {"batch_size": batch_size}
-    return OmegaConf.create(
-        {"data": data, "trainer": {"accumulate_grad_batches": accumulate}},
-    )
+def config(batch_size=32, accumulate=1, target=None, **more):
+    data = {k: v for k, v in (("batch_size", batch_size), ("_target_", target)) if v is not None}
+    trainer = {"accumulate_grad_batches": accumulate}
+    return OmegaConf.create({"data": data, "trainer": trainer, **more})
 
 
-def test_the_product() -> None:
-    size = Resources(2, 4)
-    assert batches.global_batch_size(config(32, 2), size) == 512
-    assert batches.describe(config(32, 2), size) == "32 x 8 devices x 2 accumulated = 512 per step"
-    assert batches.describe(config(32), Resources()) == "32 x 1 device = 32 per step"
-
-
-def test_data_that_does_not_say_its_batch_size() -> None:
-    assert batches.global_batch_size(config(None), Resources()) is None
-    assert batches.global_batch_size(OmegaConf.create({"trainer": {}}), Resources()) is None
-    assert "as the loaders say" in batches.describe(config(None), Resources())
-    assert batches.keep_global_batch(config(None), Resources(), 256, ()).changes == {}
-
-
-def test_the_stages_of_a_pipeline_share_a_batch() -> None:
-    staged = config(64)
-    for stages, pipelines in ((2, 2), (4, 1), (None, 1)):
-        staged.strategy = {"stages": stages}
-        assert batches.global_batch_size(staged, Resources(1, 4)) == 64 * pipelines
-    assert batches.describe(staged, Resources(1, 4)) == "64 x 1 pipeline = 64 per step"
+@pytest.mark.parametrize(
+    ("given", "size", "product", "text"),
+    [
+        (config(32, 2), (2, 4), 512, "32 x 8 devices x 2 accumulated = 512 per step"),
+        (config(32), (1, 1), 32, "32 x 1 device = 32 per step"),
+        (config(None), (1, 1), None, "as the loaders say"),
+        (OmegaConf.create({"trainer": {}}), (1, 1), None, "as the loaders say"),
+        # The stages of a pipeline share a batch.
+        (config(64, strategy={"stages": 2}), (1, 4), 128, "64 x 2 pipelines = 128 per step"),
+        (config(64, strategy={"stages": None}), (1, 4), 64, "64 x 1 pipeline = 64 per step"),
+        # Another data module need not give its loaders what the config says.
+        (config(16, target="mine.Data"), (1, 2), 32, "= 32 per step (by data.batch_size)"),
+    ],
+)
+def test_the_product(given, size, product, text) -> None:
+    assert batches.global_batch_size(given, Resources(*size)) == product
+    assert text in batches.describe(given, Resources(*size))
 
 
 @pytest.mark.parametrize(
@@ -47,12 +43,6 @@ def test_another_number_of_ranks_keeps_the_product(ranks, accumulate, per_device
     assert kept.changes == {"data.batch_size": per_device}
     devices = f"{ranks} device{'s' if ranks > 1 else ''}"
     assert f"{per_device} on {devices}:" in kept.notes[0] and "stays 256" in kept.notes[0]
-
-
-def test_another_data_modules_word_is_named_as_such() -> None:
-    mine = config(16)
-    mine.data._target_ = "mine.Data"
-    assert batches.describe(mine, Resources(1, 2)).endswith("32 per step (by data.batch_size)")
 
 
 @pytest.mark.parametrize("declared", [None, 16])
@@ -67,16 +57,22 @@ def test_where_the_loaders_gave_something_else_nothing_is_changed(declared) -> N
     assert same == batches.Kept()
 
 
-def test_nothing_changes_where_nothing_has_to() -> None:
-    assert batches.keep_global_batch(config(128), Resources(1, 2), 256, ()) == batches.Kept()
-    assert batches.keep_global_batch(config(128), Resources(1, 2), None, ()) == batches.Kept()
-
-
-def test_what_the_user_says_is_done_and_noted() -> None:
-    for given in ("data.batch_size", "trainer.accumulate_grad_batches"):
-        kept = batches.keep_global_batch(config(100), Resources(1, 2), 256, [given])
-        assert kept.changes == {}
-        assert kept.notes == ["the global batch changes from 256 to 200, as asked for"]
+@pytest.mark.parametrize(
+    ("batch", "before", "given", "notes"),
+    [
+        (128, 256, (), []),
+        (128, None, (), []),
+        (None, 256, (), []),
+        # What the user says is done and noted.
+        *(
+            (100, 256, [key], ["the global batch changes from 256 to 200, as asked for"])
+            for key in ("data.batch_size", "trainer.accumulate_grad_batches")
+        ),
+    ],
+)
+def test_nothing_changes_where_nothing_has_to(batch, before, given, notes) -> None:
+    kept = batches.keep_global_batch(config(batch), Resources(1, 2), before, given)
+    assert kept == batches.Kept(notes=notes)
 
 
 @pytest.mark.parametrize(("before", "ranks", "accumulate"), [(256, 3, 1), (4, 8, 1), (64, 4, 3)])

@@ -12,7 +12,8 @@ import pytest
 
 from distdl import agent, failures, launch, worker
 from distdl.job import JobState
-from distdl.run_directory import Attempt
+from distdl.run_directory import Attempt, RunDirectory
+from distdl.stopping import state_of
 
 GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -34,9 +35,13 @@ def test_a_lost_peer_comes_second_whatever_the_clock_says(attempt) -> None:
     assert attempt.first_error()["rank"] == 1
     attempt.record_error(2, "ValueError", "worse", "", time=7.0)
     assert attempt.first_error()["rank"] == 2
+    # A record of another shape, of a rank that died while it wrote, is passed over.
+    for number, text in enumerate(("{", "[1]", "{}", '{"rank": 1, "time": "x"}'), 3):
+        (attempt.errors / f"rank_{number}.json").write_text(text)
+    assert attempt.first_error()["rank"] == 2
 
 
-def test_a_killed_rank_is_recorded_by_who_saw_it_go(attempt) -> None:
+def test_a_killed_rank_is_recorded_by_its_agent(attempt) -> None:
     """Rank 0 lost its peer, rank 2 was killed by the agent when its time of grace was over."""
     attempt.record_error(0, "RuntimeError", GLOO, "", time=99.9, lost_peer=True)
     code = agent.blame(attempt, {0: ended(1, 100), 1: ended(-9, 100), 2: ended(-9, 131)})
@@ -50,14 +55,14 @@ def test_a_killed_rank_is_recorded_by_who_saw_it_go(attempt) -> None:
     assert status["exit_code"] == 137 and status["first_error"]["signal"] == "SIGKILL"
 
 
-def test_a_rank_that_its_place_saw_end_first(attempt) -> None:
+def test_a_rank_that_its_platform_saw_end_first(attempt) -> None:
     """Under srun: what rank 0 recorded before anybody looked follows from the kill."""
     attempt.record_error(0, "RuntimeError", "what no list of words knows", "", time=100.0)
     assert not failures.record_first_end(attempt.errors, 1, -signal.SIGTERM, "n2")
     assert failures.record_first_end(attempt.errors, 1, -signal.SIGKILL, "n2")
     first = attempt.first_error()
     assert (first["rank"], first["host"], first["signal"]) == (1, "n2", "SIGKILL")
-    assert "killed by SIGKILL on n2" in failures.told(first)
+    assert "killed by SIGKILL on n2" in failures.describe(first)
     assert failures.record_first_end(attempt.errors, 2, -signal.SIGSEGV, "n3")
     assert attempt.first_error()["rank"] == 1, "a crash may be a consequence"
 
@@ -68,18 +73,16 @@ def test_a_crash_after_a_failure_is_not_the_cause(attempt) -> None:
         agent.blame(attempt, {1: ended(1, 100), 0: ended(-number, 100)})
         assert attempt.first_error()["rank"] == 1
     agent.blame(attempt, {2: ended(3, 90)})
-    assert "ended with exit code 3 on" in failures.told(attempt.first_error())
+    assert "ended with exit code 3 on" in failures.describe(attempt.first_error())
 
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, -signal.SIGUSR1, 75])
 def test_a_rank_that_was_told_to_end_is_no_failure(attempt, code) -> None:
     """Also in its first moments, before it could listen."""
-    from distdl.stopping import state_of
-
-    found = agent.blame(attempt, {0: ended(code, 100), 1: ended(75, 100)})
+    cause = agent.blame(attempt, {0: ended(code, 100), 1: ended(75, 100)})
     attempt.update(state="PENDING")
     assert attempt.first_error() is None
-    assert attempt.conclude(state_of(found), found) is JobState.PREEMPTED
+    assert attempt.conclude(state_of(cause), cause) is JobState.PREEMPTED
     assert attempt.status()["exit_code"] == 75
 
 
@@ -101,25 +104,9 @@ def test_what_came_first_in_a_chain_decides() -> None:
 
 def test_causes_that_lead_back_are_looked_at_once() -> None:
     """Hydra wraps what a constructor raises, and whoever unwraps it closes a ring."""
-    try:
-        try:
-            try:
-                raise ValueError("bad weather")
-            except ValueError as error:
-                raise RuntimeError("Error in call to target") from error
-        except RuntimeError as wrapped:
-            assert wrapped.__cause__ is not None
-            raise wrapped.__cause__ from None
-    except ValueError as error:
-        assert error.__context__ is not None and error.__context__.__cause__ is error
-        assert not failures.is_consequence(error)
-
-
-def test_a_record_of_another_shape_is_passed_over(attempt) -> None:
-    attempt.errors.mkdir(parents=True)
-    for number, text in enumerate(("{", "[1]", "{}", '{"rank": 1, "time": "x"}')):
-        (attempt.errors / f"rank_{number}.json").write_text(text)
-    assert attempt.first_error() is None
+    first, wrapped = ValueError("bad weather"), RuntimeError("Error in call to target")
+    wrapped.__cause__, first.__context__ = first, wrapped
+    assert not failures.is_consequence(first)
 
 
 THEIRS = """
@@ -150,13 +137,11 @@ def test_the_last_word_is_where_in_the_users_code(
     assert worker.note(attempt, 0, error) == 1
     where = "bad.py, line 5, in training_step"
     assert caplog.messages[-1].rstrip().endswith(f"at {where}")
-    assert failures.told(attempt.first_error()).endswith(f"(at {where})")
+    assert failures.describe(attempt.first_error()).endswith(f"(at {where})")
 
 
 def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, capsys) -> None:
     """A resume only where there is something to go on from."""
-    from distdl.run_directory import RunDirectory
-
     monkeypatch.chdir(tmp_path)
     run = RunDirectory(tmp_path / "outputs/e/r")
     run.create("seed: 1\n", {})
@@ -166,18 +151,18 @@ def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, cap
     planned, command = SimpleNamespace(run=run), ["distdl", "seed=1", "name=r"]
 
     def said() -> str:
-        launch.say_how_to_go_on(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
+        launch.print_next_command(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
         return capsys.readouterr().out
 
     assert said().endswith("start it again:\n  python -m distdl seed=1 name=r\n")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     (run.checkpoints / "epoch_000.manifest.json").mkdir()
-    assert said() == "failed. To go on:\n  python -m distdl resume outputs/e/r\n"
+    assert said() == "failed. To resume:\n  python -m distdl resume outputs/e/r\n"
 
 
 def test_q_in_a_debugger_is_no_traceback(attempt, tmp_path, caplog, capsys) -> None:
     assert worker.note(attempt, 0, bdb.BdbQuit()) == 1
     shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
-    assert shown == ["ended in the debugger"] == [failures.told(attempt.first_error())]
-    launch.say_how_to_go_on(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
+    assert shown == ["ended in the debugger"] == [failures.describe(attempt.first_error())]
+    launch.print_next_command(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
     assert not capsys.readouterr().out

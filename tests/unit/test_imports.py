@@ -16,6 +16,8 @@ LAUNCHERS = ROOT / "launchers"
 
 # Imported by the command line before anything runs: no torch and no Lightning, not even lazily.
 LIGHT = [
+    "atomic_files",
+    "attempt",
     "checks",
     "compose",
     "config",

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, following, jobs, leaving, validate
+from distdl import compose, following, jobs, leaving, resuming, validate
 from distdl import config as configs
 from distdl.commands import resume
-from distdl.commands.jobs import list_runs, status, targets
+from distdl.commands.jobs import list_runs, status
 from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.run_directory import Attempt, RunDirectory
@@ -50,11 +50,15 @@ class Place:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    run = RunDirectory(tmp_path / "e" / "r")
-    run.create("seed: 0\n", {})
-    begun = run.begin_attempt(LAUNCH)
+    begun = new_run(tmp_path / "e/r").begin_attempt(LAUNCH)
     jobs.record(begun, Place(JobState.PENDING))
     return begun
+
+
+def new_run(path: Path) -> RunDirectory:
+    run = RunDirectory(path)
+    run.create("seed: 1\n", {})
+    return run
 
 
 @pytest.mark.parametrize(
@@ -110,23 +114,12 @@ def test_a_run_is_not_submitted_twice(attempt: Attempt, monkeypatch: pytest.Monk
     assert run.begin_attempt(LAUNCH).number == 2
 
 
-def test_ctrl_c_without_a_terminal_leaves_the_job(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Interrupted(Place):
-        def logs(self, follow: bool = False) -> Iterator[str]:
-            yield "a line"
-            raise KeyboardInterrupt
-
-    job = Interrupted(JobState.RUNNING)
-    assert following.follow(job, attempt) is None  # type: ignore[arg-type]
-    assert job.cancelled == 0
-    assert "jobs logs --follow" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("answer", "cancelled"), [("c", 1), ("d", 0), ("", 0)])
-def test_ctrl_c_asks_on_a_terminal(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, answer: str, cancelled: int
+@pytest.mark.parametrize(
+    ("terminal", "answer", "cancelled"),
+    [(True, "c", 1), (True, "d", 0), (True, "", 0), (False, None, 0)],
+)
+def test_ctrl_c_asks_on_a_terminal_and_else_leaves_the_job(
+    attempt: Attempt, monkeypatch, capsys, terminal: bool, answer: str, cancelled: int
 ) -> None:
     class Interrupted(Place):
         def logs(self, follow: bool = False) -> Iterator[str]:
@@ -134,13 +127,14 @@ def test_ctrl_c_asks_on_a_terminal(
                 raise KeyboardInterrupt
             yield "checkpoint written"
 
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
     monkeypatch.setattr("builtins.input", lambda _: answer)
     job = Interrupted(JobState.CANCELLED)
     ended = following.follow(job, attempt)  # type: ignore[arg-type]
     assert job.cancelled == cancelled
     assert ended is (JobState.CANCELLED if cancelled else None)
+    assert cancelled or "jobs logs --follow" in capsys.readouterr().out
 
 
 def test_a_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
@@ -161,28 +155,26 @@ def test_a_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "launcher", "env", "ends"),
+    ("code", "launcher", "ends"),
     [
-        (75, "slurm", {}, 0),  # srun would kill the others, who may still write
-        (130, "mpi", {}, 0),
-        (75, "local", {}, 75),
-        (7, "mpi", {}, 7),
-        (7, "mpi", {"PMI_RANK": "0"}, 7),  # launchers/mpi/rank.py tells hydra to end the others
-        (0, "mpi", {"PMI_RANK": "0"}, 0),
-        (1, "slurm", {}, 1),
+        (75, "slurm", 0),  # srun would kill the others, who may still write
+        (130, "mpi", 0),
+        (75, "local", 75),
+        (7, "mpi", 7),  # launchers/mpi/rank.py tells hydra to end the others
+        (0, "mpi", 0),
+        (1, "slurm", 1),
+        (75, "azureml", 75),
     ],
 )
-def test_how_a_rank_leaves(code: int, launcher: str, env: dict[str, str], ends: int) -> None:
-    call = f"from distdl.leaving import leave; leave({code}, {launcher!r})"
-    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == ends
-
-
-def test_an_evicted_rank_waits_for_its_node_to_go() -> None:
-    call = "from distdl.leaving import leave; leave(75, 'azureml')"
+def test_how_a_rank_exits(monkeypatch, code: int, launcher: str, ends: int) -> None:
+    """In a fork of this process; an evicted rank waits for its node to go."""
+    monkeypatch.setenv("DISTDL_LINGER_SECONDS", "0.2")
     started = time.monotonic()
-    env = {"DISTDL_LINGER_SECONDS": "0.5"}
-    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 75
-    assert time.monotonic() - started > 0.5
+    child = os.fork()
+    if not child:
+        leaving.leave(code, launcher)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ends
+    assert time.monotonic() - started > (0.2 if code == 75 else 0)
 
 
 def test_a_reader_that_has_read_enough_ends_no_training(monkeypatch, caplog) -> None:
@@ -213,8 +205,7 @@ def test_a_thread_that_keeps_the_process_is_named() -> None:
 
 def test_a_test_that_failed_is_no_failed_training(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    run = RunDirectory(tmp_path / "outputs/e/r")
-    run.create("seed: 1\n", {})
+    run = new_run(tmp_path / "outputs/e/r")
     tasks = {"train": JobState.SUCCEEDED, "test": JobState.FAILED}
     for task, state in tasks.items():
         where = {"launcher": {}, "task": {"_target_": f"distdl.tasks.{task}"}}
@@ -232,8 +223,7 @@ def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, c
     frozen = {"config.yaml": "seed: ", "provenance.json": '{"command'}
     damage = {"status.json": "", "launch.yaml": "- 1", "job.json": "{}", **frozen}
     for name, text in {"whole": "", **damage}.items():
-        run = RunDirectory(tmp_path / "outputs/e" / name)
-        run.create("seed: 1\n", {})
+        run = new_run(tmp_path / "outputs/e" / name)
         attempt = run.begin_attempt(LAUNCH)
         attempt.end(JobState.SUCCEEDED)
         if name in damage:
@@ -246,19 +236,18 @@ def test_a_damaged_run_hides_no_other_in_the_list(tmp_path: Path, monkeypatch, c
         path = f"{name}/{name}" if name in frozen else f"{name}/attempts/001/{name}"
         assert f"outputs/e/{path} is damaged" in rows[f"outputs/e/{name}"]
         with pytest.raises(UserError, match=rf"{name}: is damaged"):
-            status(targets(f"outputs/e/{name}", None))
+            status(jobs.targets(f"outputs/e/{name}", None))
         if name in frozen:
             assert "SUCCEEDED" in capsys.readouterr().out
             with pytest.raises(UserError, match=rf"{name}: is damaged.*\n.*restore it"):
-                resume.plan(RunDirectory.open(f"outputs/e/{name}"), [])
+                resuming.plan(RunDirectory.open(f"outputs/e/{name}"), [])
 
 
 def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = RunDirectory(tmp_path / "outputs/e/r")
-    run.create("seed: 1\n", {})
+    run = new_run(tmp_path / "outputs/e/r")
     (run.begin_attempt(LAUNCH).path / "status.json").unlink()
-    assert list_runs(tmp_path / "outputs") == 0 and status(targets("outputs/e/r", None)) == 1
+    assert list_runs(tmp_path / "outputs") == 0 and status(jobs.targets("outputs/e/r", None)) == 1
     said = capsys.readouterr().out
     assert said.count("status.json is missing") == 2 and "UNKNOWN" in said
     assert "1970" not in said and "?" not in said
@@ -266,14 +255,13 @@ def test_a_status_that_was_removed_is_said_to_be_missing(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("kind", ["UserError", "Unfinished", "Killed"])
 def test_a_refusal_and_a_kill_speak_for_themselves_also_of_a_copy(kind, tmp_path: Path, capsys):
-    run = RunDirectory(tmp_path / "e/r")
-    run.create("seed: 1\n", {})
+    run = new_run(tmp_path / "e/r")
     attempt = run.begin_attempt(LAUNCH)
     text = f"killed by it\n    distdl resume {run.path} x=1, not {run.path}2"
     attempt.record_error(1, kind, text, "", 137 if kind == "Killed" else 2)
     attempt.conclude(JobState.FAILED, 2)
     run.path.rename(tmp_path / "copy")
-    status(targets(str(tmp_path / "copy"), None))
+    status(jobs.targets(str(tmp_path / "copy"), None))
     said = capsys.readouterr().out
     assert "error   rank 1: killed by it\n" in said
     assert f"distdl resume {tmp_path / 'copy'} x=1, not {run.path}2" in said
@@ -289,13 +277,27 @@ def test_the_advice_for_a_damaged_launch_leads_on(tmp_path: Path, monkeypatch, c
     run.create(configs.to_yaml(recipe), {"command": ["python", "-m", "distdl", "launcher=mpi"]})
     (run.begin_attempt(LAUNCH).path / "launch.yaml").write_text("- 1")
     with pytest.raises(Damaged) as refused:
-        resume.plan(run, [])
+        resuming.plan(run, [])
     mended, _, then = refused.value.problems[0].remedy.partition("go on: ")[2].partition(" && ")
     subprocess.run(mended, shell=True, check=True)
     with pytest.raises(UserError, match="distdl resume outputs/default/r"):
-        status(targets("outputs/default/r", None))
+        status(jobs.targets("outputs/default/r", None))
     folder = then.removeprefix("python -m distdl resume ")
     assert resume.main([folder, "dry_run=true"]) == 0
     said = capsys.readouterr().out
     assert "was started by: python -m distdl launcher=mpi" in said
-    assert resume.plan(run, ["dry_run=true"]).run_id == "default/r"
+    assert resuming.plan(run, ["dry_run=true"]).run_id == "default/r"
+
+
+def test_a_run_that_cannot_be_asked_says_why(attempt: Attempt, monkeypatch, capsys) -> None:
+    """And hides no other one in the list."""
+    new_run(attempt.path.parents[2] / "other").begin_attempt(LAUNCH).end(JobState.SUCCEEDED)
+
+    def out_of_reach(*_: object) -> None:
+        raise ConnectionError("no route to the controller")
+
+    monkeypatch.setattr(jobs.Platforms, "job", out_of_reach)
+    assert list_runs(attempt.path.parents[2]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert any("UNKNOWN (ConnectionError)" in r and "no route to the" in r for r in rows)
+    assert any("SUCCEEDED" in row for row in rows)

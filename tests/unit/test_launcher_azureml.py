@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from distdl import __main__ as command_line
-from distdl import compose, launch, planning
+from distdl import compose, dry_run, planning
 from distdl import config as configs
 from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
@@ -312,7 +312,7 @@ def test_a_dry_run_writes_what_az_takes(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "mine.py").write_text("ours = 1\n")
     settings = ("launcher.files=files", "launcher.compute=gpu", "launcher.tier=spot")
     plan = planned("trainer.devices=1", "dry_run=true", *settings)
-    shown, folder = launch.render(plan), tmp_path / "files/resnet50_ddp/x"
+    shown, folder = dry_run.render(plan), tmp_path / "files/resnet50_ddp/x"
     names = ["environment.yml", "compute.yml", "job.yml"]
     assert re.findall(r"^file +(\S+)$", shown, re.M) == [
         str((folder / name).relative_to(tmp_path)) for name in names
@@ -328,7 +328,7 @@ def test_a_dry_run_writes_what_az_takes(tmp_path: Path, monkeypatch: pytest.Monk
     config = (folder / "bundle/config.yaml").read_text()
     assert "resnet50" in config and str(tmp_path) not in config
     with pytest.raises(UserError, match="is there already"):
-        launch.render(plan)
+        dry_run.render(plan)
     with pytest.raises(UserError, match="is for a dry run"):
         launcher(files="files").reach(rendered("serverless"))
 

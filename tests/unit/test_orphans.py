@@ -45,15 +45,12 @@ def test_the_child_that_validates_ends_with_a_killed_command(tmp_path: Path) -> 
         "config": {"model": {"_target_": "slow.Model"}},
         "root": str(tmp_path),
         "context": context,
-        "trust": [[str(tmp_path)], []],
         **{name: [] for name in ("expressions", "skip", "broken")},
+        "trust": [[str(tmp_path)], []],
         "supplied": {},
     }
-    command = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, json.dumps(request)],
-        start_new_session=True,
-        cwd=tmp_path,
-    )
+    typed = [sys.executable, "-c", COMMAND, json.dumps(request)]
+    command = subprocess.Popen(typed, start_new_session=True, cwd=tmp_path)
     pid = tmp_path / "pid"
     until(lambda: pid.exists() and pid.read_text())
     command.kill()

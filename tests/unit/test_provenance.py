@@ -22,6 +22,7 @@ def repository(tmp_path: Path) -> Path:
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
     git("init", "-b", "trunk")
+    assert provenance.git_state(tmp_path) == {}, "there is no commit yet"
     (tmp_path / "train.py").write_text("lr = 0.1\n")
     git("add", "train.py")
     git("commit", "-m", "first")
@@ -30,41 +31,28 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_commit_branch_and_what_is_not_committed(repository) -> None:
+def test_commit_branch_and_what_is_not_committed(repository, monkeypatch) -> None:
     state = provenance.git_state(repository)
     assert len(state["commit"]) == 40 and state["branch"] == "trunk"
     assert state["dirty"] and set(state["changed"]) == {" M train.py", "?? new.py"}
     assert "-lr = 0.1\n+lr = 0.2" in state["diff"]
     assert CANARY not in state["diff"] and "api_key" in state["diff"]
-
-
-def test_a_changed_file_that_is_no_utf8(repository) -> None:
-    (repository / "train.py").write_bytes("# Größe\nlr = 0.3\n".encode("latin-1"))
+    (repository / "train.py").write_bytes("# Größe\nlr = 0.3\n".encode("latin-1"))  # no UTF-8
     state = provenance.git_state(repository)
     assert "+lr = 0.3" in state["diff"] and "# Gr\ufffd\ufffde" in state["diff"]
     json.dumps(state).encode("ascii")
-
-
-def test_a_folder_without_git(tmp_path) -> None:
-    assert provenance.git_state(tmp_path) == {}
-
-
-def test_a_repository_without_a_commit(tmp_path) -> None:
-    subprocess.run(["git", "init"], cwd=tmp_path, check=True, capture_output=True)
-    assert provenance.git_state(tmp_path) == {}
-
-
-def test_without_git_at_all(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert provenance.git_state(tmp_path) == {}
-    assert provenance.project_root(None) == tmp_path
-
-
-def test_a_large_diff_is_cut_and_says_so(repository, monkeypatch) -> None:
     monkeypatch.setattr(provenance, "DIFF_LIMIT", 100)
     diff = provenance.git_state(repository)["diff"]
     assert diff.endswith("[cut here]\n") and len(diff) < 130
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_without_git(tmp_path, monkeypatch, installed: bool) -> None:
+    if not installed:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert provenance.git_state(tmp_path) == {}
+    assert provenance.project_root(None) == tmp_path
 
 
 def test_everything_that_is_recorded(repository, monkeypatch) -> None:
@@ -80,13 +68,12 @@ def test_everything_that_is_recorded(repository, monkeypatch) -> None:
     assert {"created", "distdl", "python", "platform"} <= set(record)
 
 
-def test_the_users_code(repository, tmp_path, monkeypatch) -> None:
+def test_the_users_code(repository, monkeypatch) -> None:
     inner = repository / "experiments"
     inner.mkdir()
     monkeypatch.chdir(inner)
-    assert provenance.project_root(None) == repository
-    assert provenance.project_root(str(inner)) == inner
-    assert provenance.project_root("..") == repository
-    # The folder he works in comes first, if it is part of the project.
+    for given, root in ((None, repository), (str(inner), inner), ("..", repository)):
+        assert provenance.project_root(given) == root
+    # The folder that a command is typed in comes first, if it is part of the project.
     assert own_code.python_path(repository) == ["experiments", "."]
     assert own_code.python_path(Path("/elsewhere")) == ["."]

@@ -15,12 +15,12 @@ from distdl.rank_output import RankOutput
 def test_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """Its pipe, and those of the others, are emptied on."""
     with RankOutput(tmp_path, 2) as output:
-        full = os.open(output._pipe_to("/dev/full"), os.O_WRONLY)
+        full = os.open(output.pipe_to("/dev/full"), os.O_WRONLY)
         os.write(full, b"lost\n")
-        output._pipe_to(str(tmp_path / "there"))
-        other = output._ends[-1]
+        other = os.open(output.pipe_to(str(tmp_path / "there")), os.O_WRONLY)
         for number in range(2000):  # more than a pipe holds
             os.write(full, b"x" * 99 + b"\n")
             os.write(other, b"%d\n" % number)
         os.close(full)
+        os.close(other)
     assert (tmp_path / "there").read_text().split()[-1] == "1999"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from distdl import attempt as attempts
 from distdl import launch, run_directory
 from distdl.errors import UserError
 from distdl.job import JobState, Resources
@@ -42,118 +43,126 @@ def ended() -> int:
     return process.pid
 
 
-def test_what_lies_where(run) -> None:
-    attempt = run.begin_attempt(LAUNCH)
-    found = {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()}
-    assert found == {
-        "config.yaml",
-        "provenance.json",
-        "attempts/001/launch.yaml",
-        "attempts/001/status.json",
-    }
-    assert run.recipe().seed == 1
-    assert attempt.resources() == Resources(1, 2, "cpu")
-    assert attempt.status()["state"] == "PENDING"
-
-
-def test_the_config_comes_last(tmp_path, monkeypatch) -> None:
+def test_what_lies_where_and_the_config_comes_last(tmp_path, monkeypatch) -> None:
     """With config.yaml the run exists, so everything else must be there by then."""
-    order = []
-    replace = os.replace
-    monkeypatch.setattr(
-        run_directory.os, "replace", lambda a, b: (order.append(Path(b).name), replace(a, b))
-    )
-    run = RunDirectory(tmp_path / "r")
+    order, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(Path(b).name), replace(a, b)))
+    run = RunDirectory(tmp_path / "outputs/e/r")
     assert not run.exists
     run.create("seed: 1\n", {})
-    assert run.exists and order[-1] == "config.yaml"
+    assert run.exists and order == (created := ["provenance.json", "config.yaml"])
+    attempt = run.begin_attempt(LAUNCH)
+    files = {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()}
+    assert files == {*created, "attempts/001/launch.yaml", "attempts/001/status.json"}
+    assert (run.recipe().seed, attempt.resources()) == (1, Resources(1, 2, "cpu"))
+    assert attempt.status()["state"] == "PENDING"
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.open("outputs/e/r").path == run.path
+    with pytest.raises(UserError, match="nowhere"):
+        RunDirectory.open("nowhere")
 
 
 def test_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch) -> None:
     path = tmp_path / "status.json"
+    assert read_json(path) == {}
     write_json(path, {"state": "RUNNING"})
 
     def power_cut(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_directory.os, "replace", power_cut)
+    monkeypatch.setattr(os, "replace", power_cut)
     with pytest.raises(OSError, match="no space"):
         write_json(path, {"state": "SUCCEEDED"})
     assert read_json(path) == {"state": "RUNNING"}
+    path.write_text('{"state": "RUN')
+    assert read_json(path) == {}
 
 
-def test_torn_or_absent_is_empty(tmp_path) -> None:
-    assert read_json(tmp_path / "absent") == {}
-    (tmp_path / "torn").write_text('{"state": "RUN')
-    assert read_json(tmp_path / "torn") == {}
-
-
-def test_attempts_are_counted_and_never_shared(run, monkeypatch) -> None:
+def test_attempts_are_counted_and_states_are_those_that_were_written(run) -> None:
     numbers = []
-    for _ in range(11):
+    for state in 4 * [JobState.FAILED, JobState.SUCCEEDED, JobState.PREEMPTED]:
+        expected = run.next_attempt()
         attempt = run.begin_attempt(LAUNCH)
-        attempt.end(JobState.FAILED)
-        numbers.append(attempt.number)
-    assert numbers == list(range(1, 12)) == [a.number for a in run.attempts()]
-    assert run.last_attempt().number == 11
-    # Whatever lies there keeps its number.
-    (run.path / "attempts/012").mkdir()
-    assert run.begin_attempt(LAUNCH).number == 13
-
-
-def test_states_are_those_that_were_written(run) -> None:
-    attempt = run.begin_attempt(LAUNCH)
-    attempt.begin()
-    assert attempt.state() is JobState.RUNNING
-    for state in (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.FAILED):
+        assert attempt == expected
+        attempt.begin()
+        assert attempt.state() is JobState.RUNNING
         attempt.end(state, metrics={"a": 1.0})
         status = attempt.status()
         assert attempt.state() is state and status["exit_code"] == state.exit_code
         assert status["ended"] >= status["started"] and status["pid"] == os.getpid()
+        numbers.append(attempt.number)
+    assert numbers == list(range(1, 13)) == [a.number for a in run.attempts()]
+    assert run.last_attempt().number == 12
+    # Whatever lies there keeps its number.
+    (run.path / "attempts/013").mkdir()
+    assert run.begin_attempt(LAUNCH).number == 14
 
 
-def test_running_with_a_process_that_is_gone_has_failed(run, ended) -> None:
+def test_an_update_keeps_the_rest_and_what_changes_nothing_writes_nothing(run, monkeypatch) -> None:
     attempt = run.begin_attempt(LAUNCH)
-    attempt.begin()
-    attempt.update(pid=ended)
-    assert attempt.state() is JobState.FAILED
-    assert run.begin_attempt(LAUNCH).number == 2
+    attempt.update(a=1)
+    attempt.update(b=2)
+    stored = json.loads((attempt.path / "status.json").read_text())
+    assert (stored["a"], stored["b"], stored["state"]) == (1, 2, "PENDING")
+    written = []
+    monkeypatch.setattr(attempts, "write_json", lambda *_: written.append(1))
+    attempt.update(a=1, b=2)
+    assert not written
+    for code in (None, 7):  # however much is put on record at an end
+        attempt.record_error(0, "ValueError", "the cause", "", exit_code=7)
+        attempt.conclude(JobState.FAILED, code)
+    attempt.fail("the cause", 7)
+    assert len(written) == 3
 
 
-def test_a_run_that_runs_is_not_started_again(run, ended) -> None:
+BEGUN, WAITING, BLOCKS, GONE = True, False, True, False
+
+
+@pytest.mark.parametrize(
+    ("begun", "changes", "blocks"),
+    [
+        (WAITING, {"pid": "ended"}, GONE),
+        (BEGUN, {"pid": "ended"}, GONE),
+        # A process that lives, and has not begun yet; an older record knows no birth.
+        (WAITING, {"pid": 1, "birth": None}, BLOCKS),
+        (BEGUN, {}, BLOCKS),
+        # Nobody can tell from here.
+        (WAITING, {"host": "elsewhere", "pid": 3}, BLOCKS),
+        (BEGUN, {"host": "elsewhere", "pid": "ended"}, BLOCKS),
+        # The number belongs to another process by now, also after a reboot.
+        (BEGUN, {"birth": "0-another-boot/17"}, GONE),
+        (BEGUN, {"birth": birth(1)}, GONE),
+        (BEGUN, {"birth": birth(os.getpid())}, BLOCKS),
+    ],
+)
+def test_a_run_is_not_started_again_while_it_runs(run, ended, begun, changes, blocks) -> None:
     attempt = run.begin_attempt(LAUNCH)
-    # A process that lives, and has not come to begin() yet; an older record knows no birth.
-    attempt.update(pid=1, birth=None)
-    with pytest.raises(UserError, match="attempt 1 is running"):
+    if begun:
+        attempt.begin()
+    attempt.update(**{k: ended if v == "ended" else v for k, v in changes.items()})
+    if not blocks:
+        assert attempt.state() is JobState.FAILED and run.begin_attempt(LAUNCH).number == 2
+        return
+    with pytest.raises(UserError, match="attempt 1 is running") as refused:
         run.begin_attempt(LAUNCH)
-    attempt.begin()
-    with pytest.raises(UserError, match="start a run with another name"):
-        run.begin_attempt(LAUNCH)
-    attempt.begin()
-    attempt.update(host="elsewhere", pid=ended)  # nobody can tell from here
-    with pytest.raises(UserError, match=r"on elsewhere.*\n.*if it is gone: rm .*status"):
-        run.begin_attempt(LAUNCH)
+    assert "start a run with another name" in refused.value.problems[0].remedy
+    if "host" in changes:
+        assert "on elsewhere" in str(refused.value) and "if it is gone: rm " in str(refused.value)
     (attempt.path / "status.json").unlink()
     assert run.begin_attempt(LAUNCH).number == 2
 
 
-def test_a_start_that_died_before_its_worker_does_not_block(run, ended) -> None:
-    run.begin_attempt(LAUNCH).update(pid=ended)
-    assert run.begin_attempt(LAUNCH).number == 2
-
-
-PAIRS = 150
+PAIRS = 60
 
 
 def _start(folder: str, barrier, answers) -> None:
     for number in range(PAIRS):
         barrier.wait()
         try:
-            answers.put(
-                (number, RunDirectory(Path(folder, str(number))).begin_attempt(LAUNCH).number)
-            )
+            begun = RunDirectory(Path(folder, str(number))).begin_attempt(LAUNCH).number
         except UserError:
-            answers.put((number, None))
+            begun = None
+        answers.put((number, begun))
         barrier.wait()  # both live until both have tried
 
 
@@ -175,19 +184,6 @@ def test_of_two_starts_at_once_one_begins(tmp_path) -> None:
     assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
 
 
-def test_a_number_that_belongs_to_another_process_by_now(run) -> None:
-    """Also after a reboot, when numbers and ticks begin anew."""
-    attempt = run.begin_attempt(LAUNCH)
-    attempt.begin()
-    for later in ("0-another-boot/17", f"{attempt.status()['birth']}0"):
-        attempt.update(birth=later)
-        assert attempt.state() is JobState.FAILED
-    attempt.update(birth=birth(os.getpid()))
-    assert attempt.state() is JobState.RUNNING
-    attempt.update(birth=birth(1), pid=os.getpid())
-    assert run.begin_attempt(LAUNCH).number == 2
-
-
 def test_a_signal_in_the_very_moment_of_the_start_is_on_record(run, monkeypatch) -> None:
     """The attempt has appeared, and nobody stays with it yet."""
     rename = os.rename
@@ -197,16 +193,11 @@ def test_a_signal_in_the_very_moment_of_the_start_is_on_record(run, monkeypatch)
         raise Ended(signal.SIGUSR1)
 
     monkeypatch.setattr(run_directory.os, "rename", signalled)
-    with pytest.raises(Ended), launch.begun_on_record(SimpleNamespace(run=run)):
+    planned = SimpleNamespace(run=run)
+    with pytest.raises(Ended), launch.interruption_recorded(planned):  # type: ignore[arg-type]
         run.begin_attempt(LAUNCH)
     (attempt,) = run.attempts()
     assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)
-
-
-def test_another_host_that_is_starting_it_is_believed(run) -> None:
-    run.begin_attempt(LAUNCH).update(host="elsewhere", pid=3)
-    with pytest.raises(UserError, match="on elsewhere"):
-        run.begin_attempt(LAUNCH)
 
 
 DAMAGE = {
@@ -221,7 +212,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("text", DAMAGE)
-def test_a_damaged_status_is_told_and_never_believed(run, text) -> None:
+def test_a_damaged_status_is_reported_and_never_believed(run, text) -> None:
     attempt = run.begin_attempt(LAUNCH)
     path = attempt.path / "status.json"
     path.write_text(text)
@@ -243,16 +234,13 @@ def test_half_of_a_frozen_file_is_no_file(run) -> None:
     launch, config = attempt.path / "launch.yaml", run.path / "config.yaml"
     config.write_text("a: 1\nb: 2\n")
     for path, ask in ((launch, attempt.launch), (config, run.recipe)):
-        whole = path.read_text()
-        for cut in range(len(whole)):
-            path.write_text(whole[:cut])
+        text = path.read_text()
+        for cut in range(len(text)):
+            path.write_text(text[:cut])
             with pytest.raises(Damaged, match=r"is damaged: .*\n.*restore it"):
                 ask()
-    for text, what in (
-        ("- 1\n", "a list"),
-        ("where: [1]\nrun_id: a\n", "where is '"),
-        (": [", "no Y"),
-    ):
+    wrong = {"- 1\n": "a list", "where: [1]\nrun_id: a\n": "where is '", ": [": "no Y"}
+    for text, what in wrong.items():
         launch.write_text(text)
         with pytest.raises(Damaged, match=what):
             attempt.launch()
@@ -272,34 +260,9 @@ def test_files_from_before_the_checksums_are_read(run) -> None:
     assert attempt.launch() == LAUNCH
 
 
-def test_the_first_failure_is_named(run) -> None:
-    attempt = run.begin_attempt(LAUNCH)
-    assert attempt.first_error() is None
-    attempt.record_error(1, "ValueError", "the cause", "Traceback ...")
-    attempt.record_error(0, "RuntimeError", "connection closed by peer", "Traceback ...")
-    (attempt.path / "errors/rank_2.json").write_text("{")  # a rank that died while it wrote
-    first = attempt.first_error()
-    assert (first["rank"], first["type"], first["message"]) == (1, "ValueError", "the cause")
-
-
-def test_opening_what_is_no_run(tmp_path, run, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert RunDirectory.open("outputs/e/r").path == run.path
-    with pytest.raises(UserError, match="nowhere"):
-        RunDirectory.open("nowhere")
-
-
 def test_a_zombie_has_ended() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet waited for
     assert not is_alive(process.pid)
     process.wait()
     assert is_alive(os.getpid()) and is_alive(1) and not is_alive(2**40)
-
-
-def test_nothing_is_lost_by_updating(run) -> None:
-    attempt = run.begin_attempt(LAUNCH)
-    attempt.update(a=1)
-    attempt.update(b=2)
-    stored = json.loads((attempt.path / "status.json").read_text())
-    assert (stored["a"], stored["b"], stored["state"]) == (1, 2, "PENDING")

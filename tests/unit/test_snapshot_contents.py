@@ -109,7 +109,7 @@ def test_each_is_left_out_and_named_with_its_line_and_kind(tmp_path: Path) -> No
     for name, (content, kind, line) in SECRETS.items():
         assert f"line {line} holds {kind}" in told[name], name
         longest = max(content.replace("\\n", " ").split(), key=len)
-        assert longest[:30] not in "\n".join(taken.told())
+        assert longest[:30] not in "\n".join(taken.lines_left_out())
 
 
 def test_what_only_looks_like_one_goes(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_file_that_the_user_names_goes_and_a_pattern_is_no_such_word(tmp_path:
     assert take(tmp_path).left_out == ()
     written(tmp_path, **{".amlignore": "!b\n# Größe\n!c.pem\n!docs/a.pem".encode("latin-1")})
     assert take(tmp_path).left_out == ()
-    assert taken.told()[-1].endswith("!b)")
+    assert taken.lines_left_out()[-1].endswith("!b)")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "latin-1"])

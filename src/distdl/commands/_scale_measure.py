@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distdl import config as configs
-from distdl import launch, planning, sweeps
+from distdl import dry_run, launch, planning, sweeps
 from distdl.commands._scale_members import FILE, Member
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
@@ -24,7 +24,7 @@ def measure(found: Sequence[Member]) -> int:
     code = 0
     for number, (member, plan) in enumerate(zip(due, planned, strict=True), 1):
         if plan.config.dry_run:
-            print(f"\n# {member.name}\n{launch.render(plan)}")
+            print(f"\n# {member.name}\n{dry_run.render(plan)}")
             continue
         print(f"\n[{number}/{len(due)}] {member.name}", flush=True)
         if kept := member.set_damaged_aside():

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from distdl import failures, jobs
+from distdl import job_status, jobs
 from distdl.errors import Problem, UserError
 from distdl.job import Job, JobState
+from distdl.job_status import state_of
+from distdl.jobs import Target
 from distdl.run_directory import Attempt, RunDirectory, shown
 from distdl.run_files import Damaged
 from distdl.tailing import plain, tail
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """One verb on one run, one job (by its handle) or all runs of a folder.
 
     Returns:
-        status: 0, or 1 if the place cannot say. wait and logs --follow: the run's own exit code.
+        status: 0, or 1 if the platform cannot say. wait and logs --follow: the run's own exit code.
 
     Raises:
         UserError: There is no such run or job, or the verb does not apply to it.
@@ -41,19 +40,21 @@ def main(argv: Sequence[str]) -> int:
     if options.verb == "list":
         return list_runs(Path(options.target or "outputs"))
     if options.verb == "resubmit":
-        return resubmit(options.target, options.overrides)
-    found = targets(options.target, options.attempt, allowed(options.overrides))
+        from distdl.commands import resume
+
+        return resume.start(RunDirectory.open(options.target), options.overrides)
+    targets = jobs.targets(options.target, options.attempt, allowed(options.overrides))
     if options.verb == "status":
-        return status(found)
+        return status(targets)
     if options.verb == "cancel":
-        return cancel(found)
+        return cancel(targets)
     if options.verb == "fetch":
-        return fetch(found, options.to)
-    if len(found) > 1 and options.verb == "logs":
-        raise UserError(Problem(options.target, f"has {len(found)} runs", "name one of them"))
-    return max(
-        [show_logs(*one, options.follow) if options.verb == "logs" else wait(*one) for one in found]
-    )
+        return fetch(targets, options.to)
+    if options.verb == "wait":
+        return max(wait(*target) for target in targets)
+    if len(targets) > 1:
+        raise UserError(Problem(options.target, f"has {len(targets)} runs", "name one of them"))
+    return show_logs(*targets[0], options.follow)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -80,11 +81,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-MISSING = "status.json is missing"
-
-Target = tuple[Job, Attempt | None]
-
-
 def allowed(overrides: Sequence[str]) -> list[str]:
     """What `project.allow=[...]` on the command line allows, for this command.
 
@@ -103,82 +99,21 @@ def allowed(overrides: Sequence[str]) -> list[str]:
     return names
 
 
-def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Target]:
-    """What a user named: a handle, a run, or all the runs of a folder (a sweep)."""
-    if "://" in text:
-        return [(jobs.named(text), None)]
-    folder = Path(text)
-    below = [] if (folder / "config.yaml").is_file() else jobs.runs_below(folder)
-    runs = below or [RunDirectory.open(text)]
-    attempts, places = [attempt_of(run, number) for run in runs], jobs.Places(allow)
-    return [(places.job(attempt), attempt) for attempt in attempts]
-
-
-def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
-    chosen = {a.number: a for a in run.attempts()}
-    if not chosen:
-        remedy = f"start it, or go on with it: python -m distdl resume {shown(run.path)}"
-        raise UserError(Problem(shown(run.path), "has no attempt on record", remedy))
-    if number is not None and number not in chosen:
-        raise UserError(Problem("--attempt", f"there is no {number}", f"1 to {max(chosen)}"))
-    return chosen[number or max(chosen)]
-
-
-def state_of(job: Job, attempt: Attempt | None) -> JobState:
-    return jobs.state(attempt, job) if attempt else job.state()
-
-
-def status(found: list[Target]) -> int:
-    jobs.ask(job for job, attempt in found if not (attempt and jobs.is_settled(attempt)))
-    unknown = False
-    problems: list[Problem] = []
-    for job, attempt in found:
+def status(targets: Sequence[Target]) -> int:
+    jobs.ask(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
+    unknown, problems = False, list[Problem]()
+    for job, attempt in targets:
         state = state_of(job, attempt)
         unknown |= state is JobState.UNKNOWN
-        unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unasked)
-        why = getattr(job, "why", "") if unasked else ""
-        if attempt is None:
-            print(f"{state}  {job.handle}" + (f"  ({why})" if why else ""))
-            continue
-        facts = attempt.status()
-        print(f"{shown(attempt.path.parents[1])}  (attempt {attempt.number})")
-        print(f"  state   {state}" + (f", restarted {n} times" if (n := restarts(attempt)) else ""))
-        if why:
-            print(f"  because {plain(why)}")
-        if not facts:
-            print(f"  because {MISSING}")
-        print(f"  job     {plain(attempt.job().get('handle') or jobs.place_of(attempt))}")
-        if job.url:
-            print(f"  watch   {plain(job.url)}")
-        for name in ("started", "ended"):
-            if when := number(facts.get(name)):
-                print(f"  {name:7} {time.ctime(when)}")
-        first = attempt.first_error()
-        if first:
-            print(f"  error   rank {plain(first['rank'])}: {plain(failures.told(first))}")
-        elif facts.get("error"):
-            print(f"  error   {plain(facts['error'])}")
+        print(*job_status.lines(job, attempt, state), sep="\n")
         try:
-            RunDirectory(attempt.path.parents[1]).check_config()
+            if attempt is not None:
+                RunDirectory(attempt.path.parents[1]).check_config()
         except Damaged as damaged:  # how it stands is known all the same
             problems += damaged.problems
     if problems:
         raise UserError(*problems)
     return 1 if unknown else 0
-
-
-def restarts(attempt: Attempt) -> int:
-    return int(number(attempt.status().get("restarts")) or 0)
-
-
-def number(value: object) -> float | None:
-    """A number of a file; None for anything else that stands there."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e11 else None  # type: ignore[arg-type]
-
-
-def is_no_number(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
@@ -208,8 +143,8 @@ def wait(job: Job, attempt: Attempt | None) -> int:
     return state.exit_code
 
 
-def cancel(found: list[Target]) -> int:
-    for job, attempt in found:
+def cancel(targets: Sequence[Target]) -> int:
+    for job, attempt in targets:
         state = state_of(job, attempt)
         if state.ended:
             print(f"{job.handle}: {state.lower()} already")
@@ -219,19 +154,8 @@ def cancel(found: list[Target]) -> int:
     return 0
 
 
-def resubmit(target: str, overrides: Sequence[str]) -> int:
-    from distdl import launch
-    from distdl.commands import resume
-
-    planned = resume.plan(RunDirectory.open(target), list(overrides))
-    if planned.config.dry_run:
-        print(launch.render(planned))
-        return 0
-    return launch.start(planned, sys.argv)
-
-
-def fetch(found: list[Target], to: Path | None) -> int:
-    for job, attempt in found:
+def fetch(targets: Sequence[Target], to: Path | None) -> int:
+    for job, attempt in targets:
         copy: Callable[[Path], None] | None = getattr(job, "fetch", None)
         if copy is None:
             print(f"{job.handle}: its files are here already")
@@ -243,68 +167,18 @@ def fetch(found: list[Target], to: Path | None) -> int:
 
 
 def list_runs(folder: Path) -> int:
-    runs = jobs.runs_below(folder)
-    if not runs:
-        raise UserError(Problem(str(folder), "there are no runs", "python -m distdl jobs list DIR"))
-    attempts, places = [attempt_of(run, None) for run in runs], jobs.Places()
-    asked: dict[Attempt, Job] = {}
-    for attempt in attempts:
-        with suppress(Exception):  # its row says what is wrong with it
-            if not jobs.is_settled(attempt):
-                asked[attempt] = places.job(attempt)
-    jobs.ask(asked.values())
-    rows = [("run", "attempt", "state", "where", "started", "metrics")]
-    unasked: dict[str, None] = {}
-    for run, attempt in zip(runs, attempts, strict=True):
-        try:
-            settled = jobs.is_settled(attempt)
-            job = None if settled else asked.get(attempt) or places.job(attempt)
-            state = str(jobs.state(attempt, job))
-            run.check_config()
-            attempt.check_launch()
-            if isinstance(job, jobs.Unasked):
-                unasked[job.why] = None
-            main = run.main_attempt() or attempt
-            if main.number != attempt.number:  # how a test ended says nothing of the training
-                state = f"{jobs.state(main)} ({attempt.task.rpartition('.')[2]}: {state})"
-                attempt = main
-            cells = (attempt.job().get("handle") or jobs.place_of(attempt), *facts_of(attempt))
-        except Damaged as damaged:
-            file, what = damaged.problems[0].path, damaged.problems[0].what
-            state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
-        except Exception as error:  # one that is out of reach, or damaged, must not hide the others
-            state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", "")
-        row = (shown(run.path), str(attempt.number), state, *cells)
-        rows.append(tuple(map(plain, row)))  # type: ignore[arg-type]
-    show(rows)
-    for why in unasked:
-        print(f"note: {plain(why)}", file=sys.stderr)
-    return 0
+    rows, notes = job_status.table(folder)
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
 
-
-def show(rows: Sequence[Sequence[str]]) -> None:
-    if not sys.stdout.isatty():  # for `cut`, `awk` and a spreadsheet
-        for row in rows[1:]:
+        table = Table(*job_status.COLUMNS)
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False, emoji=False).print(table)  # brackets are text here
+    else:  # for `cut`, `awk` and a spreadsheet
+        for row in rows:
             print(*row, sep="\t")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0])
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(markup=False, emoji=False).print(table)  # brackets are text here
-
-
-def facts_of(attempt: Attempt) -> tuple[str, str]:
-    """When an attempt started, and its metrics."""
-    facts = attempt.status()
-    if not facts:
-        return "", MISSING
-    when = number(facts.get("started"))
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if when else ""
-    metrics = sorted((facts.get("metrics") or {}).items())
-    # A loss that is no number any more is what a list must show.
-    told = [f"{k} {v:.4g}" for k, v in metrics if number(v) is not None or is_no_number(v)]
-    told = [text for text in told if text.startswith(("val", "train"))]
-    return started, "  ".join(told)
+    for note in notes:
+        print(f"note: {plain(note)}", file=sys.stderr)
+    return 0

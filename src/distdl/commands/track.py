@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
 
-from distdl.errors import Problem, UserError
-from distdl.tracking.outbox import Outbox, redact
-from distdl.tracking.records import find_run, journals
-
-LONG = 5000  # points; from here on a bar is shown
+from distdl.tracking.records import find_run
+from distdl.tracking.sync import sync
 
 
 def main(argv: list[str]) -> int:
-    """Deliver the rest of a run.
-
-    Args:
-        argv: `sync RUN`.
+    """Sends the rest of a run: `sync RUN`.
 
     Returns:
         0 if everything has arrived or a process of the run is delivering itself; 1 if the server
@@ -31,91 +20,6 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="distdl track", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    sync = verbs.add_parser("sync", help="send what the tracking server has not got yet")
-    sync.add_argument("run", metavar="RUN", help="the run's folder")
-    run = find_run(parser.parse_args(argv).run)
-    outbox = Outbox(run)
-    if not outbox.found:
-        raise UserError(
-            Problem(
-                str(run),
-                "was not tracked in MLflow: there is nothing to send",
-                f"to see its curves: python -m distdl report {run}",
-            )
-        )
-    return _sync(outbox)
-
-
-def _sync(outbox: Outbox) -> int:
-    from distdl.tracking.client import exclusive, prepare_environment
-    from distdl.tracking.delivery import Delivery
-    from distdl.tracking.mlflow import how_to_open
-
-    uri = outbox.state.server or outbox.database()
-    if "***" in uri:  # a password is never stored
-        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if not uri:
-        raise UserError(
-            Problem(
-                str(outbox.path),
-                f"the server {outbox.state.server} needs a password, which is never stored",
-                "set MLFLOW_TRACKING_URI to the whole address, and type the same again",
-            )
-        )
-    prepare_environment()
-    sender = Delivery(outbox, uri, alone=True)
-    with contextlib.ExitStack() as locks:
-        for node in {0, *journals(outbox.run_dir)}:
-            lock = outbox.run_dir / "tracking" / f"mlflow-node{node}.lock"
-            if not locks.enter_context(exclusive(lock)):
-                print("The run is still active: it delivers by itself.")
-                return 0
-        outbox.load()  # the run may have ended between the first reading and the lock
-        outbox.lost = False
-        print(f"Sending to {redact(uri)} ...", flush=True)
-        try:
-            with _bar(sender.pending()) as progress:
-                _retried(lambda: sender.send_all(progress))
-        except Exception as error:
-            text = str(error).replace(uri, redact(uri))[:300]
-            print(
-                f"The server fails: {text}\n{sender.pending()} points stay in {outbox.run_dir}; "
-                "type the same again when it is back.",
-                file=sys.stderr,
-            )
-            return 1
-    if sender.delivered:
-        print(f"{sender.delivered} points delivered.")
-    else:
-        print("Nothing was left: the run is complete there.")
-    print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
-    return 0
-
-
-def _retried(send: Callable[[], None]) -> None:
-    for wait in (2.0, 4.0, None):
-        try:
-            send()
-            return
-        except Exception:
-            if wait is None:
-                raise
-            time.sleep(wait)
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    if total < LONG or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        yield lambda n: None
-        return
-    from distdl.prepare.bar import Bar
-
-    done = 0
-    with Bar("points") as bar:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar(done, total)
-
-        yield advance
+    verb = verbs.add_parser("sync", help="send what the tracking server has not got yet")
+    verb.add_argument("run", metavar="RUN", help="the run's folder")
+    return sync(find_run(parser.parse_args(argv).run))

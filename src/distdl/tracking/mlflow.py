@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distdl import provenance
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
@@ -212,9 +213,7 @@ class MLflowLogger:
         self.delivery.outbox.keep(path, os.path.join(folder, path.name))
 
     def _keep_packages(self) -> None:
-        from importlib.metadata import distributions
-
-        lines = {f"{d.metadata['Name']}=={d.version}" for d in distributions()}
+        lines = provenance.packages()
         path = self.info.run_dir / "tracking" / "packages.txt"
         with contextlib.suppress(OSError):
             path.write_text("\n".join(sorted(lines, key=str.lower)) + "\n")

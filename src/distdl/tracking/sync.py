@@ -1,0 +1,96 @@
+"""Sends to MLflow what a run has recorded and its server has not got yet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from distdl.errors import Problem, UserError
+from distdl.tracking.outbox import Outbox, redact
+from distdl.tracking.records import journals
+
+LONG = 5000  # points; from here on a bar is shown
+WAITS = (2.0, 4.0)  # seconds before another try
+
+
+def sync(run: Path) -> int:
+    """Delivers the rest of a run; returns 1 if the server fails, else 0.
+
+    Raises:
+        UserError: The run was never tracked in MLflow, or the server's password is missing.
+    """
+    from distdl.tracking.client import exclusive, prepare_environment
+    from distdl.tracking.delivery import Delivery
+    from distdl.tracking.mlflow import how_to_open
+
+    outbox = Outbox(run)
+    if not outbox.found:
+        what = "was not tracked in MLflow: there is nothing to send"
+        remedy = f"to see its curves: python -m distdl report {run}"
+        raise UserError(Problem(str(run), what, remedy))
+    uri = outbox.state.server or outbox.database()
+    if "***" in uri:  # a password is never stored
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri:
+        what = f"the server {outbox.state.server} needs a password, which is never stored"
+        remedy = "set MLFLOW_TRACKING_URI to the whole address, and type the same again"
+        raise UserError(Problem(str(outbox.path), what, remedy))
+    prepare_environment()
+    sender = Delivery(outbox, uri, alone=True)
+    with contextlib.ExitStack() as locks:
+        for node in {0, *journals(outbox.run_dir)}:
+            lock = outbox.run_dir / "tracking" / f"mlflow-node{node}.lock"
+            if not locks.enter_context(exclusive(lock)):
+                print("The run is still active: it delivers by itself.")
+                return 0
+        outbox.load()  # the run may have ended between the first reading and the lock
+        outbox.lost = False
+        print(f"Sending to {redact(uri)} ...", flush=True)
+        try:
+            with _bar(sender.pending()) as progress:
+                _retried(lambda: sender.send_all(progress))
+        except Exception as error:
+            text = str(error).replace(uri, redact(uri))[:300]
+            print(
+                f"The server fails: {text}\n{sender.pending()} points stay in {outbox.run_dir}; "
+                "type the same again when it is back.",
+                file=sys.stderr,
+            )
+            return 1
+    if sender.delivered:
+        print(f"{sender.delivered} points delivered.")
+    else:
+        print("Nothing was left: the run is complete there.")
+    print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
+    return 0
+
+
+def _retried(send: Callable[[], None]) -> None:
+    for wait in WAITS:
+        try:
+            return send()
+        except Exception:  # the last try says why
+            time.sleep(wait)
+    send()
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    if total < LONG or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda n: None
+        return
+    from distdl.prepare.bar import Bar
+
+    done = 0
+    with Bar("points") as bar:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            bar(done, total)
+
+        yield advance
