@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from distdl.atomic_files import atomic_file
 from distdl.errors import Unfinished, UserError
 from distdl.prepare import plan as plans
 from distdl.prepare import work
-from distdl.shards.writing import whole
 from tests.conftest import ROOT, environment
 from tests.miniature import SUBSET, everything, imagenet, images, prepare, stored
 
@@ -221,15 +221,21 @@ def test_a_full_disk_is_said_and_mended(tars: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_nothing_half_written_has_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, replace: bool) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), whole(path) as file:
-        file.write(b"half of the new")
+    with pytest.raises(ZeroDivisionError), atomic_file(path, replace=replace) as file:
+        file.write(b"half")
         file.flush()
-        assert path.read_bytes() == b"old"
+        assert not path.exists()
         _ = 1 / 0
-    assert everything(tmp_path) == {"file": b"old"}
+    assert everything(tmp_path) == {}
+    with atomic_file(path, replace=replace) as file:
+        file.write(b"old")
+    refused: Any = nullcontext() if replace else pytest.raises(FileExistsError)
+    with refused, atomic_file(path, replace=replace) as file:
+        file.write(b"new")
+    assert everything(tmp_path) == {"file": b"new" if replace else b"old"}
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition, stable_seed
+from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.errors import UserError
+from distdl.seeds import stable_seed
 from distdl.shards.order import Windows, by_first_use
 
 

@@ -24,10 +24,11 @@ from torch.utils.data import (
 
 from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
 from distdl.data.rebuilding import NotRebuilt, rebuilt
-from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition, stable_seed
+from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.streams import Striding
 from distdl.data.worker_signals import Surviving
 from distdl.errors import Problem, UserError
+from distdl.seeds import stable_seed
 
 
 class KeyedDataset(Dataset[Any]):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from torch.utils.data import Sampler, SequentialSampler
 
 from distdl.errors import Problem, UserError
+from distdl.seeds import stable_seed
 
 
 class SampleKey(NamedTuple):
@@ -48,16 +47,6 @@ class TrainPosition:
     consumed: int = 0
     per_batch: int = 0
     samples: int | None = None
-
-
-def stable_seed(*parts: Any) -> int:
-    """A 63-bit seed from whole numbers: the same in every process, on every machine, for good.
-
-    What a custom sampler gives in the place of a number counts by its `repr`.
-    """
-    text = ",".join(str(int(p)) if isinstance(p, Integral) else repr(p) for p in parts)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class Ordered(Protocol):

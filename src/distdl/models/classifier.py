@@ -14,13 +14,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from distdl.data.sampling import stable_seed
 from distdl.errors import Problem, UserError
 from distdl.models import compilers
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.mixing import mix
 from distdl.models.weights import load_weights
 from distdl.ranges import NotNegative, Positive
+from distdl.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from distdl.atomic_files import atomic_file
 from distdl.prepare.source import EXTENSIONS, Progress, Sample, Source
-from distdl.shards.writing import BLOCK, whole
+from distdl.shards.writing import BLOCK
 
 MB = 10**6
 KEY_LENGTH = 80
@@ -59,7 +60,7 @@ class Plan:
     parts: list[Part]
 
     def save(self, path: Path) -> None:
-        with whole(path) as file:
+        with atomic_file(path) as file:
             for line in chain((self.settings, self.classes), map(_packed, self.parts)):
                 file.write(json.dumps(line).encode() + b"\n")
 

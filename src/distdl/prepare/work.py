@@ -25,13 +25,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from distdl import __version__
+from distdl.atomic_files import remove_leftovers, write_bytes
 from distdl.errors import Problem, Unfinished, UserError
 from distdl.orphans import end_with_parent
 from distdl.prepare import plan as plans
 from distdl.prepare.plan import Part, Plan
 from distdl.prepare.writers import WORK, Result, Writer, result_file, rows_of
 from distdl.shards.format import MANIFEST, Manifest
-from distdl.shards.writing import remove_leftovers, whole, write_index
+from distdl.shards.writing import write_index
 
 FOLDER_MANIFEST = "prepared.json"
 # How many oddities of one kind the manifest names.
@@ -183,8 +184,7 @@ class Preparation:
         else:
             found = {"images": total.samples, "classes": plan.classes, "made": made}
             text = json.dumps(found, indent=1)
-        with whole(self.manifest) as file:
-            file.write(text.encode())
+        write_bytes(self.manifest, text.encode())
         self.tidy()
         return total
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from distdl.atomic_files import atomic_file, write_bytes
 from distdl.errors import Problem, UserError
 from distdl.prepare.images import Damaged, Treatment, Unwritten
 from distdl.prepare.plan import Part
 from distdl.prepare.source import Sample, Source
 from distdl.shards.format import ROW, WORK, Shard
-from distdl.shards.writing import ShardFile, whole
+from distdl.shards.writing import ShardFile
 
 FORMATS = ("shards", "folder")
 
@@ -41,8 +42,7 @@ class Result:
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        with whole(path) as file:
-            file.write(json.dumps(asdict(self)).encode())
+        write_bytes(path, json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, path: Path) -> Result:
@@ -102,7 +102,7 @@ class Writer:
 
     def _write_shard(self, part: Part, advance: Callable[[int], None]) -> None:
         result, name = Result(), f"{part.name}.tar"
-        with whole(self.out / name) as file:
+        with atomic_file(self.out / name) as file:
             tar = ShardFile(file, part.number)
             for key, sample in part.samples:
                 image = self._image(sample, result)
@@ -111,7 +111,7 @@ class Writer:
                 advance(sample.bytes)
             result.shard, rows = tar.close(name)
         result.samples, result.bytes = result.shard.samples, result.shard.bytes
-        with whole(rows_file(self.out, part)) as file:
+        with atomic_file(rows_file(self.out, part)) as file:
             np.save(file, rows)
         result.save(result_file(self.out, part))
 
@@ -121,8 +121,7 @@ class Writer:
             image = self._image(sample, result)
             if image is not None:
                 path = self.out / part.split / self.classes[sample.label] / (key + image[1])
-                with whole(path, sync=False) as file:
-                    file.write(image[0])
+                write_bytes(path, image[0], durable=False)
                 result.samples += 1
                 result.bytes += len(image[0])
             advance(sample.bytes)

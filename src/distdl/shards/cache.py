@@ -27,6 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from distdl.atomic_files import sync, write_bytes
 from distdl.errors import Problem, UserError
 from distdl.shards.format import File
 from distdl.stores import Progress, Store, StoreError
@@ -136,12 +137,11 @@ class Cache:
             if not said:
                 with FileLock(self.root / "lock"):  # who counts sizes sees it once
                     part.rename(self.path(file))
-                _sync(self.folder)
+                sync(self.folder)
             return said
         except StoreError as error:
             if error.transient:
-                part.write_text(str(error))  # others look at it at any time
-                part.replace(self._outage)
+                write_bytes(self._outage, str(error).encode(), durable=False)
             raise _unreachable(str(error), error.transient) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
@@ -295,11 +295,3 @@ def _copies(folder: Path) -> list[tuple[str, int]]:
         except FileNotFoundError:  # another process was faster
             continue
     return found
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

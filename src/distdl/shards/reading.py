@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distdl.atomic_files import write_bytes
 from distdl.errors import Problem, UserError
 from distdl.shards.cache import Cache, NoRoom
 from distdl.shards.format import MANIFEST, File, Manifest, Split, load_index
@@ -47,11 +48,7 @@ class DataSet:
 
     def keep(self, cache_root: Path) -> None:
         """Writes the manifest into this node's cache, for starts without the server."""
-        path = _kept(cache_root, self.store)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_bytes(self.text)
-        part.replace(path)
+        write_bytes(_kept(cache_root, self.store), self.text, durable=False)
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,82 @@
+"""Files that appear under their name only when all of them is written."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+ENDING = ".part"
+
+
+@contextmanager
+def atomic_file(path: Path, *, durable: bool = True, replace: bool = True) -> Iterator[BinaryIO]:
+    """A file to write to, under a temporary name in the folder of `path` until the block ends.
+
+    Several processes and threads, also of several hosts, may write the same file: each has a
+    temporary one of its own, and the last to end wins. An error removes the temporary file.
+
+    Args:
+        path: Its folder is created if need be.
+        durable: Wait until the bytes and the name are on the disk, to survive a power cut.
+        replace: False: a file that has the name already stays.
+
+    Raises:
+        FileExistsError: There is one, with `replace=False`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ENDING}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _rename_new(temporary, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Writes a file completely or not at all: see `atomic_file`."""
+    with atomic_file(path, durable=durable) as file:
+        file.write(data)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError:
+        if not path.is_dir():  # some file systems (blobfuse) cannot sync a folder
+            raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes temporary files of processes that were killed. Only while nobody else writes."""
+    for path in folder.rglob(f".*{ENDING}"):
+        path.unlink()
+
+
+def _rename_new(path: Path, target: Path) -> None:
+    """Renames a file unless the new name is taken: `rename` would replace what has it."""
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a mount without links
+        if target.exists():
+            raise FileExistsError(str(target)) from None
+        path.rename(target)
