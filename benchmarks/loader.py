@@ -46,7 +46,6 @@ def lay_out(folder: Path) -> None:
             shutil.copyfile(photograph, target)
     for name, options in (
         ("shards", []),
-        ("markers", ["--restart-markers"]),
         ("short", ["--short-side", "256", "--quality", "90"]),
     ):
         prepare(folder / "jpeg", folder / name, *options)
@@ -154,7 +153,6 @@ ARMS: dict[str, Arm] = {
     "distdl, folder": distdl("jpeg"),
     "distdl, shards": distdl("shards"),
     "distdl, shards, PIL": distdl("shards", "pil"),
-    "distdl, shards with restart markers": distdl("markers"),
     "distdl, shards of short side 256": distdl("short"),
 }
 

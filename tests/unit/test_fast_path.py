@@ -211,8 +211,8 @@ def test_the_gpu_decodes_beside_the_step(monkeypatch, side_stream):
     monkeypatch.setattr(images.ImageData, "_device", torch.device("cuda", 0))
     data = images.ImageData(1, 0)
     data.side_stream = side_stream
-    nothing = torch.zeros(0)
-    batch = data.on_before_batch_transfer({"image": EncodedBatch(nothing, nothing, nothing)}, 0)
+    sample = {"image": torch.zeros(1), "crop": torch.zeros(8)}
+    batch = data.on_before_batch_transfer({"image": EncodedBatch([sample])}, 0)
     assert batch["image"].shape == (1, 3, 4, 4) and found == [("cuda", side_stream)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,11 @@ import pytest
 from PIL import Image
 
 from distdl.errors import UserError
-from distdl.prepare.images import Damaged, Treatment
-from tests.conftest import ROOT
+from distdl.prepare.image_files import DamagedImage
+from distdl.prepare.images import Treatment
 from tests.miniature import encoded, photograph, prepare
 
 AS_IT_IS = Treatment()
-PHOTOGRAPHS = sorted((ROOT.parent / "shared" / "images" / "imagenet_sample").rglob("*.jpg"))
-needs_jpegtran = pytest.mark.skipif(not shutil.which("jpegtran"), reason="no jpegtran")
 
 
 def opened(data: bytes) -> Image.Image:
@@ -75,7 +72,7 @@ def noise(mode: str, form: str) -> bytes:
     [
         AS_IT_IS,
         Treatment(quality=100),
-        Treatment(max_side=180, quality=100, restart_markers=True),
+        Treatment(max_side=180, quality=100),
         Treatment(short_side=148, quality=94),
     ],
     ids=str,
@@ -102,7 +99,7 @@ def test_what_only_pil_reads_is_kept_without_loss() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"hello", encoded(photograph(1))[:-200]])
 def test_damaged_images_are_told(data: bytes) -> None:
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedImage):
         AS_IT_IS.apply(data, "a.JPEG")
 
 
@@ -146,57 +143,6 @@ def test_exif_orientation_stays_and_pixels_stay() -> None:
     after = opened(Treatment(max_side=50).apply(before, "a.jpg")[0])
     assert after.size == (50, 40)
     assert after.getexif().get(0x0112) == 6
-
-
-def restarts(data: bytes) -> int:
-    """Blocks between two restart markers, as the header says."""
-    place = data.find(b"\xff\xdd")
-    return int.from_bytes(data[place + 4 : place + 6]) if place > 0 else 0
-
-
-@needs_jpegtran
-@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"subsampling": 0}])
-def test_restart_markers_change_no_pixel(how: dict[str, int]) -> None:
-    before = encoded(photograph(1, 100, 80), **how)
-    data, _, oddity = Treatment(restart_markers=True).apply(before, "a.jpg")
-    assert not oddity
-    assert restarts(before) == 0
-    assert restarts(data) == -(-100 // (8 if "subsampling" in how else 16))
-    assert difference(opened(data), opened(before)) == 0
-
-
-@needs_jpegtran
-@pytest.mark.skipif(not PHOTOGRAPHS, reason="no photographs beside the checkout")
-def test_restart_markers_on_photographs() -> None:
-    for path in PHOTOGRAPHS[::20]:
-        before = path.read_bytes()
-        data, _, oddity = Treatment(restart_markers=True).apply(before, path.name)
-        assert (restarts(data) > 0, oddity) == (True, "")
-        assert difference(opened(data), opened(before)) == 0
-
-
-@needs_jpegtran
-def test_a_jpeg_that_jpegtran_would_change_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = encoded(photograph(2))
-    monkeypatch.setattr(
-        "distdl.prepare.images.subprocess.run", lambda *a, **k: type("Done", (), {"stdout": other})
-    )
-    data = encoded(photograph(1))
-    assert Treatment(restart_markers=True).apply(data, "a.jpg") == (
-        *(data, ".jpg"),
-        "left without restart markers",
-    )
-
-
-def test_re_encoded_images_have_restart_markers_too() -> None:
-    treatment = Treatment(max_side=64, restart_markers=True)
-    assert restarts(treatment.apply(encoded(photograph(1, 100, 80)), "a.jpg")[0]) == 4
-
-
-def test_jpegtran_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="apt-get install libjpeg-turbo-progs"):
-        Treatment(restart_markers=True).check()
 
 
 @pytest.mark.parametrize(("form", "said"), [("TIFF", "TIFF as JPEG"), ("PNG", ""), ("WEBP", "")])

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from distdl.atomic_files import atomic_file
 from distdl.errors import Unfinished, UserError
-from distdl.prepare import plan as plans
+from distdl.prepare import shard_plan as plans
 from distdl.prepare import work
 from tests.conftest import ROOT, environment
 from tests.miniature import SUBSET, everything, imagenet, images, prepare, stored
@@ -176,17 +176,17 @@ def test_what_changes_after_it_was_planned_ends_it(
             (source / split / wnid).mkdir(parents=True)
             for image, data in found.items():
                 (source / split / wnid / image).write_bytes(data)
-    file, save = source / name, plans.Plan.save
+    file, save = source / name, plans.ShardPlan.save
     kept, stat = file.read_bytes(), file.stat()
 
-    def save_and_change(plan: plans.Plan, path: Path) -> None:
+    def save_and_change(plan: plans.ShardPlan, path: Path) -> None:
         save(plan, path)
         file.write_bytes(kept[:-200] + bytes(200 + more))
 
     options = ["--skip-damaged", "--workers", workers, "--shard-mb", "0.02"]
     options += ["--subset"] if kind == "imagenet" else []
     with monkeypatch.context() as patch:
-        patch.setattr(plans.Plan, "save", save_and_change)
+        patch.setattr(plans.ShardPlan, "save", save_and_change)
         with pytest.raises(Unfinished, match=f"{file} has changed since it was planned"):
             prepare(kind, source, out, *options)
     assert not (out / "dataset.json").exists()

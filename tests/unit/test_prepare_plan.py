@@ -10,7 +10,7 @@ import pytest
 
 from distdl.commands.prepare import main
 from distdl.errors import UserError
-from distdl.prepare import plan as plans
+from distdl.prepare import shard_plan as plans
 from distdl.prepare.source import Sample
 from tests.miniature import (
     SUBSET,

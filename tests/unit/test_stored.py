@@ -33,15 +33,15 @@ def test_windows_hold_each_sample_once_and_stay_near():
     windows = Windows(SIZES, 4)
     order = windows.order(1, 0)
     assert sorted(order.tolist()) == list(range(sum(SIZES)))
-    assert [len(window) for window in windows.of(1, 0)] == [2, 4, 4, 4, 4, 2]
+    assert [len(window) for window in windows.shards(1, 0)] == [2, 4, 4, 4, 4, 2]
     assert np.array_equal(order, Windows(SIZES, 4).order(1, 0))
     assert not np.array_equal(order, windows.order(1, 1))
     assert not np.array_equal(order, windows.order(2, 0))
     shard_of = np.repeat(np.arange(20), SIZES)
     assert by_first_use(shard_of, order)[:2].tolist() != [0, 1]
-    assert set(by_first_use(shard_of, order)[:2]) == set(windows.of(1, 0)[0])
+    assert set(by_first_use(shard_of, order)[:2]) == set(windows.shards(1, 0)[0])
     # Inside a window the shards are mixed.
-    start = sum(SIZES[s] for s in windows.of(1, 0)[0])
+    start = sum(SIZES[s] for s in windows.shards(1, 0)[0])
     assert len(set(shard_of[order[start : start + 12]])) > 2
 
 
@@ -52,7 +52,7 @@ def test_the_order_never_changes():
 
 def test_next_uses():
     windows = Windows(tuple([10] * 12), 3)
-    now, after = windows.of(0, 3), windows.of(0, 4)
+    now, after = windows.shards(0, 3), windows.shards(0, 4)
     uses = windows.next_uses(0, 3, place=65)  # in the third window
     starts = {int(s): 30 * i for i, w in enumerate(now) for s in w}
     later = {int(s): 120 + 30 * i for i, w in enumerate(after) for s in w}
@@ -76,7 +76,7 @@ def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made, caplog):
     # Also while it is read, and in a copy that was whole when it came.
     assert later.read(30) == jpeg(30)
     flip(cache.path(shards.file(30)), int(shards.rows["offset"][30]) + 300, keep_times=True)
-    assert later.read(30) == jpeg(30) and not later.mend(30)
+    assert later.read(30) == jpeg(30) and not later.repair(30)
     os.truncate(cache.path(shards.file(20)), 100)
     assert later.read(20) == jpeg(20)
 
@@ -303,7 +303,7 @@ def test_only_what_an_epoch_uses_is_brought_down(tmp_path, room):
     cache = data._splits["val"].shards.cache  # type: ignore[attr-defined]
     needed = {f"train-{i // PER_SHARD:05d}.tar" for i in seen}
     if room is not None:  # a window's shards are all of it
-        window = data._plan._needs.windows.of(3, 3)[0]  # type: ignore[union-attr]
+        window = data._order._needs.windows.shards(3, 3)[0]  # type: ignore[union-attr]
         needed = {f"train-{number:05d}.tar" for number in window}
     needed |= {"val-00000.tar"}
     wait_until(lambda: {name for name in files(cache) if name.endswith(".tar")} >= needed)

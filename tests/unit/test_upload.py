@@ -9,7 +9,7 @@ import pytest
 from azure.core.exceptions import HttpResponseError
 
 from distdl.errors import UserError
-from distdl.prepare.upload import look, upload
+from distdl.prepare.upload import check_target, upload
 from distdl.shards.format import MANIFEST
 from distdl.shards.reading import open_data_set
 from distdl.stores import StoreError
@@ -136,7 +136,10 @@ def test_what_a_store_refuses_comes_with_a_remedy(
 
     monkeypatch.setattr(BlobStore, "_list", list_)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "nobody")
-    for action in (lambda: look("azure://c/p", None), lambda: look("azure://c/p", out)):
+    for action in (
+        lambda: check_target("azure://c/p", None),
+        lambda: check_target("azure://c/p", out),
+    ):
         with pytest.raises(UserError) as error:
             action()
         assert said in str(error.value) and remedy in str(error.value)
@@ -158,6 +161,6 @@ def test_what_a_server_cannot_do_has_no_remedy_of_ours(monkeypatch: pytest.Monke
 
 def test_an_upload_may_be_gone_on_with_but_not_prepared_over(out: Path, tmp_path: Path) -> None:
     upload(out, str(tmp_path / "there"), lambda *now: None)
-    look(str(tmp_path / "there"), out)
+    check_target(str(tmp_path / "there"), out)
     with pytest.raises(UserError, match="holds a prepared data set already"):
-        look(str(tmp_path / "there"), None)
+        check_target(str(tmp_path / "there"), None)

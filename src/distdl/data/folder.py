@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from distdl.data.decoding import Damaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
-from distdl.prepare.source import EXTENSIONS
+from distdl.prepare.image_files import EXTENSIONS, DamagedImage
 from distdl.shards.format import WORK
 from distdl.stores.walking import ClassFolders
 
@@ -32,7 +31,7 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         return
     if (root / WORK).is_dir():
         what = f"{root}: its preparation was interrupted, or is under way"
-        yield Problem("root", what, "the same `prepare` command goes on with it")
+        yield Problem("root", what, "the same `prepare` command continues it")
         return
     missing = [split for split in ("train", "val") if not (root / split).is_dir()]
     for split in missing:
@@ -88,17 +87,17 @@ class FolderImages(EncodedImages):
         paths: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):
-            found: list[bytes] = []
+            in_class: list[bytes] = []
             for inner, _, files in sorted(folders.walk(folder, name)):
                 beside = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
                 images = [file for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
-                found += [beside + file for file in map(os.fsencode, images)]
-            if not found:
+                in_class += [beside + file for file in map(os.fsencode, images)]
+            if not in_class:
                 raise UserError(
                     Problem("data.root", f"{folder / name} holds no image", ", ".join(EXTENSIONS))
                 )
-            paths += found
-            labels += [label] * len(found)
+            paths += in_class
+            labels += [label] * len(in_class)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.array(labels, dtype=np.int64)
 
@@ -120,7 +119,7 @@ class FolderImages(EncodedImages):
         try:
             return self.path(index).read_bytes()
         except OSError as error:  # a dangling link, no right to read: of this file alone
-            raise Damaged(f"cannot be read: {error.strerror}") from error
+            raise DamagedImage(f"cannot be read: {error.strerror}") from error
 
     def label(self, index: int) -> int:
         return int(self._labels[index])

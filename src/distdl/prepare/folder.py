@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
+from distdl.prepare.image_files import EXTENSIONS
 from distdl.prepare.source import (
-    EXTENSIONS,
     Progress,
     Sample,
     files_below,
@@ -66,7 +66,7 @@ class Folder:
 
     @cached_property
     def _images(self) -> list[Sample]:
-        found, folders = [], ClassFolders(self.folder, "--source")
+        samples, folders = [], ClassFolders(self.folder, "--source")
         for split in SPLITS:
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name
@@ -80,8 +80,8 @@ class Folder:
                     inner = path.relative_to(top).as_posix()
                     # Many data sets number the images of each class from 1.
                     key = inner if inner.startswith(name) else f"{name}_{inner}"
-                    found.append(Sample(split, key, label, size, (where,), mtime))
-        return found
+                    samples.append(Sample(split, key, label, size, (where,), mtime))
+        return samples
 
     def describe(self) -> dict[str, Any]:
         listing = hashlib.sha256()

@@ -35,14 +35,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_files(
-    source: Path, names: str, said: str, split: str | None
+    source: Path, names: str, shown: str, split: str | None
 ) -> tuple[Path, dict[str, str]]:
     """A folder, and its record files with the split of each: "train" or "val".
 
     Args:
         source: The folder, or one file in it. Files may lie in folders below it.
         names: A regular expression that a file's name must match somewhere.
-        said: The same in words.
+        shown: The same in words.
         split: Of all files; None: by their names, or those of their folders.
 
     Raises:
@@ -53,28 +53,28 @@ def find_files(
     folder = source if source.is_dir() else source.parent
     files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
     if not files:
-        raise UserError(Problem("--source", f"{source} holds no file named {said}"))
+        raise UserError(Problem("--source", f"{source} holds no file named {shown}"))
     if split is not None:
         return folder, dict.fromkeys(files, split)
-    found: dict[str, str] = {}
+    split_by_name: dict[str, str] = {}
     for name in files:
         # The file's own name decides before the folders that it lies in.
         splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
         if not splits:
-            what = f"{folder / name} says by its name neither train nor validation"
+            what = f"{folder / name} has a name that says neither train nor validation"
             raise UserError(Problem("--source", what, "--split train, if all files are of it"))
         if splits[0]:
-            found[name] = splits[0]
-    if not found:
+            split_by_name[name] = splits[0]
+    if not split_by_name:
         what = f"{source} holds files of a test set only"
         raise UserError(Problem("--source", what, "--split val, if that is what you want"))
-    return folder, found
+    return folder, split_by_name
 
 
 def split_of(name: str) -> str | None:
     """ "train", "val", "" for a test set, None where a name says nothing."""
     words = set(re.split(r"[^a-z]+", name.lower()))
-    return next((split for split, said in SPLITS.items() if words & set(said)), None)
+    return next((split for split, synonyms in SPLITS.items() if words & set(synonyms)), None)
 
 
 def _below(folder: Path, names: str) -> Iterator[str]:
@@ -103,7 +103,7 @@ def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any
 
 
 class Labelled:
-    """What a scan has found so far. What a label means is known at its end only."""
+    """Samples of a scan. What a label means is known at its end only."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
@@ -115,19 +115,19 @@ class Labelled:
         split: str,
         name: str,
         label: int,
-        said: str,
+        class_name: str,
         size: int,
         where: tuple[str | int, ...],
         mtime_ns: int,
     ) -> None:
-        """One sample, whose `label` is as it stands in the file and is called `said` ("": it has
-        no name). `size`, `where` and `mtime_ns` are as of `Sample`.
+        """One sample, whose `label` is the file's own, and means `class_name` ("": it has no
+        name). `size`, `where` and `mtime_ns` are as of `Sample`.
 
         Raises:
             UserError: The label has had another name before.
         """
-        if said and self._names.setdefault(label, said) != said:
-            what = f"{where[0]}: label {label} is {said}, and {self._names[label]} elsewhere"
+        if class_name and self._names.setdefault(label, class_name) != class_name:
+            what = f"{where[0]}: label {label} is {class_name}, and {self._names[label]} elsewhere"
             raise UserError(Problem("--source", what))
         name = name or f"{split}_{len(self._samples):08d}"
         self._samples.append(Sample(split, name, label, size, where, mtime_ns))
@@ -150,7 +150,7 @@ class Labelled:
     def samples(self) -> Iterator[Sample]:
         """In the order in which they were added, with labels from 0; once.
 
-        None is kept that was given out: whoever takes them has a million of them as well.
+        Each is forgotten when it is yielded: the caller keeps a million of them as well.
         """
         self._samples.reverse()
         while self._samples:

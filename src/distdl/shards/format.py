@@ -21,7 +21,7 @@ import numpy as np
 from distdl.errors import Problem, UserError
 
 MANIFEST = "dataset.json"
-WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is whole
+WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
 FORMAT, VERSION = "distdl-shards", 1
 
 # Where the encoded image of a sample lies, what it shows, and the sha256 of its bytes.

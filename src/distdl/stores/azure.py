@@ -26,13 +26,13 @@ class BlobStore(RemoteStore):
         uri: As given, without its signature.
         container: Its name.
         folder: In the container.
-        account: Its name; "": as the environment tells.
-        endpoint: `https://account.blob.core.windows.net`; "": as the environment tells.
+        account: Its name; "": as the environment says.
+        endpoint: `https://account.blob.core.windows.net`; "": as the environment says.
         sas: A signature, or "".
         patience: Seconds to keep trying while the server does not answer.
 
     Raises:
-        UserError: azure-storage-blob is missing, or no account is told.
+        UserError: azure-storage-blob is missing, or no account is named.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BlobStore(RemoteStore):
         self._sas = sas
 
     def _connect(self) -> Any:
-        # At INFO each request with its headers; of who is signed in each way that is not used.
+        # At INFO each request with its headers; of each way to sign in that is not used.
         for name, level in (("azure", logging.WARNING), ("azure.identity", logging.CRITICAL)):
             sdk = logging.getLogger(name)
             if sdk.level == logging.NOTSET:
@@ -70,7 +70,7 @@ class BlobStore(RemoteStore):
         except ValueError:  # its text may hold the key
             if os.environ.get(_CONNECTION) and not self._endpoint:
                 what = f"{_CONNECTION} is no connection string"
-                remedy = "copy it whole, in quotes: az storage account show-connection-string"
+                remedy = "copy all of it, in quotes: az storage account show-connection-string"
             else:
                 what = "is no address of an account or container"
                 remedy = f"look at {_ACCOUNT}, and at the URI"
@@ -94,13 +94,13 @@ class BlobStore(RemoteStore):
         if self._sas:
             return self._sas
         text = os.environ.get(_CONNECTION, "")
-        told = dict(part.partition("=")[::2] for part in text.split(";"))
+        settings = dict(part.partition("=")[::2] for part in text.split(";"))
         key = sas = None
-        if told.get("AccountName") == account:
-            key, sas = told.get("AccountKey"), told.get("SharedAccessSignature")
+        if settings.get("AccountName") == account:
+            key, sas = settings.get("AccountKey"), settings.get("SharedAccessSignature")
         elif os.environ.get(_ACCOUNT, account) == account:
             key, sas = os.environ.get(_KEY), os.environ.get(_SAS)
-        if key:  # named, since the emulator's address does not tell the account
+        if key:  # named, since the emulator's address does not name the account
             return {"account_name": account, "account_key": key}
         if sas:
             return sas.lstrip("?")

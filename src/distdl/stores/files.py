@@ -88,7 +88,7 @@ def raised(error: OSError) -> None:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """What the system does not let us read inside, a folder above all, is refused by its name.
+    """Turns an unreadable file or folder inside the block into a refusal that names it.
 
     Args:
         where: The `path` of the Problem.

@@ -52,8 +52,8 @@ class S3Store(RemoteStore):
         return str(self.client.meta.endpoint_url)
 
     def _size(self, key: str) -> int | None:
-        found = self._head(key)
-        return None if found is None else int(found["ContentLength"])
+        head = self._head(key)
+        return None if head is None else int(head["ContentLength"])
 
     def _head(self, key: str) -> dict[str, Any] | None:
         """What S3 says of an object; None: there is none."""
@@ -92,7 +92,7 @@ class S3Store(RemoteStore):
         mine: dict[str, str],
         progress: Progress | None,
     ) -> None:
-        """In parts, each with boto3's checksum; seen by nobody until it is whole."""
+        """In parts, each with boto3's checksum; invisible until it is complete."""
         begin = functools.partial(self.client.create_multipart_upload, **where, Metadata=mine)
         begun = {**where, "UploadId": self.retried(name, begin, progress)["UploadId"]}
         length, tags = max(PART, -(-size // MOST_PARTS)), dict[int, str]()
@@ -107,10 +107,10 @@ class S3Store(RemoteStore):
         try:
             in_parallel(send, range(0, size, length))
             parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
-            whole = functools.partial(
+            complete = functools.partial(
                 self.client.complete_multipart_upload, **begun, MultipartUpload={"Parts": parts}
             )
-            self.retried(name, lambda: self._unless_there(whole, name, mine), progress)
+            self.retried(name, lambda: self._unless_there(complete, name, mine), progress)
         except BaseException:
             with suppress(Exception):  # what failed is of more interest
                 self.client.abort_multipart_upload(**begun)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from distdl.atomic_files import atomic_file
-from distdl.prepare.source import EXTENSIONS, Progress, Sample, Source
+from distdl.prepare.image_files import EXTENSIONS
+from distdl.prepare.source import Progress, Sample, Source
 from distdl.shards.writing import BLOCK
 
 MB = 10**6
@@ -46,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """All parts, and what they were made from.
 
     Args:
@@ -65,7 +66,7 @@ class Plan:
                 file.write(json.dumps(line).encode() + b"\n")
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path) -> ShardPlan:
         with path.open(encoding="utf-8") as file:
             settings, classes = json.loads(next(file)), json.loads(next(file))
             return cls(settings, classes, [_unpacked(json.loads(line)) for line in file])
@@ -78,7 +79,7 @@ def settings_of(path: Path) -> dict[str, Any]:
         return settings
 
 
-def make(source: Source, settings: dict[str, Any], progress: Progress) -> Plan:
+def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
     """Scans the source, shuffles the training samples and cuts both splits into shards.
 
     The training samples are in a random order on the disk, so that whoever reads shards one after
@@ -96,13 +97,13 @@ def make(source: Source, settings: dict[str, Any], progress: Progress) -> Plan:
     splits["train"] = shuffled(splits["train"], settings["seed"], blocks=source.in_blocks)
     size = settings["shard_mb"] * MB
     parts = [part for split, samples in splits.items() for part in cut(split, samples, size)]
-    return Plan(settings, source.classes, parts)
+    return ShardPlan(settings, source.classes, parts)
 
 
 def shuffled(
     samples: list[tuple[str, Sample]], seed: int, blocks: bool
 ) -> list[tuple[str, Sample]]:
-    """In another order; blocks stay whole where a source cannot read one sample alone."""
+    """In another order; blocks stay together where a source cannot read one sample alone."""
     random = np.random.default_rng(seed)
     if not blocks:
         return [samples[i] for i in random.permutation(len(samples))]
