@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from distdl.errors import Problem, UserError
 
 log = logging.getLogger(__name__)
 
-ON_DAMAGED = ("skip", "error")
+OnDamaged = Literal["skip", "error"]
 
 
 class Damage:
@@ -24,17 +24,10 @@ class Damage:
         on_damaged: "skip": another image replaces it; "error": the run ends.
     """
 
-    def __init__(self, on_damaged: str = "skip") -> None:
+    def __init__(self, on_damaged: OnDamaged = "skip") -> None:
         self.on_damaged = on_damaged
         self.in_epoch = 0
         self._known: set[str] = set()
-
-    @staticmethod
-    def check(config: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with `data.on_damaged`; paths are relative to the data node."""
-        value = config.get("on_damaged", "skip")
-        if value not in ON_DAMAGED:
-            yield Problem("on_damaged", f"is {value!r}", "skip or error")
 
     def note(self, damaged: Sequence[str], file: Path | None) -> None:
         """Takes a batch's "damaged": one text per sample, "" where there is nothing to say.

@@ -12,6 +12,7 @@ import numpy as np
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
+from distdl.prepare.folder import different_classes
 from distdl.prepare.image_files import EXTENSIONS, DamagedImage
 from distdl.shards.format import WORK
 from distdl.stores.walking import ClassFolders
@@ -34,27 +35,16 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         yield Problem("root", what, "the same `prepare` command continues it")
         return
     missing = [split for split in ("train", "val") if not (root / split).is_dir()]
-    for split in missing:
-        yield Problem(
-            "root", f"{root} has no {split}/", "it must hold train/<class>/ and val/<class>/"
-        )
+    remedy = "it must hold train/<class>/ and val/<class>/"
+    yield from (Problem("root", f"{root} has no {split}/", remedy) for split in missing)
     if missing:
         return
     train, val = class_names(root / "train"), class_names(root / "val")
     if train != val:
-        differing = sorted(set(train) ^ set(val))
-        yield Problem(
-            "root",
-            f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has "
-            f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}",
-            "both need the same class folders, or labels would differ in meaning",
-        )
+        yield different_classes("root", train, val)
     if num_classes is not None and num_classes != len(train):
-        yield Problem(
-            "num_classes",
-            f"is {num_classes}, but {root / 'train'} has {len(train)} class folders",
-            f"data.num_classes={len(train)}",
-        )
+        what = f"is {num_classes}, but {root / 'train'} has {len(train)} class folders"
+        yield Problem("num_classes", what, f"data.num_classes={len(train)}")
 
 
 def class_names(folder: Path) -> list[str]:
@@ -93,9 +83,8 @@ class FolderImages(EncodedImages):
                 images = [file for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
                 in_class += [beside + file for file in map(os.fsencode, images)]
             if not in_class:
-                raise UserError(
-                    Problem("data.root", f"{folder / name} holds no image", ", ".join(EXTENSIONS))
-                )
+                what = f"{folder / name} holds no image"
+                raise UserError(Problem("data.root", what, ", ".join(EXTENSIONS)))
             paths += in_class
             labels += [label] * len(in_class)
         self._paths = np.array(paths, dtype=np.bytes_)

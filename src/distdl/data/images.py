@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from distdl.data.damage import Damage
+from distdl.data.damage import Damage, OnDamaged
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.side_stream import SideStream
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
@@ -54,7 +54,7 @@ class ImageData(LightningDataModule):
         num_workers: int | None,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
-        on_damaged: str = "skip",
+        on_damaged: OnDamaged = "skip",
     ) -> None:
         super().__init__()
         self.batch_size = batch_size

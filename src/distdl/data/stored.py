@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distdl.data.augment import Augment
+from distdl.data.damage import OnDamaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import ImageData
@@ -20,7 +21,7 @@ from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.errors import Problem, UserError
 from distdl.prepare.bar import size
-from distdl.ranges import Positive
+from distdl.ranges import AboveZero, Positive
 from distdl.shards.cache import REMEDY, Cache, default_root
 from distdl.shards.format import MANIFEST, Manifest
 from distdl.shards.needs import Needs
@@ -98,10 +99,10 @@ class StoredImages(ImageData):
         resize: Mapping[str, Any] | None = None,
         val_crop_size: int | None = None,
         val_resize_size: int | None = None,
-        on_damaged: str = "skip",
+        on_damaged: OnDamaged = "skip",
         cache_dir: str | None = None,
-        cache_gb: float | None = None,
-        shuffle_window: int = 32,
+        cache_gb: AboveZero | None = None,
+        shuffle_window: Positive = 32,
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std, on_damaged)
         self.root = _expanded(root)
@@ -128,12 +129,6 @@ class StoredImages(ImageData):
         """
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
-        room, window = config.get("cache_gb"), config.get("shuffle_window")
-        if isinstance(room, (int, float)) and not room > 0:
-            what = f"is {room:g}, not more than 0"
-            yield Problem("cache_gb", what, "data.cache_gb=200, or null: what the disk has")
-        if isinstance(window, int) and window < 1:
-            yield Problem("shuffle_window", f"is {window}, not 1 or more", "data.shuffle_window=32")
         if not local:
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return

@@ -12,7 +12,6 @@ import torch
 
 from distdl.data.augment import Augment
 from distdl.data.crop import Crop, random_crop
-from distdl.data.damage import Damage
 from distdl.data.decoding import DECODERS, is_plain, jpeg_header, without_exif, works
 from distdl.data.decoding import decoder as make_decoder
 from distdl.data.nvjpeg import END_OF_IMAGE
@@ -45,7 +44,6 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
         what = f"works on decoded images in the workers, and nvjpeg decodes on the GPU: {on_cpu[0]}"
         yield Problem("augment", what, f"data.augment.{on_cpu[0]}=null or data.decoder=auto")
     yield from Resizing.check(config.get("resize"))
-    yield from Damage.check(config)
     yield from _wrong_ranges(config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,7 @@ class Folder:
             raise UserError(Problem("--source", what, remedy))
         self.classes, val = _classes(folder / "train"), _classes(folder / "val")
         if self.classes != val:
-            differing = sorted(set(self.classes) ^ set(val))
-            what = (
-                f"train/ has {len(self.classes)} classes and val/ {len(val)}; only one of the two "
-                f"has {', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
-            )
-            remedy = "both need the same class folders, or labels would differ in meaning"
-            raise UserError(Problem("--source", what, remedy))
+            raise UserError(different_classes("--source", self.classes, val))
 
     @cached_property
     def _images(self) -> list[Sample]:
@@ -110,6 +104,17 @@ class Folder:
     def __getstate__(self) -> dict[str, Any]:
         """Without the list of all images, which each process would get a copy of."""
         return {"folder": self.folder, "classes": self.classes}
+
+
+def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Problem:
+    """What is wrong with `path` where the two splits have other class folders."""
+    differing = sorted(set(train) ^ set(val))
+    what = (
+        f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has "
+        f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
+    )
+    remedy = "both need the same class folders, or labels would differ in meaning"
+    return Problem(path, what, remedy)
 
 
 def _size_and_mtime(path: Path) -> tuple[int, int]:
