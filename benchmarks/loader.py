@@ -204,10 +204,10 @@ def differences(folder: Path) -> str:
         random.seed(0)
         seen = train(data)["image"]
         random.seed(0)
-        plan = train.plan(image.height, image.width, 0)
-        box = (plan.top, plan.left, plan.height, plan.width)
+        drawn = train.crop(image.height, image.width, 0)
+        box = (drawn.top, drawn.left, drawn.height, drawn.width)
         crop = v2.pil_to_tensor(v2.resized_crop(image, *box, [SIZE, SIZE]))
-        crops.append(mean(seen, crop.flip(-1) if plan.flip else crop))
+        crops.append(mean(seen, crop.flip(-1) if drawn.flip else crop))
         centre = v2.center_crop(v2.resize(image, [256]), [SIZE])
         reference = v2.pil_to_tensor(centre)
         centres.append(mean(ours(data)["image"], reference))

@@ -65,7 +65,7 @@ def test_who_waited_while_another_tried_in_vain_does_not_start_anew(tmp_path, ma
     class Gone(FileStore):
         def download(self, name, to, progress=None):
             tries.append(name)
-            time.sleep(1)
+            time.sleep(0.4)
             raise StoreError(f"{name}: no answer", transient=True)
 
     def fetch() -> None:
@@ -117,7 +117,7 @@ class Silent(RemoteStore):
 
 
 def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(cache_module, "AGAIN", 0.5)
+    monkeypatch.setattr(cache_module, "AGAIN", 0.2)
     shards, said = made.splits["train"].shards, []
 
     def opened(patience: float) -> Cache:
@@ -129,7 +129,7 @@ def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, ma
         except UserError as error:
             said.append(str(error))
 
-    first, others = opened(2), opened(3600)  # who waits so long has no end in this test
+    first, others = opened(0.6), opened(3600)  # who waits so long has no end in this test
     waiting = [
         threading.Thread(target=fetch, args=(cache, number))
         for cache, number in ((first, 0), (others, 1), (others, 2))
@@ -144,7 +144,7 @@ def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, ma
     later = opened(60)
     thread = threading.Thread(target=fetch, args=(later, 4))
     thread.start()
-    time.sleep(1.5)
+    time.sleep(0.6)
     assert thread.is_alive()
     (tmp_path / "far" / "open").touch()
     thread.join()

@@ -33,6 +33,7 @@ from distdl.data.views import EvalView, TrainView, check_views
 from distdl.errors import UserError
 from distdl.prepare.image_files import DamagedImage
 from tests.conftest import ROOT
+from tests.prepared import quiet_trainer
 
 PHOTOGRAPHS = ROOT.parent / "shared" / "images" / "imagenet_sample"
 FAST = [name for name in CPU_DECODERS if name != "pil" and works(name)]
@@ -86,9 +87,8 @@ def apart(left: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_decoders_see_what_pil_sees(name, kind):
     found = decoder(name)(KINDS[kind])
-    assert found.dtype == torch.uint8 and found[None].is_contiguous(
-        memory_format=torch.channels_last
-    )
+    assert found.dtype == torch.uint8
+    assert found[None].is_contiguous(memory_format=torch.channels_last)
     assert apart(found, by_pil(KINDS[kind])) < 0.01
 
 
@@ -240,12 +240,11 @@ def test_views_travel_to_workers():
 
 
 def test_sizes_grow_by_the_epoch_alone():
-    size = Resizing.of({"from": 160, "to": 192, "from_epoch": 10, "until_epoch": 20}).size
+    size = Resizing.from_config({"from": 160, "to": 192, "from_epoch": 10, "until_epoch": 20}).size
     sizes = [size(epoch) for epoch in range(25)]
     assert sizes == [160] * 15 + [192] * 10  # from half-way on
-    assert {Resizing.of({"from": 96, "to": 224, "until_epoch": 8}).size(e) for e in range(9)} == {
-        *(96, 128, 160, 192, 224)
-    }
+    growing = Resizing.from_config({"from": 96, "to": 224, "until_epoch": 8})
+    assert {growing.size(epoch) for epoch in range(9)} == {96, 128, 160, 192, 224}
 
 
 def test_workers_see_the_epochs_size():
@@ -429,7 +428,6 @@ def test_good_settings():
     ("config", "path", "said"),
     [
         ({"decoder": "opencv"}, "decoder", "one of auto, simplejpeg"),
-        ({"on_damaged": "ignore"}, "on_damaged", "skip or error"),
         ({"resize": {"from": 160, "until_epoch": 3}}, "resize", "lacks to"),
         ({"resize": {**RESIZE, "untilepoch": 3}}, "resize.untilepoch", "until_epoch"),
         ({"resize": {**RESIZE, "from": 170}}, "resize.from", "data.resize.from=160"),
@@ -533,18 +531,8 @@ def test_a_training_counts_damage_and_says_once_that_it_waits(tmp_path, caplog, 
     monkeypatch.setattr("distdl.callbacks.progress.HINT_AFTER", 0)
     logger = CSVLogger(tmp_path)
     metrics, data = StepMetrics(2), Slow(2, 0)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[metrics, Progress(bar=False)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=tmp_path,
-    )
+    watched = {"logger": logger, "callbacks": [metrics, Progress(bar=False)]}
+    trainer = quiet_trainer(tmp_path, max_epochs=3, log_every_n_steps=1, **watched)
     distribute(data, rank=0, world_size=1, seed=0, position=TrainPosition())
     trainer.fit(OneLayer(), datamodule=data)
     with open(f"{logger.log_dir}/metrics.csv", encoding="utf-8") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,18 +40,18 @@ def difference(a: Image.Image, b: Image.Image) -> float:
         ("wrong.png", encoded(photograph(1)), ".jpg"),
     ],
 )
-def test_most_images_keep_every_byte(name: str, data: bytes, extension: str) -> None:
+def test_most_images_keep_every_byte(name, data, extension):
     assert AS_IT_IS.apply(data, name) == (data, extension, "")
 
 
-def test_a_png_named_jpeg_becomes_one() -> None:
+def test_a_png_named_jpeg_becomes_one():
     image = photograph(1)
     data, extension, oddity = AS_IT_IS.apply(encoded(image, "PNG"), "n02105855_2933.JPEG")
     assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", "PNG named JPEG")
     assert difference(opened(data), image) < 1
 
 
-def test_cmyk_becomes_rgb_as_pil_sees_it() -> None:
+def test_cmyk_becomes_rgb_as_pil_sees_it():
     before = encoded(photograph(1).convert("CMYK"), quality=100)
     data, _, oddity = AS_IT_IS.apply(before, "a.JPEG")
     assert (opened(data).mode, oddity) == ("RGB", "CMYK as RGB")
@@ -77,12 +76,12 @@ def noise(mode: str, form: str) -> bytes:
     ],
     ids=str,
 )
-def test_the_finest_grain_is_no_damage(treatment: Treatment, mode: str, form: str) -> None:
+def test_the_finest_grain_is_no_damage(treatment, mode, form):
     data, *_ = treatment.apply(noise(mode, form), "a.JPEG")
     assert opened(data).format == "JPEG"
 
 
-def test_what_cannot_be_written_is_not_called_damaged(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_not_called_damaged(tmp_path):
     for split in ("train", "val"):
         (tmp_path / "photos" / split / "cat").mkdir(parents=True)
         wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
@@ -91,14 +90,14 @@ def test_what_cannot_be_written_is_not_called_damaged(tmp_path: Path) -> None:
         prepare("folder", tmp_path / "photos", tmp_path / "out", "--workers", "1", "--skip-damaged")
 
 
-def test_what_only_pil_reads_is_kept_without_loss() -> None:
+def test_what_only_pil_reads_is_kept_without_loss():
     data, extension, oddity = AS_IT_IS.apply(encoded(photograph(1), "BMP"), "a.bmp")
     assert (extension, oddity) == (".png", "BMP as PNG")
     assert difference(opened(data), photograph(1)) == 0
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", encoded(photograph(1))[:-200]])
-def test_damaged_images_are_told(data: bytes) -> None:
+def test_damaged_images_are_told(data):
     with pytest.raises(DamagedImage):
         AS_IT_IS.apply(data, "a.JPEG")
 
@@ -113,7 +112,7 @@ def test_damaged_images_are_told(data: bytes) -> None:
         (Treatment(max_side=50), (400, 2), (50, 1)),
     ],
 )
-def test_scaled_down(treatment: Treatment, before: tuple[int, int], after: tuple[int, int]) -> None:
+def test_scaled_down(treatment, before, after):
     image = photograph(1, *before)
     data, _, oddity = treatment.apply(encoded(image, quality=95), "a.jpg")
     assert opened(data).size == after
@@ -121,12 +120,12 @@ def test_scaled_down(treatment: Treatment, before: tuple[int, int], after: tuple
     assert difference(opened(data), image.resize(after, Image.Resampling.LANCZOS)) < 3
 
 
-def test_never_scaled_up() -> None:
+def test_never_scaled_up():
     data = encoded(photograph(1, 100, 80))
     assert Treatment(max_side=100, short_side=80).apply(data, "a.jpg")[0] == data
 
 
-def test_quality_alone_changes_what_is_worth_it() -> None:
+def test_quality_alone_changes_what_is_worth_it():
     detailed = Image.effect_noise((200, 150), 40)
     fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
     treatment = Treatment(quality=80)
@@ -136,7 +135,7 @@ def test_quality_alone_changes_what_is_worth_it() -> None:
     assert treatment.apply(again, "a.jpg")[0] == again
 
 
-def test_exif_orientation_stays_and_pixels_stay() -> None:
+def test_exif_orientation_stays_and_pixels_stay():
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     before = encoded(photograph(1, 100, 80), exif=exif)
@@ -146,7 +145,7 @@ def test_exif_orientation_stays_and_pixels_stay() -> None:
 
 
 @pytest.mark.parametrize(("form", "said"), [("TIFF", "TIFF as JPEG"), ("PNG", ""), ("WEBP", "")])
-def test_what_is_scaled_becomes_a_jpeg_and_says_so(form: str, said: str) -> None:
+def test_what_is_scaled_becomes_a_jpeg_and_says_so(form, said):
     treatment = Treatment(short_side=24)
     data, extension, oddity = treatment.apply(encoded(photograph(1), form), f"a.{form.lower()}")
     assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", said)

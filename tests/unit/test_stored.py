@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from distdl.errors import UserError
 from distdl.shards.format import MANIFEST, Manifest
 from distdl.shards.order import Windows, by_first_use
 from distdl.shards.reading import Shards, open_data_set
+from distdl.signatures import matches, takes
 from tests import prepared
 from tests.prepared import PER_SHARD, files, flip, jpeg, open_cache, prepare, wait_until
 
@@ -153,7 +155,9 @@ def images(tmp_path: Path, **arguments) -> StoredImages:
     return data
 
 
-def epoch(data: StoredImages, number: int, consumed: int = 0, rank: int = 0, world_size: int = 1):
+def epoch(
+    data: StoredImages, number: int, consumed: int = 0, each: Callable[[], None] = lambda: None
+) -> list[int]:
     """The indices of one epoch, whose labels are right."""
     fresh = data.train_dataloader()
     fresh.batch_sampler.position = TrainPosition(number, consumed)
@@ -161,6 +165,7 @@ def epoch(data: StoredImages, number: int, consumed: int = 0, rank: int = 0, wor
     for batch in fresh:
         assert (batch["label"] == batch["index"] % 10).all() and batch["weight"].all()
         found += batch["index"].tolist()
+        each()
     return found
 
 
@@ -189,18 +194,15 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
     data = images(tmp_path, cache_dir=str(tmp_path / "cache"), cache_gb=limit / 1e9)
     data.setup()
     cache = data._splits["train"].shards.cache  # type: ignore[attr-defined]
-    orders = []
-    for number in range(3):
-        fresh = data.train_dataloader()
-        fresh.batch_sampler.position = TrainPosition(number, 0)
-        orders.append([])
-        for batch in fresh:
-            assert (batch["label"] == batch["index"] % 10).all()
-            orders[-1] += batch["index"].tolist()
-            with FileLock(cache.root / "lock"):
-                assert sum((cache.folder / name).stat().st_size for name in files(cache)) <= limit
-        assert sorted(orders[-1]) == list(range(160))
-        assert len({i // PER_SHARD for i in orders[-1][:16]}) <= 3
+
+    def room_is_kept() -> None:
+        with FileLock(cache.root / "lock"):
+            assert sum((cache.folder / name).stat().st_size for name in files(cache)) <= limit
+
+    orders = [epoch(data, number, each=room_is_kept) for number in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(160))
+        assert len({i // PER_SHARD for i in order[:16]}) <= 3
     assert orders[0] != orders[1] != orders[2]
     assert sum(float(b["weight"].sum()) for b in data.val_dataloader()) == 7
     data.teardown()
@@ -220,9 +222,13 @@ def test_a_split_without_samples_is_refused(tmp_path):
         images(tmp_path).setup()
 
 
-def test_room_and_windows_are_checked(tmp_path, made):
-    node = {"root": str(tmp_path / "far"), "cache_gb": 0, "shuffle_window": 0}
-    assert [problem.path for problem in StoredImages.check(node)] == ["cache_gb", "shuffle_window"]
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [("cache_gb", 0.5, 0), ("shuffle_window", 1, 0), ("on_damaged", "error", "ignore")],
+)
+def test_arguments_out_of_range_do_not_fit_the_signature(key, good, bad):
+    hint = takes(StoredImages).hints[key]
+    assert matches(good, hint) and not matches(bad, hint)
 
 
 def test_check_and_setup_say_the_same(tmp_path, made):

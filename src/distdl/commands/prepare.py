@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import shlex
 import shutil
 import signal
@@ -30,6 +29,7 @@ from distdl.prepare.shard_plan import Part, ShardPlan
 from distdl.prepare.source import KINDS, Source
 from distdl.prepare.work import Preparation
 from distdl.prepare.writers import FORMATS, Result, Writer
+from distdl.resources import cpu_cores
 from distdl.stores.files import readable
 from distdl.suggest import closest
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     treatment = Treatment(options.max_side, options.short_side, options.quality)
     check(options, treatment)
     if options.to.resolve().is_relative_to(options.source.resolve()):
-        what = f"{options.to} lies in the source, {options.source}"
+        what = f"{options.to} is inside the source, {options.source}"
         raise UserError(Problem("--to", what, "name a folder outside of it: --to DIR"))
     with readable("--source"):
         source: Source = module.open_source(options)
@@ -167,7 +167,7 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     add("--quality", type=int, metavar="Q", help=quality)
     add("--skip-damaged", action="store_true", help="leave out what cannot be decoded")
     add("--seed", type=int, default=0, help="of the order of the training images (0)")
-    add("--workers", type=int, default=cores(), metavar="N", help=f"processes ({cores()})")
+    add("--workers", type=int, default=cpu_cores(), metavar="N", help=f"processes ({cpu_cores()})")
     add(
         "--upload",
         type=not_empty,
@@ -179,10 +179,6 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.source = Path(options.source).expanduser()
     return options
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check(options: argparse.Namespace, treatment: Treatment) -> None:
@@ -280,7 +276,7 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
     for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
         names = [name for found, name in result.mended if found == kind]
-        print(f"mended: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
+        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
     for name, reason in result.damaged[:20]:
         print(f"left out: {name} ({reason})")
     if len(result.damaged) > 20:

@@ -47,8 +47,8 @@ def decoder(name: str = "auto") -> Decoder:
         from torchcodec.decoders import decode_jpeg  # noqa: F401, which came with 0.16
     elif name != "pil":
         importlib.import_module(name)
-    chosen: Decoder = globals()[f"decode_{name}"]
-    return chosen
+    functions = {"simplejpeg": decode_simplejpeg, "torchcodec": decode_torchcodec}
+    return functions.get(name, decode_pil)
 
 
 def works(name: str) -> bool:

@@ -76,7 +76,7 @@ class Drawn:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators go on as if nothing had been drawn."""
+    """Python's, NumPy's and torch's CPU generators continue as if nothing had been drawn."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

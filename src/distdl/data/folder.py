@@ -13,9 +13,9 @@ from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
 from distdl.prepare.folder import different_classes
-from distdl.prepare.image_files import EXTENSIONS, DamagedImage
+from distdl.prepare.image_files import EXTENSIONS, DamagedImage, is_image
 from distdl.shards.format import WORK
-from distdl.stores.walking import ClassFolders
+from distdl.stores.walking import ClassFolders, class_names
 
 
 def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
@@ -47,11 +47,6 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         yield Problem("num_classes", what, f"data.num_classes={len(train)}")
 
 
-def class_names(folder: Path) -> list[str]:
-    """Names of the class folders, sorted: a class's place in it is its label."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-
-
 class FolderImages(EncodedImages):
     """The images of one folder of class folders; `distdl.data.encoded` says what a sample is.
 
@@ -80,8 +75,7 @@ class FolderImages(EncodedImages):
             in_class: list[bytes] = []
             for inner, _, files in sorted(folders.walk(folder, name)):
                 beside = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
-                images = [file for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
-                in_class += [beside + file for file in map(os.fsencode, images)]
+                in_class += [beside + os.fsencode(file) for file in sorted(files) if is_image(file)]
             if not in_class:
                 what = f"{folder / name} holds no image"
                 raise UserError(Problem("data.root", what, ", ".join(EXTENSIONS)))

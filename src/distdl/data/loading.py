@@ -129,7 +129,7 @@ def distribute(
     Left alone is what shards by itself: a DistributedSampler, or one that holds `num_replicas` and
     `rank`; an iterable dataset with `shards_itself = True` (with `shards_itself = False` each rank
     takes every `world_size`-th of its samples); what is no DataLoader, with a warning on several
-    ranks. A resume in the middle of an epoch starts these anew, with a warning.
+    ranks. A resume in the middle of an epoch starts these from its beginning, with a warning.
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
@@ -280,7 +280,7 @@ class _Share:
         )
 
     def _stream(self, loader: DataLoader[Any]) -> Any:
-        """Of an iterable dataset nobody knows whether its ranks read the same."""
+        """Refuses an iterable dataset that does not say whether its ranks read the same."""
         says = getattr(loader.dataset, "shards_itself", None)
         if says is not None or self.world_size == 1 or self.stage != "train":
             if says is False and self.world_size > 1:
@@ -319,7 +319,7 @@ class _Share:
 
     def _left(self, loader: Any, why: str | None = None) -> Any:
         """Counts a loader that is not sharded. Warns, on several ranks, if it should have been; and
-        on a resume, that it starts anew."""
+        on a resume, that it starts from the epoch's beginning."""
         if why is not None and self.world_size > 1:
             sharded = f"it must shard by itself over {self.world_size} ranks"
             self._warn("custom", f"{why}: {sharded}")
@@ -349,7 +349,7 @@ class _Chosen:
     """Who chooses a loader's samples, and how many of them a batch holds.
 
     `order` is the sampler, or the batch sampler if that is the user's own (`batched`). `rows` is
-    the number of samples in a batch, None where nobody says.
+    the number of samples in a batch, None where that is unknown.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -28,7 +28,7 @@ def rebuilt(
     A subclass is created again with its own arguments, as Lightning does it for its samplers.
 
     Raises:
-        NotRebuilt: It has arguments that nobody knows, or chooses its samples itself.
+        NotRebuilt: Its arguments are unknown, or it chooses its samples itself.
     """
     if type(loader) is not DataLoader:
         return _of_subclass(loader, dataset, batches)

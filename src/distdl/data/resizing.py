@@ -30,7 +30,7 @@ class Resizing:
     until_epoch: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> Resizing | None:
+    def from_config(cls, config: Mapping[str, Any] | None) -> Resizing | None:
         """From {from, to, from_epoch (default 0), until_epoch}; None where there is none."""
         if not config:
             return None

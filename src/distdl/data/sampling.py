@@ -25,7 +25,7 @@ class SampleKey(NamedTuple):
         weight: 1, or 0 for a filler row that only makes the shapes of all ranks equal.
     """
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index
     epoch: int
     weight: float
 
@@ -50,7 +50,7 @@ class TrainPosition:
 
 
 class Ordered(Protocol):
-    """A dataset that has a say in the order of training, such as one whose files come from afar."""
+    """A dataset that may choose the order of training, such as one whose files are downloaded."""
 
     def order(self, seed: int, epoch: int) -> np.ndarray[Any, Any] | None:
         """Every sample once, int64 [N], a pure function; None: the usual shuffle of all."""

@@ -1,4 +1,4 @@
-"""Images in shards: which come next, and who fetches them."""
+"""Images in shards: their order, and what is prefetched."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ShardImages(EncodedImages):
 
 
 class TrainOrder:
-    """Which order training takes through shards that come from a store, and what comes down when.
+    """The order in which training reads shards of a store, and when they are fetched.
 
     Args:
         needs: How far this rank is.

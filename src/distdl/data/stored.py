@@ -50,7 +50,7 @@ class StoredImages(ImageData):
       folders in sorted order),
     - a folder that `python -m distdl prepare` has made, read in place,
     - the URI of such a folder, `azure://container/path` or another one of `distdl.stores`: each
-      shard comes down once per node into `cache_dir`.
+      shard is downloaded once per node into `cache_dir`.
 
     Args:
         root: Where the images are.

@@ -128,7 +128,7 @@ def jpegs(
 
         coarse = Image.fromarray(patterns[index % len(patterns)])
         smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
-        # Another cut of the same noise for each image: to draw it anew would take longer.
+        # Another cut of the same noise for each image: to draw new noise would take longer.
         shifted = np.roll(noise, (37 * index, 59 * index), axis=(0, 1))
         pixels = (smooth + amount * shifted).clip(0, 255).astype(np.uint8)
         file = io.BytesIO()

@@ -147,7 +147,7 @@ class TrainView(View):
         self.image_size = image_size
         self.scale, self.ratio = tuple(scale), tuple(ratio)
         self.augment = augment if isinstance(augment, Augment) else Augment(augment)
-        self.resizing = Resizing.of(resize)
+        self.resizing = Resizing.from_config(resize)
 
     def crop(self, height: int, width: int, epoch: int) -> Crop:
         """Draws the crop and the flip."""

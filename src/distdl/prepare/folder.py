@@ -19,7 +19,7 @@ from distdl.prepare.source import (
     no_folder,
     refuse_changed,
 )
-from distdl.stores.walking import ClassFolders
+from distdl.stores.walking import ClassFolders, class_names
 
 SPLITS = ("train", "val")
 
@@ -54,7 +54,7 @@ class Folder:
                 what = no_folder(folder)
             remedy = "it must hold train/<class>/ and val/<class>/"
             raise UserError(Problem("--source", what, remedy))
-        self.classes, val = _classes(folder / "train"), _classes(folder / "val")
+        self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
 
@@ -124,11 +124,3 @@ def _size_and_mtime(path: Path) -> tuple[int, int]:
         return stat.st_size, stat.st_mtime_ns
     except OSError:
         return 0, 0
-
-
-def _classes(folder: Path) -> list[str]:
-    return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith(".")
-    )

@@ -203,10 +203,10 @@ def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tup
 
 
 def _wnid(name: str) -> str:
-    """The class of an image: the folder or tar that it lies in."""
+    """The class of an image: the folder or tar that it is in."""
     parts = name.split("/")
     if len(parts) < 2 or not WNID.fullmatch(parts[-2]):
-        what = f"{name} lies in no class (n01440764.tar or n01440764/)"
+        what = f"{name} is in no class (n01440764.tar or n01440764/)"
         raise UserError(Problem("--source", what, "for other images: prepare folder"))
     return parts[-2]
 

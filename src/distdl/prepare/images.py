@@ -2,13 +2,13 @@
 
 An image is decoded completely, by PIL, and its bytes stay as they are, unless
 
-- it says by its name that it is a JPEG and is none, or is one in CMYK, which many decoders do not
+- its name says JPEG but its content does not, or it is a JPEG in CMYK, which many decoders do not
   read or read with wrong colours: re-encoded at quality 100 without subsampling, as by Inception's
   script (tensorflow/models, research/inception/inception/data/build_imagenet_data.py);
 - it is in a format that only PIL reads (BMP, TIFF, ...): kept as PNG, without loss;
 - the user wants smaller images (what is scaled becomes a JPEG, whatever it was).
 
-An EXIF orientation stays in the file and pixels stay as they lie: ImageNet is trained so.
+An EXIF orientation stays in the file and pixels are not turned: ImageNet is trained so.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Treatment:
             how["exif"] = Image.Exif()
             how["exif"][ORIENTATION] = turned
         # With `optimize` all must fit PIL's buffer. It takes 1 or 2 bytes a pixel, and noise needs
-        # 5 ("Suspension not allowed here"); a JPEG is whole blocks, of up to 16 x 16 pixels.
+        # 5 ("Suspension not allowed here"); a JPEG consists of blocks of up to 16 x 16 pixels.
         room = 4 * len(image.getbands()) * (image.width + 15) * (image.height + 15)
         ImageFile.MAXBLOCK = max(ImageFile.MAXBLOCK, room)
         return written(image, "JPEG", optimize=True, **how)

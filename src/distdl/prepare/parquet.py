@@ -105,7 +105,7 @@ class ParquetImages:
                     if number < 0:
                         raise records.no_class(f"{place}: row {row} of row group {group}", number)
                     where = name, group, row
-                    labelled.add(split, str(file_name or ""), number, "", size, where, mtime)
+                    labelled.add(Sample(split, str(file_name or ""), number, size, where, mtime))
                 done += len(labels)
                 progress(done, total)
         self.classes = labelled.settle(self._label_offset, known)

@@ -82,8 +82,8 @@ def settings_of(path: Path) -> dict[str, Any]:
 def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
     """Scans the source, shuffles the training samples and cuts both splits into shards.
 
-    The training samples are in a random order on the disk, so that whoever reads shards one after
-    the other gets mixed classes. Validation keeps the source's order.
+    The training samples are in a random order on the disk, so that shards read one after the
+    other give mixed classes. Validation keeps the source's order.
 
     Args:
         source: What is to be prepared.
@@ -150,7 +150,7 @@ class Keys:
 
 
 def _packed(part: Part) -> list[Any]:
-    # The split stands once in the line and not in each sample: a plan of ImageNet has 130 MB.
+    # The split is written once in the line and not in each sample: a plan of ImageNet has 130 MB.
     samples = [[key, s.name, s.label, s.bytes, s.where, s.mtime_ns] for key, s in part.samples]
     return [part.split, part.number, samples]
 

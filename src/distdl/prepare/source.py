@@ -41,8 +41,8 @@ class Sample:
         label: Its class's place in the source's `classes`.
         bytes: Of the encoded image; an estimate will do.
         where: What `read` needs to find it: strings and numbers only, since a plan is kept as JSON.
-        mtime_ns: When the file that it lies in had last been changed as it was planned: `read` ends
-            with `refuse_changed` where that is another time. 0: it is not compared.
+        mtime_ns: Time of change of its file when it was planned: `read` ends with
+            `refuse_changed` if that is another one now. 0: it is not compared.
     """
 
     split: str
@@ -84,7 +84,7 @@ class Source(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What tells this source from another one, as JSON: names and sizes, no absolute paths.
+        """What identifies this source, as JSON: names and sizes, no absolute paths.
 
         It is kept in the manifest, and compared before interrupted work is continued; so it must be
         cheap, and is called before `scan`.

@@ -79,7 +79,8 @@ class TFRecords:
                     raise records.no_class(place, label)
                 where = name, start, length, *image
                 mtime = stats[name].st_mtime_ns
-                labelled.add(split, file_name, label, class_name, image[1], where, mtime)
+                sample = Sample(split, file_name, label, image[1], where, mtime)
+                labelled.add(sample, class_name)
                 progress(done + start + length + 4, total)
             done += stats[name].st_size
         self.classes = labelled.settle(self._label_offset)

@@ -96,7 +96,7 @@ def _failed(error: StoreError, again: str) -> Problem:
 
 
 def read_manifest(out: Path) -> Manifest:
-    """Raises UserError when there is none."""
+    """Raises UserError when there is no manifest."""
     path = out / MANIFEST
     if not path.is_file():
         what = f"{out} is no prepared data set: it has no {MANIFEST}"

@@ -83,7 +83,7 @@ class Writer:
         """
         part = self._unchecked(part)
         with warnings.catch_warnings():
-            # PIL's, of broken EXIF data and the like: of no use to those who train.
+            # PIL's, of broken EXIF data and the like: which do not matter to training.
             warnings.filterwarnings("ignore", module=r"PIL\.")
             if self.format == "shards":
                 self._write_shard(part, advance)

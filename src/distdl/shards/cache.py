@@ -1,9 +1,9 @@
-"""This node's copies of shards: each comes down once, is checked, and stays while there is room.
+"""This node's copies of shards: each is downloaded once, checked, and kept while there is room.
 
     CACHE/<data set>/train-00000.tar     complete and checked: nothing else ever has such a name
     CACHE/<data set>/.<name>.<id>.part   on its way
-    CACHE/<data set>/locks/              one lock per shard: whoever needs it first fetches it
-    CACHE/<data set>/locks/unreachable   the server did not answer; gone when it does
+    CACHE/<data set>/locks/              one lock per shard: its holder fetches it
+    CACHE/<data set>/locks/unreachable   the server did not answer; removed when it does
     CACHE/lock                           held while room is made
 
 Locks are the kernel's (flock), so they end with the process that holds them. All ranks of a node,
@@ -36,7 +36,7 @@ from distdl.stores.files import reserved
 log = logging.getLogger(__name__)
 
 TRIES = 3
-AGAIN = 10.0  # seconds for a server that another process of this node has waited for in vain
+AGAIN = 10.0  # seconds for a server after another process of this node has given up on it
 MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
 
 
@@ -97,7 +97,7 @@ class Cache:
 
         Raises:
             NoRoom: The disk or the cache is full, and the copies that may go are not enough.
-            UserError: It came down damaged several times, or the server does not answer. Names it.
+            UserError: It arrived damaged several times, or the server does not answer. Names it.
         """
         if self.has(file):
             return self.path(file)
@@ -109,7 +109,7 @@ class Cache:
             if self.path(file).exists():
                 log.warning(HEALED, self.path(file))
             for _ in range(TRIES):
-                # We hold the lock: what lies there was left by a process that was killed.
+                # We hold the lock: these were left by a process that was killed.
                 for left in self.folder.glob(f".{file.name}.*.part"):
                     left.unlink(missing_ok=True)
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
@@ -137,7 +137,7 @@ class Cache:
             self.store.download(file.name, part, progress)
             damage = difference(part, file)
             if not damage:
-                with FileLock(self.root / "lock"):  # who counts sizes sees it once
+                with FileLock(self.root / "lock"):  # so that sizes are counted once
                     part.rename(self.path(file))
                 sync(self.folder)
             return damage
@@ -155,7 +155,7 @@ class Cache:
         return self.folder / "locks" / "unreachable"
 
     def _share_outage(self, since: float) -> None:
-        """Who waited while another process tried in vain, for any shard, has waited long enough."""
+        """Gives up if another process has given up, on any shard, since this one began to wait."""
         try:
             if self._outage.stat().st_mtime >= since:
                 raise _unreachable(self._outage.read_text(), transient=True)
@@ -192,7 +192,7 @@ class Cache:
         return min(disk, self.limit - kept + present + others)
 
     def _reserve(self, part: Path, file: File, evictable: Callable[[], Sequence[str]]) -> None:
-        """Takes the room of a file on the disk, so that nobody else does."""
+        """Reserves disk space for a file."""
         with FileLock(self.root / "lock"):
             if self._lacking(file.bytes) > 0:
                 self._make_room(file, evictable)
@@ -224,7 +224,7 @@ class Cache:
         return [path for path in self.root.iterdir() if (path / "locks").is_dir()]
 
     def _unused(self) -> list[Path]:
-        """Other data sets that nobody reads, the longest unused first."""
+        """Other data sets that no process reads, the longest unused first."""
         others = [f for f in self._folders() if f != self.folder and not _in_use(f)]
         return sorted(others, key=lambda folder: (folder / "locks" / "in_use").stat().st_mtime)
 

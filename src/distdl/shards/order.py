@@ -1,4 +1,4 @@
-"""In which order an epoch goes through shards that come from far away.
+"""The order in which an epoch reads shards that are downloaded.
 
 Pure functions of (seed, epoch, sizes, window): every rank, every resumed run and every world size
 computes the same. NumPy's RandomState is used because its numbers are promised never to change
@@ -27,7 +27,7 @@ class Windows:
     Args:
         samples: Of each shard, in the order of the index.
         window: Shards.
-        epochs: How many epochs go by windows; later ones are shuffled as a whole. None: all do.
+        epochs: How many epochs go by windows; later ones shuffle all samples. None: all do.
     """
 
     samples: tuple[int, ...]

@@ -27,12 +27,12 @@ MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 fi
 
 @dataclass(frozen=True)
 class DataSet:
-    """A prepared data set, wherever it lies.
+    """A prepared data set, in a folder or a store.
 
     Args:
         manifest: What it holds.
-        text: The manifest as it lies there.
-        store: Where it lies.
+        text: The manifest's bytes.
+        store: Where it is.
         note: What is unusual about how it was opened, or "".
     """
 
@@ -102,7 +102,7 @@ def open_data_set(
     try:
         if kept is None or not kept.exists():
             text = store.read(MANIFEST)
-        else:  # nobody need wait for long
+        else:  # the kept one will do, so the wait is short
             text = open_store(root, patience=min(patience, QUICK)).read(MANIFEST)
     except StoreError as error:
         if kept is not None and kept.exists() and error.transient:
@@ -133,14 +133,14 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
 class Shards:
     """One split's samples, as bytes.
 
-    A sample is compared with its sha256 when it is read first, and again when the file that it lies
-    in has changed since: only an intact sample is remembered, so damage is found in each epoch.
-    The memory is shared with the workers of a loader, and is this process's: a resume starts anew.
+    A sample is compared with its sha256 when it is read first, and again when its file
+    has changed since: only an intact sample is remembered, so damage is found in each epoch.
+    The memory is shared with the workers of a loader, and is lost with this process.
 
     Args:
         data: The data set.
         split: "train" or "val".
-        cache: This node's copies; None: `data` lies in a folder that is read in place.
+        cache: This node's copies; None: `data` is a folder that is read in place.
         evictable: As `Cache.fetch` has it.
     """
 
@@ -171,7 +171,7 @@ class Shards:
         return self.split.shards[self.rows["shard"][index]]
 
     def read(self, index: int) -> bytes:
-        """The bytes of a sample. A cached shard that turns out to be damaged comes down again.
+        """The bytes of a sample. A cached shard that turns out to be damaged is fetched again.
 
         Raises:
             ValueError: What a folder's shard holds is not what the index says.
@@ -266,7 +266,7 @@ class Shards:
 def _state(handle: int) -> int:
     """What differs, never 0, when a file is another one or was written to; 1 us.
 
-    The time of change, too: whoever copies over a file may set back that of modification.
+    The time of change, too: a copy over the file may restore that of modification.
     """
     stat = os.fstat(handle)
     state = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.stores.remote import PART, RemoteStore, in_parallel
+from distdl.stores.remote import PART, RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
 
 _CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
@@ -133,23 +133,16 @@ class BlobStore(RemoteStore):
         from azure.storage.blob import BlobBlock
 
         blob, size = self.client.get_blob_client(self._key(name)), path.stat().st_size
-        # Parts of an upload are seen by nobody until they are committed, then all at once.
-        part = max(PART, -(-size // 50_000))  # Azure's limit of blocks
+        length = max(PART, -(-size // 50_000))  # Azure's limit of blocks
         upload = uuid.uuid4().hex[:8]
-        names = {start: f"{upload}-{start:016d}" for start in range(0, size, part)}
-        with path.open("rb") as file:
 
-            def send(start: int) -> None:
-                data = os.pread(file.fileno(), part, start)
-                stage = lambda: blob.stage_block(  # noqa: E731
-                    names[start], data, length=len(data), validate_content=True
-                )
-                self.retried(name, stage, progress)
-                if progress is not None:
-                    progress(len(data))
+        def stage(number: int, data: bytes) -> Any:
+            block = f"{upload}-{number:016d}"
+            blob.stage_block(block, data, length=len(data), validate_content=True)
+            return BlobBlock(block)
 
-            in_parallel(send, list(names))
-        blocks = [BlobBlock(name) for name in names.values()]
+        # Blocks are invisible until they are committed, all at once.
+        blocks = self._send_parts(path, name, length, stage, progress)
 
         def commit() -> None:
             blob.commit_block_list(blocks, match_condition=MatchConditions.IfMissing)
@@ -188,7 +181,7 @@ class BlobStore(RemoteStore):
         if not isinstance(error, exceptions.ClientAuthenticationError) or status is not None:
             return ""
         if type(error).__name__ == "AzureSigningError":
-            return f"the account key is none: {_KEY}, or AccountKey in {_CONNECTION}"
+            return f"that is no account key: {_KEY}, or AccountKey in {_CONNECTION}"
         return f"az login, or export {_KEY}=...: {_SOURCES}"
 
     def _is_absent(self, error: Exception) -> bool:

@@ -134,6 +134,34 @@ class RemoteStore(ABC):
             raise StoreError(f"{self._uri}/{name} exists already")
         self._put(path, name, progress)
 
+    def _send_parts(
+        self,
+        path: Path,
+        name: str,
+        length: int,
+        send: Callable[[int, bytes], T],
+        progress: Progress | None,
+    ) -> list[T]:
+        """Calls `send(number, data)` with each part of a file, in parallel, and retries it.
+
+        Args:
+            length: Of a part, in bytes.
+
+        Returns:
+            What each call returned, in the order of the parts, which count from 0.
+        """
+        results = dict[int, T]()
+        with path.open("rb") as file:
+
+            def send_part(start: int) -> None:
+                data, number = os.pread(file.fileno(), length, start), start // length
+                results[number] = self.retried(name, lambda: send(number, data), progress)
+                if progress is not None:
+                    progress(len(data))
+
+            in_parallel(send_part, range(0, path.stat().st_size, length))
+        return [results[number] for number in sorted(results)]
+
     def names(self, prefix: str = "") -> Iterator[str]:
         start = len(self._folder) + 1 if self._folder else 0
         listed = self.retried(prefix, lambda: list(self._list(self._key(prefix))))
@@ -190,10 +218,10 @@ class RemoteStore(ABC):
         return size
 
     def _find_container(self) -> None:
-        """Raises what the server says where there is none: of a file alone it cannot be told."""
+        """Raises the server's error if there is no container: a file's error does not say so."""
         try:
             next(self._list(self._folder), None)
-        except Exception as error:  # who may read a file need not have the right to list
+        except Exception as error:  # the right to read a file does not include the right to list
             if self._is_absent(error):
                 raise
 

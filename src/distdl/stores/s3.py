@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.stores.remote import RemoteStore, in_parallel
+from distdl.stores.remote import RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
@@ -73,19 +72,19 @@ class S3Store(RemoteStore):
     def _put(self, path: Path, name: str, progress: Progress | None) -> None:
         where, size = {"Bucket": self._bucket, "Key": self._key(name)}, path.stat().st_size
         mine = {MARK: uuid.uuid4().hex}
-        with path.open("rb") as file:
-            if size > PART:
-                self._put_parts(file.fileno(), size, name, where, mine, progress)
-                return
-            data = file.read()
-        put = functools.partial(self.client.put_object, **where, Body=data, Metadata=mine)
+        if size > PART:
+            self._put_parts(path, size, name, where, mine, progress)
+            return
+        put = functools.partial(
+            self.client.put_object, **where, Body=path.read_bytes(), Metadata=mine
+        )
         self.retried(name, lambda: self._unless_there(put, name, mine), progress)
         if progress is not None:
             progress(size)
 
     def _put_parts(
         self,
-        file: int,
+        path: Path,
         size: int,
         name: str,
         where: dict[str, str],
@@ -95,18 +94,14 @@ class S3Store(RemoteStore):
         """In parts, each with boto3's checksum; invisible until it is complete."""
         begin = functools.partial(self.client.create_multipart_upload, **where, Metadata=mine)
         begun = {**where, "UploadId": self.retried(name, begin, progress)["UploadId"]}
-        length, tags = max(PART, -(-size // MOST_PARTS)), dict[int, str]()
 
-        def send(start: int) -> None:
-            number, data = start // length + 1, os.pread(file, length, start)
-            part = functools.partial(self.client.upload_part, **begun, PartNumber=number, Body=data)
-            tags[number] = self.retried(name, part, progress)["ETag"]
-            if progress is not None:
-                progress(len(data))
+        def send(number: int, data: bytes) -> dict[str, Any]:
+            part = {"PartNumber": number + 1}
+            return part | {"ETag": self.client.upload_part(**begun, **part, Body=data)["ETag"]}
 
         try:
-            in_parallel(send, range(0, size, length))
-            parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
+            length = max(PART, -(-size // MOST_PARTS))
+            parts = self._send_parts(path, name, length, send, progress)
             complete = functools.partial(
                 self.client.complete_multipart_upload, **begun, MultipartUpload={"Parts": parts}
             )

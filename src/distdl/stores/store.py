@@ -8,7 +8,7 @@ from typing import Protocol
 
 PATIENCE = 120.0  # seconds that a store keeps trying to reach a server that does not answer
 
-# Called with the number of bytes that have come or gone since the last call, from any thread.
+# Called with the number of bytes received or sent since the last call, from any thread.
 Progress = Callable[[int], None]
 
 
