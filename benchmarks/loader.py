@@ -46,7 +46,6 @@ def lay_out(folder: Path) -> None:
             shutil.copyfile(photograph, target)
     for name, options in (
         ("shards", []),
-        ("markers", ["--restart-markers"]),
         ("short", ["--short-side", "256", "--quality", "90"]),
     ):
         prepare(folder / "jpeg", folder / name, *options)
@@ -154,7 +153,6 @@ ARMS: dict[str, Arm] = {
     "distdl, folder": distdl("jpeg"),
     "distdl, shards": distdl("shards"),
     "distdl, shards, PIL": distdl("shards", "pil"),
-    "distdl, shards with restart markers": distdl("markers"),
     "distdl, shards of short side 256": distdl("short"),
 }
 
@@ -206,10 +204,10 @@ def differences(folder: Path) -> str:
         random.seed(0)
         seen = train(data)["image"]
         random.seed(0)
-        plan = train.plan(image.height, image.width, 0)
-        box = (plan.top, plan.left, plan.height, plan.width)
+        drawn = train.crop(image.height, image.width, 0)
+        box = (drawn.top, drawn.left, drawn.height, drawn.width)
         crop = v2.pil_to_tensor(v2.resized_crop(image, *box, [SIZE, SIZE]))
-        crops.append(mean(seen, crop.flip(-1) if plan.flip else crop))
+        crops.append(mean(seen, crop.flip(-1) if drawn.flip else crop))
         centre = v2.center_crop(v2.resize(image, [256]), [SIZE])
         reference = v2.pil_to_tensor(centre)
         centres.append(mean(ours(data)["image"], reference))

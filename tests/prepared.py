@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch import Trainer
 from PIL import Image
 
 from distdl.shards.cache import Cache
@@ -30,6 +32,21 @@ def jpeg(number: int, side: int = 24) -> bytes:
     memory = io.BytesIO()
     Image.fromarray(pixels).save(memory, "JPEG", quality=95)
     return memory.getvalue()
+
+
+def quiet_trainer(path: Path, **options: Any) -> Trainer:
+    """Lightning's, on one CPU, which shows and writes nothing."""
+    options = {"logger": False, "num_sanity_val_steps": 0, **options}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=path,
+        **options,
+    )
 
 
 def prepare(

@@ -165,6 +165,11 @@ def _elsewhere(
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 
 
+def cpu_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def loader_workers(cores: int) -> int:
     """How many loader workers a rank starts by default, of the CPU cores that it has for itself.
 

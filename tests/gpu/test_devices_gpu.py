@@ -86,7 +86,7 @@ def test_nvjpeg_does_not_wait_for_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     if not works("torchcodec"):
         pytest.skip("no torchcodec")
     files = jpegs(8, 4, 500, 375, 60_000, seed=0)
-    encoded = EncodedBatch.of([EvalView(224, decoder="nvjpeg")(file) for file in files])
+    encoded = EncodedBatch([EvalView(224, decoder="nvjpeg")(file) for file in files])
     monkeypatch.setattr(ImageData, "_device", torch.device("cuda", 0))
     data = ImageData(8, 0)
     expected = data.on_before_batch_transfer({"image": encoded}, 0)["image"].clone()

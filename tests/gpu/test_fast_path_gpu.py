@@ -111,7 +111,6 @@ def test_the_average_of_the_weights_waits_for_nothing(tmp_path: Path) -> None:
     [
         {"channels_last": True},
         {"fused": True, "channels_last": False},
-        {"fused_bn": True},
         {"compile": "default"},
         {"compile": "reduce-overhead"},
         {"compile": "max-autotune"},

@@ -25,7 +25,7 @@ def test_the_gpu_sees_what_the_cpu_sees(kind):
     random.seed(0)
     expected = torch.stack([kind(224)(file)["image"] for file in files])
     random.seed(0)
-    batch = EncodedBatch.of([kind(224, decoder="nvjpeg")(file) for file in files])
+    batch = EncodedBatch([kind(224, decoder="nvjpeg")(file) for file in files])
     found = batch.decoded(torch.device("cuda"))
     assert found.device.type == "cuda" and found.dtype == torch.uint8
     assert found.is_contiguous(memory_format=torch.channels_last)
@@ -34,7 +34,7 @@ def test_the_gpu_sees_what_the_cpu_sees(kind):
 
 def test_a_batch_is_decoded_faster_than_a_core_does():
     files = jpegs(64, 4, 500, 375, 110_000, seed=0)
-    batch = EncodedBatch.of([TrainView(224, decoder="nvjpeg")(file) for file in files * 4])
+    batch = EncodedBatch([TrainView(224, decoder="nvjpeg")(file) for file in files * 4])
     batch.decoded(torch.device("cuda"))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

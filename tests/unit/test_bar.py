@@ -10,7 +10,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from lightning.pytorch.callbacks import Timer
 from rich.console import Console
 
@@ -43,7 +42,7 @@ def drawn(width: int, info: list[str], **fields: Any) -> str:
     return text
 
 
-def test_count_and_time_stay_and_what_fits_is_whole() -> None:
+def test_count_and_time_stay_and_what_fits_is_whole():
     own = {LONG: 18.39, "mae": 3.065}
     parts, users = described(METRICS, unit=unit_of("distdl.data.x")), described(METRICS, own)
     at = {width: drawn(width, parts) for width in (40, 60, 80, 160)}
@@ -62,7 +61,7 @@ def test_count_and_time_stay_and_what_fits_is_whole() -> None:
     assert duration(3723) == "1:02:03"
 
 
-def test_a_question_is_not_painted_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_is_not_painted_over(monkeypatch):
     """As a debugger's prompt is one: `breakpoint()` on one device."""
     bar: Any = Progress(bar=True)
     screen = io.StringIO()
@@ -86,7 +85,7 @@ def test_a_question_is_not_painted_over(monkeypatch: pytest.MonkeyPatch) -> None
     bar.on_validation_batch_end()
 
 
-def test_an_end_by_time_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
+def test_an_end_by_time_is_told(caplog, tmp_path):
     timer = Timer("00:00:00:03")
     trainer = SimpleNamespace(
         should_stop=True,

@@ -16,10 +16,10 @@ from filelock import FileLock
 
 from distdl.errors import UserError
 from distdl.shards import cache as cache_module
-from distdl.shards.ahead import Ahead
 from distdl.shards.cache import Cache, NoRoom, default_root
 from distdl.shards.needs import Needs
 from distdl.shards.order import Windows
+from distdl.shards.prefetch import Prefetch
 from distdl.stores import StoreError
 from distdl.stores.files import FileStore
 from distdl.stores.remote import RemoteStore
@@ -65,7 +65,7 @@ def test_who_waited_while_another_tried_in_vain_does_not_start_anew(tmp_path, ma
     class Gone(FileStore):
         def download(self, name, to, progress=None):
             tries.append(name)
-            time.sleep(1)
+            time.sleep(0.4)
             raise StoreError(f"{name}: no answer", transient=True)
 
     def fetch() -> None:
@@ -117,7 +117,7 @@ class Silent(RemoteStore):
 
 
 def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(cache_module, "AGAIN", 0.5)
+    monkeypatch.setattr(cache_module, "AGAIN", 0.2)
     shards, said = made.splits["train"].shards, []
 
     def opened(patience: float) -> Cache:
@@ -129,7 +129,7 @@ def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, ma
         except UserError as error:
             said.append(str(error))
 
-    first, others = opened(2), opened(3600)  # who waits so long has no end in this test
+    first, others = opened(0.6), opened(3600)  # who waits so long has no end in this test
     waiting = [
         threading.Thread(target=fetch, args=(cache, number))
         for cache, number in ((first, 0), (others, 1), (others, 2))
@@ -144,7 +144,7 @@ def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, ma
     later = opened(60)
     thread = threading.Thread(target=fetch, args=(later, 4))
     thread.start()
-    time.sleep(1.5)
+    time.sleep(0.6)
     assert thread.is_alive()
     (tmp_path / "far" / "open").touch()
     thread.join()
@@ -261,26 +261,26 @@ def test_where_copies_are_kept(monkeypatch, tmp_path):
     assert default_root() in (tmp_path / "c" / "distdl", Path("/mnt/distdl"))
 
 
-# Ahead of time
+# Prefetching
 
 
-def test_shards_come_ahead_in_the_order_of_their_use(tmp_path, made, monkeypatch):
+def test_shards_are_fetched_in_the_order_of_their_use(tmp_path, made, monkeypatch):
     cache = open_cache(tmp_path)
     train = made.splits["train"]
     wanted = [train.shards[i] for i in (3, 0, 4)]
-    monkeypatch.setattr("distdl.shards.ahead.THREADS", 1)
-    ahead = Ahead(cache, None)
-    ahead.aim(lambda: wanted)
+    monkeypatch.setattr("distdl.shards.prefetch.THREADS", 1)
+    prefetch = Prefetch(cache, None)
+    prefetch.want(lambda: wanted)
     wait_until(lambda: all(cache.has(shard) for shard in wanted))
     assert cache.store.downloads == [shard.name for shard in wanted]
-    ahead.close()
+    prefetch.close()
 
 
-def test_what_is_ahead_never_pushes_out_what_is_needed_sooner(tmp_path, made):
+def test_what_is_prefetched_never_pushes_out_what_is_needed_sooner(tmp_path, made):
     train, val = made.splits["train"], made.splits["val"]
     needs = Needs(Windows(tuple(s.samples for s in train.shards), 1), train, val)
     needs.reached(3, 0, 0)
-    order = [int(s) for window in needs.windows.of(3, 0) for s in window]
+    order = [int(s) for window in needs.windows.shards(3, 0) for s in window]
     second = train.shards[order[-2]]
     later = needs.needed_later(second)
     assert train.shards[order[0]].name not in later and train.shards[order[-1]].name in later
@@ -289,31 +289,31 @@ def test_what_is_ahead_never_pushes_out_what_is_needed_sooner(tmp_path, made):
     assert len(everything) == 5 and train.shards[order[0]].name not in everything
     cache = open_cache(tmp_path, limit=2 * max(s.bytes for s in train.shards))
     first = [train.shards[n] for n in order[:2]]
-    ahead = Ahead(cache, needs.needed_later)
-    ahead.aim(needs.soonest_first)
+    prefetch = Prefetch(cache, needs.needed_later)
+    prefetch.want(needs.soonest_first)
     wait_until(lambda: all(cache.has(shard) for shard in first))
     time.sleep(0.5)
     assert set(files(cache)) == {shard.name for shard in first}  # the third one waits
     needs.reached(3, 0, 24)  # until the first window and the one after it are over
     wait_until(lambda: cache.has(train.shards[order[2]]))
-    ahead.close()
+    prefetch.close()
 
 
 def test_a_prefetch_that_is_ended_gives_up_its_download(tmp_path, made):
     script = f"""
 import sys
 from pathlib import Path
-from distdl.shards.ahead import Ahead
+from distdl.shards.prefetch import Prefetch
 from distdl.shards.cache import Cache
 from distdl.shards.reading import open_data_set
 from distdl.stores import open_store
 data = open_data_set({str(tmp_path / "far")!r})
 store = open_store("http://127.0.0.1:1/account/box", patience=36_000)  # nobody answers
-ahead = Ahead(Cache(store, Path({str(tmp_path / "cache")!r}), data.key), None)
-ahead.aim(lambda: data.split("train").shards)
+prefetch = Prefetch(Cache(store, Path({str(tmp_path / "cache")!r}), data.key), None)
+prefetch.want(lambda: data.split("train").shards)
 import time
 time.sleep(1)
-ahead.close()
+prefetch.close()
 print("closed", flush=True)
 """
     environment = {**os.environ, "AZURE_STORAGE_SAS_TOKEN": "sig=x", "NO_PROXY": "127.0.0.1"}

@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from PIL import Image
@@ -25,6 +25,7 @@ from distdl.data.loading import KeyedDataset, distribute
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.worker_signals import Surviving
 from distdl.errors import Problem, Unfinished, UserError
+from tests.prepared import quiet_trainer as trainer
 
 
 class Augmented(Dataset):
@@ -132,31 +133,22 @@ def share(source, rank=0, world_size=1, position=None, **kwargs):
 
 
 def test_loaders_keep_their_settings():
-    def init(worker):
-        pass
-
-    generator = torch.Generator()
-    given = DataLoader(
-        Augmented(),
-        3,
-        shuffle=True,
-        num_workers=1,
-        collate_fn=list,
-        pin_memory=False,
-        timeout=9,
-        worker_init_fn=init,
-        multiprocessing_context="spawn",
-        generator=generator,
-        prefetch_factor=5,
-        persistent_workers=True,
-        in_order=False,
-    )
+    settings = {
+        "num_workers": 1,
+        "collate_fn": list,
+        "pin_memory": False,
+        "timeout": 9,
+        "worker_init_fn": print,
+        "multiprocessing_context": "spawn",
+        "prefetch_factor": 5,
+        "generator": torch.Generator(),
+        "persistent_workers": True,
+        "in_order": False,
+    }
+    given = DataLoader(Augmented(), 3, shuffle=True, **settings)
     rebuilt = share(Loaders(lambda: given)).train_dataloader()
     assert isinstance(rebuilt.batch_sampler, TrainBatches) and rebuilt.batch_sampler.shuffle
-    for name in (
-        *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "in_order"),
-        *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
-    ):
+    for name in settings:
         assert getattr(rebuilt, name) == getattr(given, name), name
 
 
@@ -280,20 +272,6 @@ class RecorderWithData(Recorder):
         return DataLoader(Augmented(10), 3)
 
 
-def trainer(path, **kwargs):
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=path,
-        **kwargs,
-    )
-
-
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("inside", [True, False])
 def test_lightning_takes_the_wrapped_hooks(tmp_path, inside):
@@ -302,7 +280,7 @@ def test_lightning_takes_the_wrapped_hooks(tmp_path, inside):
     data = None if inside else share(Loaders(make))
     if inside:
         share(module)
-    trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(module, datamodule=data)
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
     expected = [
         i for keys in share(Loaders(make)).train_dataloader().batch_sampler for i, *_ in keys
     ]
@@ -404,6 +382,9 @@ def folder_data(root, **kwargs):
 
 
 def test_folders_become_batches(photographs):
+    (photographs / "train" / "cat" / "._0.png").write_text("macOS puts it beside an image")
+    for split in ("train", "val"):
+        (photographs / split / ".cache").mkdir()
     data = folder_data(photographs)
     train = list(data.train_dataloader())
     assert len(train) == 3
@@ -443,27 +424,24 @@ def problems(root, **kwargs):
     return [(p.path, p.what, p.remedy) for p in StoredImages.check({"root": str(root), **kwargs})]
 
 
-def test_check_is_content_with_good_folders(photographs):
+def test_check_and_setup_say_what_is_wrong(photographs, tmp_path):
     assert problems(photographs, num_classes=2) == [] == problems(photographs)
-
-
-def test_check_says_what_is_wrong(photographs, tmp_path):
     assert problems(tmp_path / "none")[0][1] == f"no such folder: {tmp_path / 'none'}"
-    assert "has no train/" in problems(tmp_path / "train")[0][1]
-    assert len(problems(tmp_path / "train")) == 2
+    without = problems(tmp_path / "train")
+    assert len(without) == 2 and "has no train/" in without[0][1]
     path, what, remedy = problems(photographs, num_classes=1000)[0]
     assert (path, remedy) == ("num_classes", "data.num_classes=2") and "is 1000" in what
+    with pytest.raises(UserError) as refused:
+        StoredImages(str(photographs), 2, num_classes=3, num_workers=0).setup()
+    assert refused.value.problems[0].path == "data.num_classes"
     (photographs / "val" / "fox").mkdir()
-    found = problems(photographs)[0]
-    assert "train/ has 2 classes and val/ 3" in found[1] and "fox" in found[1]
-
-
-def test_check_names_a_file_and_an_interrupted_preparation(photographs, tmp_path):
+    (_, differing, _), *_ = problems(photographs)
+    assert "train/ has 2 classes and val/ 3" in differing and "fox" in differing
     file = tmp_path / "val" / "cat" / "0.png"
     assert problems(file)[0][1] == f"{file} is a file"
     (tmp_path / "half" / ".preparing").mkdir(parents=True)
-    assert [p[0] for p in problems(tmp_path / "half")] == ["root"]
-    assert "was interrupted" in problems(tmp_path / "half")[0][1]
+    ((path, what, _),) = problems(tmp_path / "half")
+    assert path == "root" and "was interrupted" in what
 
 
 def test_a_file_that_cannot_be_read_is_damaged(photographs):
@@ -472,12 +450,6 @@ def test_a_file_that_cannot_be_read_is_damaged(photographs):
     batches = list(folder_data(photographs).train_dataloader())
     (said,) = [text for batch in batches for text in batch["damaged"] if text]
     assert said == f"{link}: cannot be read: No such file or directory"
-
-
-def test_setup_refuses_what_check_finds(photographs):
-    with pytest.raises(UserError) as refused:
-        StoredImages(str(photographs), 2, num_classes=3, num_workers=0).setup()
-    assert refused.value.problems[0].path == "data.num_classes"
 
 
 class Refusing(Dataset):

@@ -6,7 +6,6 @@ import csv
 import io
 import pickle
 import random
-import re
 import time
 
 import numpy as np
@@ -21,18 +20,20 @@ from distdl.callbacks import Progress, StepMetrics
 from distdl.callbacks.progress import remedy
 from distdl.config import CHANGEABLE
 from distdl.data import StoredImages
-from distdl.data.decoding import CPU_DECODERS, Damaged, Header, decoder, jpeg_header, works
+from distdl.data.crop import random_crop
+from distdl.data.decoding import CPU_DECODERS, Header, decoder, jpeg_header, works
 from distdl.data.encoded import EncodedImages
 from distdl.data.images import ImageData, default_workers
 from distdl.data.loading import KeyedDataset, distribute
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.resizing import Resizing
-from distdl.data.restarts import strip
 from distdl.data.sampling import SampleKey, TrainPosition
 from distdl.data.synthetic_jpeg import SyntheticJpegs, jpegs
-from distdl.data.views import EvalView, TrainView, check_views, random_crop
+from distdl.data.views import EvalView, TrainView, check_views
 from distdl.errors import UserError
+from distdl.prepare.image_files import DamagedImage
 from tests.conftest import ROOT
+from tests.prepared import quiet_trainer
 
 PHOTOGRAPHS = ROOT.parent / "shared" / "images" / "imagenet_sample"
 FAST = [name for name in CPU_DECODERS if name != "pil" and works(name)]
@@ -86,9 +87,8 @@ def apart(left: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_decoders_see_what_pil_sees(name, kind):
     found = decoder(name)(KINDS[kind])
-    assert found.dtype == torch.uint8 and found[None].is_contiguous(
-        memory_format=torch.channels_last
-    )
+    assert found.dtype == torch.uint8
+    assert found[None].is_contiguous(memory_format=torch.channels_last)
     assert apart(found, by_pil(KINDS[kind])) < 0.01
 
 
@@ -106,12 +106,12 @@ def test_no_decoder_fills_up_what_is_missing(name):
     decode = decoder(name)
     for whole in KINDS["plain"], KINDS["grey"], KINDS["progressive"], KINDS["png"]:
         for share in (0.0, 0.01, 0.4, 0.9, 0.99):
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedImage):
                 decode(whole[: int(len(whole) * share)])
         if jpeg_header(whole):
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedImage):
                 decode(whole[:-1])
-    with pytest.raises(Damaged, match="no image"):
+    with pytest.raises(DamagedImage, match="no image"):
         decode(b"<html>404</html>")
 
 
@@ -132,7 +132,7 @@ def test_headers():
     assert jpeg_header(KINDS["turned by EXIF"]) == Header(90, 125, 3)
     flat = KINDS["plain"].replace(bytes((8, 0, 90, 0, 125)), bytes((8, 0, 0, 0, 125)))
     assert flat != KINDS["plain"] and jpeg_header(flat) is None
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedImage):
         TrainView(16)(flat)
     assert jpeg_header(KINDS["png"]) is None and jpeg_header(KINDS["plain"][:40]) is None
 
@@ -206,7 +206,7 @@ def test_training_sees_a_crop_resized_and_flipped():
     for seed in range(20):
         seen = draw(view, data, seed)
         random.seed(seed)
-        plan = view.plan(90, 125, 0)
+        plan = view.crop(90, 125, 0)
         crop = (plan.top, plan.left, plan.height, plan.width)
         expected = v2.resized_crop_image(by_pil(data), *crop, [32, 32], antialias=True)
         assert torch.equal(seen, expected.flip(-1) if plan.flip else expected)
@@ -214,54 +214,19 @@ def test_training_sees_a_crop_resized_and_flipped():
     assert 3 < flips < 17
 
 
-# Restart markers
+@pytest.mark.parametrize("decoder_name", [*FAST, "nvjpeg"])
+@pytest.mark.parametrize("kind", ["plain", "cmyk", "png"])
+def test_a_header_is_parsed_once_per_image(monkeypatch, decoder_name, kind):
+    from distdl.data import decoding, views
 
-
-def options(kind):
-    return {
-        "4:2:0": {},
-        "4:4:4": {"subsampling": 0},
-        "4:2:2": {"subsampling": 1},
-        "grey": {},
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["4:2:0", "4:4:4", "4:2:2", "grey"])
-@pytest.mark.parametrize("name", ["pil", *FAST])
-def test_rows_that_are_not_needed_are_cut_away_and_the_others_stay_as_they_are(name, kind):
-    image = picture(203, 317)
-    image = image.convert("L") if kind == "grey" else image
-    data = encoded(image, restart_marker_rows=1, quality=92, **options(kind))
-    whole, smallest = by_pil(data), len(data)
-    for top, bottom in ((0, 20), (100, 140), (97, 200), (290, 317), (316, 317), (64, 65)):
-        part = strip(data, top, bottom)
-        pixels = decoder(name)(part.data)
-        first = top - part.top
-        assert torch.equal(pixels[:, first : first + bottom - top], whole[:, top:bottom])
-        smallest = min(smallest, len(part.data))
-        marks = [number[0] - 0xD0 for number in re.findall(rb"(?s)\xff([\xd0-\xd7])", part.data)]
-        assert marks == [place % 8 for place in range(len(marks))] != []
-    assert smallest < len(data) / 3
-    assert strip(data, 3, 310) is None  # all of it is needed
-
-
-def test_what_cannot_be_cut_is_not():
-    whole = KINDS["restart markers"]
-    assert strip(whole, 0, 10) is not None
-    assert strip(whole[:-300], 0, 10) is None and strip(whole[:-300] + b"\xff\xd9", 0, 10) is None
-    for kind in "plain", "progressive", "png":
-        assert strip(KINDS[kind], 0, 10) is None
-    every_two = encoded(picture(), restart_marker_rows=2)
-    assert strip(every_two, 0, 10) is None
-    assert strip(encoded(picture(), progressive=True, restart_marker_rows=1), 0, 10) is None
-
-
-def test_training_sees_the_same_with_restart_markers():
-    assert torch.equal(by_pil(KINDS["plain"]), by_pil(KINDS["restart markers"]))
-    view = TrainView(32)
-    for seed in range(20):
-        with_markers = draw(view, KINDS["restart markers"], seed)
-        assert torch.equal(draw(view, KINDS["plain"], seed), with_markers)
+    parsed = []
+    count = lambda data: parsed.append(data) or jpeg_header(data)  # noqa: E731
+    for module in (decoding, views):
+        monkeypatch.setattr(module, "jpeg_header", count)
+    for view in (TrainView(16, decoder=decoder_name), EvalView(16, decoder=decoder_name)):
+        parsed.clear()
+        view(KINDS[kind])
+        assert len(parsed) == 1
 
 
 def test_views_travel_to_workers():
@@ -275,12 +240,11 @@ def test_views_travel_to_workers():
 
 
 def test_sizes_grow_by_the_epoch_alone():
-    size = Resizing.of({"from": 160, "to": 192, "from_epoch": 10, "until_epoch": 20}).size
+    size = Resizing.from_config({"from": 160, "to": 192, "from_epoch": 10, "until_epoch": 20}).size
     sizes = [size(epoch) for epoch in range(25)]
     assert sizes == [160] * 15 + [192] * 10  # from half-way on
-    assert {Resizing.of({"from": 96, "to": 224, "until_epoch": 8}).size(e) for e in range(9)} == {
-        *(96, 128, 160, 192, 224)
-    }
+    growing = Resizing.from_config({"from": 96, "to": 224, "until_epoch": 8})
+    assert {growing.size(epoch) for epoch in range(9)} == {96, 128, 160, 192, 224}
 
 
 def test_workers_see_the_epochs_size():
@@ -419,7 +383,7 @@ def test_the_device_makes_of_the_bytes_what_the_worker_would_have_made():
         random.seed(0)
         batch = batch_of(*kinds, view=shipping)
         assert isinstance(batch["image"], EncodedBatch) and len(batch["image"]) == len(kinds)
-        shipped = [plan[6] > 0 for plan in batch["image"].plans]
+        shipped = [crop[6] > 0 for crop in batch["image"].crops]
         assert shipped == [kind not in ("cmyk", "png") for kind in names]
         image = ImageData(2, 0).on_before_batch_transfer(batch, 0)["image"]
         assert torch.equal(image, expected["image"])
@@ -464,7 +428,6 @@ def test_good_settings():
     ("config", "path", "said"),
     [
         ({"decoder": "opencv"}, "decoder", "one of auto, simplejpeg"),
-        ({"on_damaged": "ignore"}, "on_damaged", "skip or error"),
         ({"resize": {"from": 160, "until_epoch": 3}}, "resize", "lacks to"),
         ({"resize": {**RESIZE, "untilepoch": 3}}, "resize.untilepoch", "until_epoch"),
         ({"resize": {**RESIZE, "from": 170}}, "resize.from", "data.resize.from=160"),
@@ -568,18 +531,8 @@ def test_a_training_counts_damage_and_says_once_that_it_waits(tmp_path, caplog, 
     monkeypatch.setattr("distdl.callbacks.progress.HINT_AFTER", 0)
     logger = CSVLogger(tmp_path)
     metrics, data = StepMetrics(2), Slow(2, 0)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[metrics, Progress(bar=False)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=tmp_path,
-    )
+    watched = {"logger": logger, "callbacks": [metrics, Progress(bar=False)]}
+    trainer = quiet_trainer(tmp_path, max_epochs=3, log_every_n_steps=1, **watched)
     distribute(data, rank=0, world_size=1, seed=0, position=TrainPosition())
     trainer.fit(OneLayer(), datamodule=data)
     with open(f"{logger.log_dir}/metrics.csv", encoding="utf-8") as file:

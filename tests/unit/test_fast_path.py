@@ -33,6 +33,7 @@ from distdl.job import JobState
 from distdl.models import ImageClassifier, compilers
 from distdl.stopping import Stopped, StopRequest
 from tests.conftest import UNCHECKED, distdl
+from tests.prepared import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -98,10 +99,7 @@ def fit(tmp_path: Path, reads: Reads, *more: Callback, optimizer: str = "torch.o
     def configure_optimizers() -> Any:
         made = optim.build_optimizer(module, {"_target_": optimizer, "lr": 0.1}, global_batch=4)
         steps = {"steps_per_epoch": 12, "max_epochs": 1}
-        return {
-            "optimizer": made,
-            "lr_scheduler": optim.build_schedule(made, schedule, **steps),
-        }
+        return {"optimizer": made, "lr_scheduler": optim.build_schedule(made, schedule, **steps)}
 
     module.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
     data = SyntheticImages(
@@ -111,19 +109,12 @@ def fit(tmp_path: Path, reads: Reads, *more: Callback, optimizer: str = "torch.o
     distribute(data, rank=0, world_size=1, seed=0, position=position)
     store = CheckpointStore(tmp_path / "checkpoints")
     kept = Checkpointer(store, StopRequest(), position, global_batch_size=4)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
+        tmp_path,
         max_epochs=1,
         limit_val_batches=0,
         log_every_n_steps=LOG_EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         gradient_clip_val=1.0,
-        default_root_dir=tmp_path,
         callbacks=[Counting(reads), StepMetrics(4), Progress(bar=False), *more, kept],
     )
     with reads.watched():
@@ -211,8 +202,8 @@ def test_the_gpu_decodes_beside_the_step(monkeypatch, side_stream):
     monkeypatch.setattr(images.ImageData, "_device", torch.device("cuda", 0))
     data = images.ImageData(1, 0)
     data.side_stream = side_stream
-    nothing = torch.zeros(0)
-    batch = data.on_before_batch_transfer({"image": EncodedBatch(nothing, nothing, nothing)}, 0)
+    sample = {"image": torch.zeros(1), "crop": torch.zeros(8)}
+    batch = data.on_before_batch_transfer({"image": EncodedBatch([sample])}, 0)
     assert batch["image"].shape == (1, 3, 4, 4) and found == [("cuda", side_stream)]
 
 

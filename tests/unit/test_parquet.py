@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from distdl.errors import Unfinished, UserError
 from distdl.prepare.parquet import ParquetImages
 from distdl.prepare.source import Sample
 from distdl.shards.reading import Shards, open_data_set
-from tests.conftest import Said
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -52,7 +50,7 @@ def refused(*arguments: Any, **options: Any) -> str:
     return str(error.value)
 
 
-def test_hugging_faces_images_with_their_names(tmp_path: Path) -> None:
+def test_hugging_faces_images_with_their_names(tmp_path):
     names = ["cat", "dog", "emu"]
     said = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
     for split, numbers in (("train", range(5)), ("validation", range(5, 7))):
@@ -77,7 +75,7 @@ def test_hugging_faces_images_with_their_names(tmp_path: Path) -> None:
         assert elsewhere.read(samples[number]) == jpeg(number)
 
 
-def test_petastorms_columns_in_folders_named_by_split(tmp_path: Path) -> None:
+def test_petastorms_columns_in_folders_named_by_split(tmp_path):
     for split in ("train", "val"):
         columns = {
             "noun_id": ["n02", "n01", "n02"],
@@ -100,9 +98,7 @@ def test_petastorms_columns_in_folders_named_by_split(tmp_path: Path) -> None:
     assert source.classes == ["n01", "n02"]
 
 
-def test_prepare_reads_each_row_group_once(
-    command: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_reads_each_row_group_once(command, tmp_path, monkeypatch):
     for split, count in (("train", 12), ("val", 3)):
         columns = {"image": [jpeg(n) for n in range(count)], "label": list(range(count))}
         write(tmp_path / "files" / f"{split}.parquet", columns)
@@ -125,7 +121,7 @@ def test_prepare_reads_each_row_group_once(
     assert sorted(groups) == [0, 0, 1, 1, 2, 3, 4, 5] and groups[:6] != list(range(6))
 
 
-def test_columns_are_found_by_type_or_asked_for(tmp_path: Path) -> None:
+def test_columns_are_found_by_type_or_asked_for(tmp_path):
     path = write(tmp_path / "a.parquet", {"content": [jpeg(1)], "kind": [4], "file_name": ["x"]})
     assert "--split train" in refused(path)
     assert "--label-offset 0, or 1" in refused(path, "train")
@@ -144,7 +140,7 @@ def test_columns_are_found_by_type_or_asked_for(tmp_path: Path) -> None:
     assert [s.label for s in scan(ParquetImages(path, "train", "b", "y", 2))] == [0]
 
 
-def test_labels_that_are_missing_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_labels_that_are_missing_are_refused_before_anything_is_read(tmp_path):
     path = write(
         tmp_path / "train.parquet", {"image": [jpeg(n) for n in range(3)], "label": [0] * 3}
     )
@@ -158,7 +154,7 @@ def test_labels_that_are_missing_are_refused_before_anything_is_read(tmp_path: P
     assert f"{path} is no Parquet file" in refused(path)
 
 
-def test_damage_and_arrays_are_no_images(tmp_path: Path) -> None:
+def test_damage_and_arrays_are_no_images(tmp_path):
     images = [jpeg(1), b"\x93NUMPY\x01\x00 array", None]
     path = write(
         tmp_path / "train.parquet",
@@ -182,7 +178,7 @@ def test_damage_and_arrays_are_no_images(tmp_path: Path) -> None:
         source.read(scan(source)[0])
 
 
-def test_a_negative_label_is_named_with_file_and_row(tmp_path: Path) -> None:
+def test_a_negative_label_is_named_with_file_and_row(tmp_path):
     path = write(
         tmp_path / "train.parquet", {"image": [jpeg(n) for n in range(4)], "label": [0, 1, 0, -1]}
     )

@@ -33,7 +33,7 @@ from tests.miniature import (
 )
 
 
-def test_each_image_is_there_with_its_label(prepared: Path) -> None:
+def test_each_image_is_there_with_its_label(prepared):
     train, val = stored(prepared, "train"), stored(prepared, "val")
     wanted = {name: data for of_class in images(12).values() for name, data in of_class.items()}
     assert {name.replace(".jpg", ".JPEG") for name in train} == wanted.keys()
@@ -50,7 +50,7 @@ def test_each_image_is_there_with_its_label(prepared: Path) -> None:
     assert {name: label for name, (_, label) in val.items()} == truth
 
 
-def test_training_images_are_shuffled_and_shards_about_equal(prepared: Path) -> None:
+def test_training_images_are_shuffled_and_shards_about_equal(prepared):
     labels = [label for _, label in stored(prepared, "train").values()]
     assert labels != sorted(labels)
     manifest = Manifest.from_json((prepared / "dataset.json").read_bytes(), "it")
@@ -59,7 +59,7 @@ def test_training_images_are_shuffled_and_shards_about_equal(prepared: Path) -> 
     assert max(sizes) < 1.5 * min(sizes)
 
 
-def test_the_manifest_says_how_it_was_made(prepared: Path) -> None:
+def test_the_manifest_says_how_it_was_made(prepared):
     manifest = Manifest.from_json((prepared / "dataset.json").read_bytes(), "it")
     assert manifest.classes == tuple(CLASSES)
     assert manifest.made["mended"] == {
@@ -70,7 +70,7 @@ def test_the_manifest_says_how_it_was_made(prepared: Path) -> None:
     assert not (prepared / ".preparing").exists()
 
 
-def test_webdataset_reads_it(prepared: Path) -> None:
+def test_webdataset_reads_it(prepared):
     import webdataset
 
     shards = sorted(str(path) for path in prepared.glob("train-*.tar"))
@@ -97,9 +97,7 @@ def unpacked(source: Path, folder: Path, train: str, val: str) -> Path:
 
 
 @pytest.mark.parametrize(("train", "val"), [("tars", "flat"), ("folders", "sorted")])
-def test_unpacked_it_is_the_same(
-    train: str, val: str, tars: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_unpacked_it_is_the_same(train, val, tars, prepared, tmp_path):
     source = unpacked(tars, tmp_path / "in", train, val)
     prepare("imagenet", source, tmp_path / "out", *SUBSET)
     for split in ("train", "val"):  # in the same order, too
@@ -107,13 +105,13 @@ def test_unpacked_it_is_the_same(
         assert list(found.items()) == list(wanted.items())
 
 
-def test_counts_are_checked_before_anything_is_written(tars: Path, tmp_path: Path) -> None:
+def test_counts_are_checked_before_anything_is_written(tars, tmp_path):
     with pytest.raises(UserError, match="36 training images instead of 1,281,167"):
         prepare("imagenet", tars, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tar_that_is_cut_short(tars: Path, tmp_path: Path) -> None:
+def test_a_tar_that_is_cut_short(tars, tmp_path):
     imagenet(tmp_path / "in")
     train = tmp_path / "in" / "ILSVRC2012_img_train.tar"
     train.write_bytes(train.read_bytes()[:20_000])
@@ -121,7 +119,7 @@ def test_a_tar_that_is_cut_short(tars: Path, tmp_path: Path) -> None:
         prepare("imagenet", tmp_path / "in", tmp_path / "out", *SUBSET)
 
 
-def test_validation_images_of_other_classes_are_left_out_of_a_subset(tmp_path: Path) -> None:
+def test_validation_images_of_other_classes_are_left_out_of_a_subset(tmp_path):
     imagenet(tmp_path)
     inner = {"n02102040.tar": tar(images(3)["n02102040"])}
     (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar(inner))
@@ -129,6 +127,11 @@ def test_validation_images_of_other_classes_are_left_out_of_a_subset(tmp_path: P
     found = [s for s in source.scan(lambda done, total: None) if s.split == "val"]
     assert {int(s.name[-13:-5]) for s in found} == set(CLASSES["n02102040"])
     assert {s.label for s in found} == {0}
+
+
+@pytest.fixture
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prepared") / "out"
 
 
 @pytest.fixture
@@ -145,8 +148,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_as_shards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    out = tmp_path_factory.mktemp("folder") / "out"
+def test_a_folder_as_shards(folder, out):
     prepare("folder", folder, out, "--workers", "1")
     train = stored(out, "train")
     names = {"a_dog_1.jpg", "a_dog_2.jpg", "a_dog_3.jpg", "cat_1.jpg", "cat_2.jpg", "cat_3.jpg"}
@@ -155,12 +157,9 @@ def test_a_folder_as_shards(folder: Path, tmp_path_factory: pytest.TempPathFacto
     assert train["a_dog_2.jpg"] == ((folder / "train/a dog/2.jpg").read_bytes(), 0)
 
 
-def test_a_damaged_image_is_named_and_left_out_on_request(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_damaged_image_is_named_and_left_out_on_request(folder, out):
     bad = folder / "train" / "cat" / "2.jpg"
     bad.write_bytes(bad.read_bytes()[:-300])
-    out = tmp_path_factory.mktemp("folder") / "out"
     with pytest.raises(UserError, match=r"1 image is damaged: train: cat_2.jpg .*truncated"):
         prepare("folder", folder, out, "--workers", "1")
     assert not (out / "dataset.json").exists()
@@ -171,22 +170,16 @@ def test_a_damaged_image_is_named_and_left_out_on_request(
 
 
 @pytest.mark.parametrize("form", ["shards", "folder"])
-def test_a_split_that_is_all_damage_trains_nothing(
-    folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    capsys: pytest.CaptureFixture[str],
-    form: str,
-) -> None:
+def test_a_split_that_is_all_damage_trains_nothing(folder, out, capsys, form):
     for path in (folder / "val").rglob("*.jpg"):
         path.write_bytes(b"")
-    out = tmp_path_factory.mktemp("folder") / "out"
     prepare("folder", folder, out, "--workers", "1", "--skip-damaged", "--format", form)
     said = capsys.readouterr().out
     assert "next:  no training yet: validation images are all damaged (9)" in said
     assert "data.root=" not in said
 
 
-def test_a_folder_as_a_folder(tars: Path, tmp_path: Path) -> None:
+def test_a_folder_as_a_folder(tars, tmp_path):
     out = tmp_path / "out"
     prepare("imagenet", tars, out, "--subset", "--format", "folder", "--workers", "2")
     found = everything(out)
@@ -208,7 +201,7 @@ def test_a_folder_as_a_folder(tars: Path, tmp_path: Path) -> None:
         prepare("imagenet", tars, out, "--subset")
 
 
-def test_the_table_of_validation_labels() -> None:
+def test_the_table_of_validation_labels():
     labels = val_labels()
     assert sorted(labels) == list(range(1, 50_001))
     assert set(Counter(labels.values()).values()) == {50}
@@ -223,10 +216,7 @@ def test_the_table_of_validation_labels() -> None:
         assert labels[int(path.stem[-8:])] == path.parent.name
 
 
-def test_what_can_be_read_again_is_read_again(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    out = tmp_path_factory.mktemp("folder") / "out"
+def test_what_can_be_read_again_is_read_again(folder, out):
     image = folder / "train" / "cat" / "2.jpg"
     whole = image.read_bytes()
     image.write_bytes(bytes(len(whole)))
@@ -237,10 +227,7 @@ def test_what_can_be_read_again_is_read_again(
     assert stored(out, "train")["cat_2.jpg"] == (whole, 1)
 
 
-def test_a_link_to_nowhere_is_a_damaged_image(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    out = tmp_path_factory.mktemp("folder") / "out"
+def test_a_link_to_nowhere_is_a_damaged_image(folder, out):
     link = folder / "train" / "cat" / "lost.jpg"
     link.symlink_to("/nowhere/lost.jpg")
     said = r"1 image is damaged: train: cat_lost.jpg \(No such file or directory\)"
@@ -254,10 +241,8 @@ def test_a_link_to_nowhere_is_a_damaged_image(
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_where_it_is_to_be_sent_is_looked_at_first(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, options: tuple[str, ...]
-) -> None:
-    top = tmp_path_factory.mktemp("folder")
+def test_where_it_is_to_be_sent_is_looked_at_first(folder, out, options):
+    top = out.parent
     (top / "mine").mkdir()
     (top / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"holds something else: thesis\.tex"):
@@ -268,8 +253,8 @@ def test_where_it_is_to_be_sent_is_looked_at_first(
     assert not (top / "out").exists()
 
 
-def test_a_folder_inside_the_source_and_a_file_as_source_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="lies in the source"):
+def test_a_folder_inside_the_source_and_a_file_as_source_are_refused(folder):
+    with pytest.raises(UserError, match="is inside the source"):
         prepare("folder", folder, folder / "train" / ".." / "out")
     for kind in ("folder", "imagenet"):
         with pytest.raises(UserError, match=r"4.png is a file, and no folder"):
@@ -280,7 +265,7 @@ def test_a_folder_inside_the_source_and_a_file_as_source_are_refused(folder: Pat
 @pytest.mark.parametrize(
     "path", ["out", "/data/my images", "/daten/Bilder ä", "a'b", 'a "b"', "a\\", "7", "x,y", "null"]
 )
-def test_what_is_printed_can_be_pasted(path: str) -> None:
+def test_what_is_printed_can_be_pasted(path):
     (word,) = shlex.split(override("data.root", path))
     assert compose([word, "data=imagenet"]).data.root == path
     assert ("'" in override("data.root", path)) == (path != "out")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import io
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from distdl.errors import UserError
-from distdl.prepare.images import Damaged, Treatment
-from tests.conftest import ROOT
+from distdl.prepare.image_files import DamagedImage
+from distdl.prepare.images import Treatment
 from tests.miniature import encoded, photograph, prepare
 
 AS_IT_IS = Treatment()
-PHOTOGRAPHS = sorted((ROOT.parent / "shared" / "images" / "imagenet_sample").rglob("*.jpg"))
-needs_jpegtran = pytest.mark.skipif(not shutil.which("jpegtran"), reason="no jpegtran")
 
 
 def opened(data: bytes) -> Image.Image:
@@ -44,18 +40,18 @@ def difference(a: Image.Image, b: Image.Image) -> float:
         ("wrong.png", encoded(photograph(1)), ".jpg"),
     ],
 )
-def test_most_images_keep_every_byte(name: str, data: bytes, extension: str) -> None:
+def test_most_images_keep_every_byte(name, data, extension):
     assert AS_IT_IS.apply(data, name) == (data, extension, "")
 
 
-def test_a_png_named_jpeg_becomes_one() -> None:
+def test_a_png_named_jpeg_becomes_one():
     image = photograph(1)
     data, extension, oddity = AS_IT_IS.apply(encoded(image, "PNG"), "n02105855_2933.JPEG")
     assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", "PNG named JPEG")
     assert difference(opened(data), image) < 1
 
 
-def test_cmyk_becomes_rgb_as_pil_sees_it() -> None:
+def test_cmyk_becomes_rgb_as_pil_sees_it():
     before = encoded(photograph(1).convert("CMYK"), quality=100)
     data, _, oddity = AS_IT_IS.apply(before, "a.JPEG")
     assert (opened(data).mode, oddity) == ("RGB", "CMYK as RGB")
@@ -75,17 +71,17 @@ def noise(mode: str, form: str) -> bytes:
     [
         AS_IT_IS,
         Treatment(quality=100),
-        Treatment(max_side=180, quality=100, restart_markers=True),
+        Treatment(max_side=180, quality=100),
         Treatment(short_side=148, quality=94),
     ],
     ids=str,
 )
-def test_the_finest_grain_is_no_damage(treatment: Treatment, mode: str, form: str) -> None:
+def test_the_finest_grain_is_no_damage(treatment, mode, form):
     data, *_ = treatment.apply(noise(mode, form), "a.JPEG")
     assert opened(data).format == "JPEG"
 
 
-def test_what_cannot_be_written_is_not_called_damaged(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_not_called_damaged(tmp_path):
     for split in ("train", "val"):
         (tmp_path / "photos" / split / "cat").mkdir(parents=True)
         wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
@@ -94,15 +90,15 @@ def test_what_cannot_be_written_is_not_called_damaged(tmp_path: Path) -> None:
         prepare("folder", tmp_path / "photos", tmp_path / "out", "--workers", "1", "--skip-damaged")
 
 
-def test_what_only_pil_reads_is_kept_without_loss() -> None:
+def test_what_only_pil_reads_is_kept_without_loss():
     data, extension, oddity = AS_IT_IS.apply(encoded(photograph(1), "BMP"), "a.bmp")
     assert (extension, oddity) == (".png", "BMP as PNG")
     assert difference(opened(data), photograph(1)) == 0
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", encoded(photograph(1))[:-200]])
-def test_damaged_images_are_told(data: bytes) -> None:
-    with pytest.raises(Damaged):
+def test_damaged_images_are_told(data):
+    with pytest.raises(DamagedImage):
         AS_IT_IS.apply(data, "a.JPEG")
 
 
@@ -116,7 +112,7 @@ def test_damaged_images_are_told(data: bytes) -> None:
         (Treatment(max_side=50), (400, 2), (50, 1)),
     ],
 )
-def test_scaled_down(treatment: Treatment, before: tuple[int, int], after: tuple[int, int]) -> None:
+def test_scaled_down(treatment, before, after):
     image = photograph(1, *before)
     data, _, oddity = treatment.apply(encoded(image, quality=95), "a.jpg")
     assert opened(data).size == after
@@ -124,12 +120,12 @@ def test_scaled_down(treatment: Treatment, before: tuple[int, int], after: tuple
     assert difference(opened(data), image.resize(after, Image.Resampling.LANCZOS)) < 3
 
 
-def test_never_scaled_up() -> None:
+def test_never_scaled_up():
     data = encoded(photograph(1, 100, 80))
     assert Treatment(max_side=100, short_side=80).apply(data, "a.jpg")[0] == data
 
 
-def test_quality_alone_changes_what_is_worth_it() -> None:
+def test_quality_alone_changes_what_is_worth_it():
     detailed = Image.effect_noise((200, 150), 40)
     fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
     treatment = Treatment(quality=80)
@@ -139,7 +135,7 @@ def test_quality_alone_changes_what_is_worth_it() -> None:
     assert treatment.apply(again, "a.jpg")[0] == again
 
 
-def test_exif_orientation_stays_and_pixels_stay() -> None:
+def test_exif_orientation_stays_and_pixels_stay():
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     before = encoded(photograph(1, 100, 80), exif=exif)
@@ -148,59 +144,8 @@ def test_exif_orientation_stays_and_pixels_stay() -> None:
     assert after.getexif().get(0x0112) == 6
 
 
-def restarts(data: bytes) -> int:
-    """Blocks between two restart markers, as the header says."""
-    place = data.find(b"\xff\xdd")
-    return int.from_bytes(data[place + 4 : place + 6]) if place > 0 else 0
-
-
-@needs_jpegtran
-@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"subsampling": 0}])
-def test_restart_markers_change_no_pixel(how: dict[str, int]) -> None:
-    before = encoded(photograph(1, 100, 80), **how)
-    data, _, oddity = Treatment(restart_markers=True).apply(before, "a.jpg")
-    assert not oddity
-    assert restarts(before) == 0
-    assert restarts(data) == -(-100 // (8 if "subsampling" in how else 16))
-    assert difference(opened(data), opened(before)) == 0
-
-
-@needs_jpegtran
-@pytest.mark.skipif(not PHOTOGRAPHS, reason="no photographs beside the checkout")
-def test_restart_markers_on_photographs() -> None:
-    for path in PHOTOGRAPHS[::20]:
-        before = path.read_bytes()
-        data, _, oddity = Treatment(restart_markers=True).apply(before, path.name)
-        assert (restarts(data) > 0, oddity) == (True, "")
-        assert difference(opened(data), opened(before)) == 0
-
-
-@needs_jpegtran
-def test_a_jpeg_that_jpegtran_would_change_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = encoded(photograph(2))
-    monkeypatch.setattr(
-        "distdl.prepare.images.subprocess.run", lambda *a, **k: type("Done", (), {"stdout": other})
-    )
-    data = encoded(photograph(1))
-    assert Treatment(restart_markers=True).apply(data, "a.jpg") == (
-        *(data, ".jpg"),
-        "left without restart markers",
-    )
-
-
-def test_re_encoded_images_have_restart_markers_too() -> None:
-    treatment = Treatment(max_side=64, restart_markers=True)
-    assert restarts(treatment.apply(encoded(photograph(1, 100, 80)), "a.jpg")[0]) == 4
-
-
-def test_jpegtran_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="apt-get install libjpeg-turbo-progs"):
-        Treatment(restart_markers=True).check()
-
-
 @pytest.mark.parametrize(("form", "said"), [("TIFF", "TIFF as JPEG"), ("PNG", ""), ("WEBP", "")])
-def test_what_is_scaled_becomes_a_jpeg_and_says_so(form: str, said: str) -> None:
+def test_what_is_scaled_becomes_a_jpeg_and_says_so(form, said):
     treatment = Treatment(short_side=24)
     data, extension, oddity = treatment.apply(encoded(photograph(1), form), f"a.{form.lower()}")
     assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", said)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from distdl.atomic_files import atomic_file
 from distdl.errors import Unfinished, UserError
-from distdl.prepare import plan as plans
+from distdl.prepare import shard_plan as plans
 from distdl.prepare import work
-from distdl.shards.writing import whole
 from tests.conftest import ROOT, environment
 from tests.miniature import SUBSET, everything, imagenet, images, prepare, stored
 
@@ -54,7 +56,7 @@ def is_alive(group: int) -> bool:
     return False
 
 
-def test_killed_twice_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+def test_killed_twice_it_goes_on_and_ends_the_same(tmp_path):
     source, out, work = (
         imagenet(tmp_path / "in", 100),
         tmp_path / "out",
@@ -101,9 +103,7 @@ def half_done(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             prepare("imagenet", tars, out, *SUBSET)
 
 
-def test_half_done_other_options_are_refused(
-    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_done_other_options_are_refused(tars, tmp_path, monkeypatch):
     out = tmp_path / "out"
     half_done(tars, out, monkeypatch)
     before = everything(out)
@@ -119,9 +119,7 @@ def test_half_done_other_options_are_refused(
     assert len(stored(out, "train")) == 36
 
 
-def test_two_at_once_are_refused(
-    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_once_are_refused(tars, tmp_path, monkeypatch):
     half_done(tars, tmp_path / "out", monkeypatch)
     with (
         FileLock(tmp_path / "out/.preparing/lock"),
@@ -130,9 +128,7 @@ def test_two_at_once_are_refused(
         prepare("imagenet", tars, tmp_path / "out", *SUBSET)
 
 
-def test_what_is_complete_is_not_touched(
-    tars: Path, prepared: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_complete_is_not_touched(tars, prepared, capsys, tmp_path):
     before = everything(prepared)
     prepare("imagenet", tars, prepared, *SUBSET, "--upload", str(tmp_path / "there"))
     assert "is prepared already" in capsys.readouterr().out
@@ -141,13 +137,24 @@ def test_what_is_complete_is_not_touched(
         prepare("imagenet", tars, prepared, *SUBSET, "--seed", "1")
 
 
-def test_where_nothing_can_be_written_nothing_was_done(tars: Path) -> None:
+def test_a_data_set_that_was_prepared_with_restart_markers_is_complete(
+    tars, prepared, capsys, tmp_path
+):
+    old = shutil.copytree(prepared, tmp_path / "old")
+    manifest = json.loads((old / "dataset.json").read_text())
+    manifest["made"]["settings"]["images"]["restart_markers"] = True
+    (old / "dataset.json").write_text(json.dumps(manifest))
+    prepare("imagenet", tars, old, *SUBSET)
+    assert "is prepared already" in capsys.readouterr().out
+
+
+def test_where_nothing_can_be_written_nothing_was_done(tars):
     with pytest.raises(UserError, match="cannot write /proc/out") as refused:
         prepare("imagenet", tars, Path("/proc/out"), *SUBSET)
     assert refused.value.outcome == "nothing was started"
 
 
-def test_somebody_elses_folder_is_refused(tars: Path, tmp_path: Path) -> None:
+def test_somebody_elses_folder_is_refused(tars, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"not empty: thesis.tex"):
         prepare("imagenet", tars, tmp_path, *SUBSET)
@@ -162,31 +169,24 @@ def test_somebody_elses_folder_is_refused(tars: Path, tmp_path: Path) -> None:
         ("imagenet", "ILSVRC2012_img_train.tar", 0, "1"),
     ],
 )
-def test_what_changes_after_it_was_planned_ends_it(
-    kind: str,
-    name: str,
-    more: int,
-    workers: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_change_after_the_plan_ends_it(kind, name, more, workers, tmp_path, monkeypatch):
     source, out = imagenet(tmp_path / "source", 4), tmp_path / "out"
     for split in ("train", "val"):
         for wnid, found in images(4).items():
             (source / split / wnid).mkdir(parents=True)
             for image, data in found.items():
                 (source / split / wnid / image).write_bytes(data)
-    file, save = source / name, plans.Plan.save
+    file, save = source / name, plans.ShardPlan.save
     kept, stat = file.read_bytes(), file.stat()
 
-    def save_and_change(plan: plans.Plan, path: Path) -> None:
+    def save_and_change(plan: plans.ShardPlan, path: Path) -> None:
         save(plan, path)
         file.write_bytes(kept[:-200] + bytes(200 + more))
 
     options = ["--skip-damaged", "--workers", workers, "--shard-mb", "0.02"]
     options += ["--subset"] if kind == "imagenet" else []
     with monkeypatch.context() as patch:
-        patch.setattr(plans.Plan, "save", save_and_change)
+        patch.setattr(plans.ShardPlan, "save", save_and_change)
         with pytest.raises(Unfinished, match=f"{file} has changed since it was planned"):
             prepare(kind, source, out, *options)
     assert not (out / "dataset.json").exists()
@@ -199,7 +199,7 @@ def test_what_changes_after_it_was_planned_ends_it(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_full_disk_is_said_and_mended(tars: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_mended(tars, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "small", str(disk)])
@@ -221,15 +221,21 @@ def test_a_full_disk_is_said_and_mended(tars: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_nothing_half_written_has_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_file_has_its_name_only_when_it_is_complete(tmp_path, replace):
     path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), whole(path) as file:
-        file.write(b"half of the new")
+    with pytest.raises(ZeroDivisionError), atomic_file(path, replace=replace) as file:
+        file.write(b"half")
         file.flush()
-        assert path.read_bytes() == b"old"
+        assert not path.exists()
         _ = 1 / 0
-    assert everything(tmp_path) == {"file": b"old"}
+    assert everything(tmp_path) == {}
+    with atomic_file(path, replace=replace) as file:
+        file.write(b"old")
+    refused: Any = nullcontext() if replace else pytest.raises(FileExistsError)
+    with refused, atomic_file(path, replace=replace) as file:
+        file.write(b"new")
+    assert everything(tmp_path) == {"file": b"new" if replace else b"old"}
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +245,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, many: Path, tmp_path: Path) -> None:
+def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number, many, tmp_path):
     source = many
     # While its workers start, and while they work.
     for sign in ("plan.jsonl", "*.json"):
@@ -256,9 +262,7 @@ def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number: int, many: Path, tmp_
 
 
 @pytest.mark.parametrize("moment", ["wait", "ProcessPoolExecutor"])
-def test_ctrl_c_comes_out_of_no_wait_for_a_lock_and_no_half_made_pool(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_interrupts_no_wait_for_a_lock_and_no_new_pool(moment, tmp_path, monkeypatch):
     """`RuntimeError: release unlocked lock`, or a line about a leaked semaphore, was the last that
     a user read, once in some hundred times."""
     real, passed = getattr(work, moment), []
@@ -278,7 +282,7 @@ def test_ctrl_c_comes_out_of_no_wait_for_a_lock_and_no_half_made_pool(
     assert passed == [True] and signal.getsignal(signal.SIGINT) == before
 
 
-def test_ctrl_c_does_not_reach_the_workers_not_even_while_they_start(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_reach_the_workers_not_even_while_they_start(tmp_path):
     process = start(imagenet(tmp_path / "in", 100), tmp_path / "out")
 
     def workers() -> list[psutil.Process]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from distdl.commands.prepare import main
 from distdl.errors import UserError
-from distdl.prepare import plan as plans
+from distdl.prepare import shard_plan as plans
 from distdl.prepare.source import Sample
 from tests.miniature import (
     SUBSET,
@@ -24,7 +23,7 @@ def samples(sizes: list[int]) -> list[tuple[str, Sample]]:
     ]
 
 
-def test_every_sample_is_in_exactly_one_shard() -> None:
+def test_every_sample_is_in_exactly_one_shard():
     all_of_them = samples([100, 90_000, 5, 40_000, 40_000, 7, 120_000, 1] * 20)
     parts = list(plans.cut("train", all_of_them, 100_000))
     assert [s for part in parts for s in part.samples] == all_of_them
@@ -33,14 +32,14 @@ def test_every_sample_is_in_exactly_one_shard() -> None:
     assert list(plans.cut("val", [], 1)) == []
 
 
-def test_blocks_stay_whole() -> None:
+def test_blocks_stay_whole():
     mixed = plans.shuffled(samples([1] * 40), seed=0, blocks=True)
     order = [sample.where[1] for _, sample in mixed]
     assert sorted(order) == list(range(40)) != order
     assert all(order[i : i + 4] == list(range(order[i], order[i] + 4)) for i in range(0, 40, 4))
 
 
-def test_keys_are_safe_and_differ() -> None:
+def test_keys_are_safe_and_differ():
     keys = plans.Keys()
     names = ["a/b.c.JPEG", "a_b_c.png", "a/b.c", "über.jpg", "", "", "x" * 300, "y" + "x" * 300]
     made = [keys.make(name) for name in names]
@@ -66,21 +65,19 @@ def test_keys_are_safe_and_differ() -> None:
         (["folder", "--source", ".", "--to", "x", "--upload", "ftp://b"], "ftp://b"),
     ],
 )
-def test_wrong_options_are_explained(words: list[str], said: str, tmp_path: Path) -> None:
+def test_wrong_options_are_explained(words, said, tmp_path):
     with pytest.raises(UserError) as error:
         main(words)
     assert said in str(error.value)
 
 
-def test_a_dry_run_writes_nothing(
-    tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_writes_nothing(tars, tmp_path, capsys):
     assert prepare("imagenet", tars, tmp_path / "out", *SUBSET, "--dry-run") == 0
     assert "36 images" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 
-def test_no_torch_is_loaded() -> None:
+def test_no_torch_is_loaded():
     code = (
         "import sys, distdl.commands.prepare, distdl.prepare.imagenet, distdl.prepare.folder\n"
         "print(sorted({'torch', 'lightning', 'hydra', 'omegaconf'} & set(sys.modules)))"

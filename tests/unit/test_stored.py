@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from distdl.errors import UserError
 from distdl.shards.format import MANIFEST, Manifest
 from distdl.shards.order import Windows, by_first_use
 from distdl.shards.reading import Shards, open_data_set
+from distdl.signatures import matches, takes
 from tests import prepared
 from tests.prepared import PER_SHARD, files, flip, jpeg, open_cache, prepare, wait_until
 
@@ -33,15 +35,15 @@ def test_windows_hold_each_sample_once_and_stay_near():
     windows = Windows(SIZES, 4)
     order = windows.order(1, 0)
     assert sorted(order.tolist()) == list(range(sum(SIZES)))
-    assert [len(window) for window in windows.of(1, 0)] == [2, 4, 4, 4, 4, 2]
+    assert [len(window) for window in windows.shards(1, 0)] == [2, 4, 4, 4, 4, 2]
     assert np.array_equal(order, Windows(SIZES, 4).order(1, 0))
     assert not np.array_equal(order, windows.order(1, 1))
     assert not np.array_equal(order, windows.order(2, 0))
     shard_of = np.repeat(np.arange(20), SIZES)
     assert by_first_use(shard_of, order)[:2].tolist() != [0, 1]
-    assert set(by_first_use(shard_of, order)[:2]) == set(windows.of(1, 0)[0])
+    assert set(by_first_use(shard_of, order)[:2]) == set(windows.shards(1, 0)[0])
     # Inside a window the shards are mixed.
-    start = sum(SIZES[s] for s in windows.of(1, 0)[0])
+    start = sum(SIZES[s] for s in windows.shards(1, 0)[0])
     assert len(set(shard_of[order[start : start + 12]])) > 2
 
 
@@ -52,7 +54,7 @@ def test_the_order_never_changes():
 
 def test_next_uses():
     windows = Windows(tuple([10] * 12), 3)
-    now, after = windows.of(0, 3), windows.of(0, 4)
+    now, after = windows.shards(0, 3), windows.shards(0, 4)
     uses = windows.next_uses(0, 3, place=65)  # in the third window
     starts = {int(s): 30 * i for i, w in enumerate(now) for s in w}
     later = {int(s): 120 + 30 * i for i, w in enumerate(after) for s in w}
@@ -76,7 +78,7 @@ def test_a_flipped_byte_in_a_cached_shard_is_never_seen(tmp_path, made, caplog):
     # Also while it is read, and in a copy that was whole when it came.
     assert later.read(30) == jpeg(30)
     flip(cache.path(shards.file(30)), int(shards.rows["offset"][30]) + 300, keep_times=True)
-    assert later.read(30) == jpeg(30) and not later.mend(30)
+    assert later.read(30) == jpeg(30) and not later.repair(30)
     os.truncate(cache.path(shards.file(20)), 100)
     assert later.read(20) == jpeg(20)
 
@@ -153,7 +155,9 @@ def images(tmp_path: Path, **arguments) -> StoredImages:
     return data
 
 
-def epoch(data: StoredImages, number: int, consumed: int = 0, rank: int = 0, world_size: int = 1):
+def epoch(
+    data: StoredImages, number: int, consumed: int = 0, each: Callable[[], None] = lambda: None
+) -> list[int]:
     """The indices of one epoch, whose labels are right."""
     fresh = data.train_dataloader()
     fresh.batch_sampler.position = TrainPosition(number, consumed)
@@ -161,6 +165,7 @@ def epoch(data: StoredImages, number: int, consumed: int = 0, rank: int = 0, wor
     for batch in fresh:
         assert (batch["label"] == batch["index"] % 10).all() and batch["weight"].all()
         found += batch["index"].tolist()
+        each()
     return found
 
 
@@ -189,18 +194,15 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
     data = images(tmp_path, cache_dir=str(tmp_path / "cache"), cache_gb=limit / 1e9)
     data.setup()
     cache = data._splits["train"].shards.cache  # type: ignore[attr-defined]
-    orders = []
-    for number in range(3):
-        fresh = data.train_dataloader()
-        fresh.batch_sampler.position = TrainPosition(number, 0)
-        orders.append([])
-        for batch in fresh:
-            assert (batch["label"] == batch["index"] % 10).all()
-            orders[-1] += batch["index"].tolist()
-            with FileLock(cache.root / "lock"):
-                assert sum((cache.folder / name).stat().st_size for name in files(cache)) <= limit
-        assert sorted(orders[-1]) == list(range(160))
-        assert len({i // PER_SHARD for i in orders[-1][:16]}) <= 3
+
+    def room_is_kept() -> None:
+        with FileLock(cache.root / "lock"):
+            assert sum((cache.folder / name).stat().st_size for name in files(cache)) <= limit
+
+    orders = [epoch(data, number, each=room_is_kept) for number in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(160))
+        assert len({i // PER_SHARD for i in order[:16]}) <= 3
     assert orders[0] != orders[1] != orders[2]
     assert sum(float(b["weight"].sum()) for b in data.val_dataloader()) == 7
     data.teardown()
@@ -220,9 +222,13 @@ def test_a_split_without_samples_is_refused(tmp_path):
         images(tmp_path).setup()
 
 
-def test_room_and_windows_are_checked(tmp_path, made):
-    node = {"root": str(tmp_path / "far"), "cache_gb": 0, "shuffle_window": 0}
-    assert [problem.path for problem in StoredImages.check(node)] == ["cache_gb", "shuffle_window"]
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [("cache_gb", 0.5, 0), ("shuffle_window", 1, 0), ("on_damaged", "error", "ignore")],
+)
+def test_arguments_out_of_range_do_not_fit_the_signature(key, good, bad):
+    hint = takes(StoredImages).hints[key]
+    assert matches(good, hint) and not matches(bad, hint)
 
 
 def test_check_and_setup_say_the_same(tmp_path, made):
@@ -303,7 +309,7 @@ def test_only_what_an_epoch_uses_is_brought_down(tmp_path, room):
     cache = data._splits["val"].shards.cache  # type: ignore[attr-defined]
     needed = {f"train-{i // PER_SHARD:05d}.tar" for i in seen}
     if room is not None:  # a window's shards are all of it
-        window = data._plan._needs.windows.of(3, 3)[0]  # type: ignore[union-attr]
+        window = data._order._needs.windows.shards(3, 3)[0]  # type: ignore[union-attr]
         needed = {f"train-{number:05d}.tar" for number in window}
     needed |= {"val-00000.tar"}
     wait_until(lambda: {name for name in files(cache) if name.endswith(".tar")} >= needed)

@@ -304,7 +304,7 @@ def test_what_opens_a_place_and_the_place_itself_have_remedies_of_their_own(s3, 
     assert "export AWS_ACCESS_KEY_ID=" in remedy("s3://box/nothing")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
     monkeypatch.setenv("AZURE_STORAGE_KEY", "cut")
-    assert remedy("azure://box/data").startswith("the account key is none: AZURE_STORAGE_KEY")
+    assert remedy("azure://box/data").startswith("that is no account key: AZURE_STORAGE_KEY")
 
 
 def test_azures_own_package_writes_down_no_requests(monkeypatch):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import random
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from distdl.errors import Unfinished, UserError
 from distdl.prepare.source import Sample
 from distdl.prepare.tfrecord import TFRecords, _example, masked_crc
 from distdl.shards.reading import Shards, open_data_set
-from tests.conftest import Said
 
 pytest.importorskip("google_crc32c")
 
@@ -41,16 +38,13 @@ def message_types() -> Any:
 
     one, many, inside = 1, 3, kinds.TYPE_MESSAGE
     top = file.message_type
-    message(top, "BytesList", ("value", 1, kinds.TYPE_BYTES, many, ""))
-    message(top, "FloatList", ("value", 1, kinds.TYPE_FLOAT, many, ""))
-    message(top, "Int64List", ("value", 1, kinds.TYPE_INT64, many, ""))
-    feature = message(
-        top,
-        "Feature",
-        ("bytes_list", 1, inside, one, ".tensorflow.BytesList"),
-        ("float_list", 2, inside, one, ".tensorflow.FloatList"),
-        ("int64_list", 3, inside, one, ".tensorflow.Int64List"),
-    )
+    lists = {"bytes": kinds.TYPE_BYTES, "float": kinds.TYPE_FLOAT, "int64": kinds.TYPE_INT64}
+    members = []
+    for number, (name, kind) in enumerate(lists.items(), 1):
+        message(top, f"{name.capitalize()}List", ("value", 1, kind, many, ""))
+        of = f".tensorflow.{name.capitalize()}List"
+        members.append((f"{name}_list", number, inside, one, of))
+    feature = message(top, "Feature", *members)
     feature.oneof_decl.add(name="kind")
     for field in feature.field:
         field.oneof_index = 0
@@ -141,7 +135,7 @@ def refused(path: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def test_inceptions_files_are_read_as_they_were_written(folder: Path) -> None:
+def test_inceptions_files_are_read_as_they_were_written(folder):
     source = TFRecords(folder)
     passed: list[tuple[int, int]] = []
     samples = list(source.scan(lambda *now: passed.append(now)))
@@ -166,9 +160,7 @@ def test_inceptions_files_are_read_as_they_were_written(folder: Path) -> None:
         elsewhere.read(samples[0])
 
 
-def test_prepare_makes_shards_of_them(
-    command: Callable[..., Said], folder: Path, tmp_path: Path
-) -> None:
+def test_prepare_makes_shards_of_them(command, folder, tmp_path):
     arguments = ("--source", str(folder), "--to", str(tmp_path / "out"), "--workers", "1")
     said = command("prepare", "tfrecord", *arguments)
     assert said.code == 0, said.out + said.err
@@ -184,7 +176,7 @@ def test_prepare_makes_shards_of_them(
     assert said.code == 2 and "label_offset was null, is 0" in said.err
 
 
-def test_labels_from_0_and_other_names_of_the_fields(tmp_path: Path) -> None:
+def test_labels_from_0_and_other_names_of_the_fields(tmp_path):
     rows = [{"image": jpeg(n), "label": n, "file_name": b"a/%d.jpg" % n} for n in range(2)]
     write(tmp_path / "flowers-train.tfrecord-00000-of-00001", [example(row) for row in rows])
     write(tmp_path / "flowers-test.tfrecord-00000-of-00001", [example(rows[0])])
@@ -198,7 +190,7 @@ def test_labels_from_0_and_other_names_of_the_fields(tmp_path: Path) -> None:
     assert [s.split for s in scan(chosen)] == ["val"] * 3
 
 
-def test_labels_that_begin_elsewhere_are_asked_about(tmp_path: Path) -> None:
+def test_labels_that_begin_elsewhere_are_asked_about(tmp_path):
     write(tmp_path / "train-00000", [example(inception(0, 7))])
     assert "--label-offset 0, or 1" in refused(tmp_path)
     assert "is 8, but a sample has the label 7" in refused(tmp_path, label_offset=8)
@@ -207,14 +199,14 @@ def test_labels_that_begin_elsewhere_are_asked_about(tmp_path: Path) -> None:
     assert source.classes == [*"012345", "n00000007"]
 
 
-def test_names_that_contradict_labels_are_refused(tmp_path: Path) -> None:
+def test_names_that_contradict_labels_are_refused(tmp_path):
     one, other = inception(0, 1), inception(1, 1)
     other["image/class/synset"] = b"n02"
     write(tmp_path / "train-00000", [example(one), example(other)])
     assert "label 1 is n02, and n00000001 elsewhere" in refused(tmp_path)
 
 
-def test_damage_is_named_with_its_place(folder: Path) -> None:
+def test_damage_is_named_with_its_place(folder):
     path = folder / "train-00001-of-00002"
     whole = path.read_bytes()
     second = 16 + struct.unpack("<Q", whole[:8])[0]
@@ -238,7 +230,7 @@ def test_damage_is_named_with_its_place(folder: Path) -> None:
     assert source.read(samples[5]) == jpeg(12)
 
 
-def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_image_is_refused(tmp_path):
     write(tmp_path / "train-00000", [example({"text": b"words"})])
     assert "it has text, and no image/encoded" in refused(tmp_path)
     write(tmp_path / "train-00000", [example({"image": jpeg(1), "label": 0.5})])
@@ -247,7 +239,7 @@ def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
     assert "no Example" in refused(tmp_path)
 
 
-def test_files_that_say_no_split_are_refused(tmp_path: Path) -> None:
+def test_files_that_say_no_split_are_refused(tmp_path):
     assert "no such folder" in refused(tmp_path / "none")
     assert "holds no file named *.tfrecord, " in refused(tmp_path)
     write(tmp_path / "part-00000", [example(inception(0, 1))])
@@ -266,9 +258,7 @@ VALUES = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(KEYS, VALUES), st.binary(max_size=100), st.integers(-(2**63), 2**63 - 1))
-def test_every_example_is_read_as_protobuf_reads_it(
-    others: dict[str, Any], image: bytes, label: int
-) -> None:
+def test_every_example_is_read_as_protobuf_reads_it(others, image, label):
     values = {**others, "image/encoded": image, "image/class/label": label}
     values.pop("image/filename", None)
     data = example(values)
@@ -278,7 +268,7 @@ def test_every_example_is_read_as_protobuf_reads_it(
 
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.binary(max_size=60))
-def test_no_bytes_break_the_reader(chance: random.Random, noise: bytes) -> None:
+def test_no_bytes_break_the_reader(chance, noise):
     data = bytearray(example(inception(3, 4)))
     for byte in noise:
         data[chance.randrange(len(data))] = byte
@@ -290,9 +280,7 @@ def test_no_bytes_break_the_reader(chance: random.Random, noise: bytes) -> None:
         pass
 
 
-def test_without_validation_images_no_training_is_suggested(
-    command: Callable[..., Said], folder: Path, tmp_path: Path
-) -> None:
+def test_without_validation_images_no_training_is_suggested(command, folder, tmp_path):
     arguments = ("--source", str(folder), "--to", str(tmp_path / "out"), "--workers", "1")
     for _ in range(2):  # also of what is prepared already
         said = command("prepare", "tfrecord", *arguments, "--split", "train")
@@ -302,7 +290,7 @@ def test_without_validation_images_no_training_is_suggested(
     assert "next:  python -m distdl" in said.out and "no training yet" not in said.out
 
 
-def test_a_negative_label_is_named_with_its_place(tmp_path: Path) -> None:
+def test_a_negative_label_is_named_with_its_place(tmp_path):
     write(tmp_path / "train-00000", [example(inception(0, 1)), example(inception(1, -1))])
     second = 16 + len(example(inception(0, 1)))
     said = refused(tmp_path)

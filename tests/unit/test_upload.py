@@ -9,7 +9,7 @@ import pytest
 from azure.core.exceptions import HttpResponseError
 
 from distdl.errors import UserError
-from distdl.prepare.upload import look, upload
+from distdl.prepare.upload import check_target, upload
 from distdl.shards.format import MANIFEST
 from distdl.shards.reading import open_data_set
 from distdl.stores import StoreError
@@ -34,9 +34,7 @@ def refused(out: Path, to: Path) -> str:
     return str(error.value)
 
 
-def test_everything_arrives_and_a_second_time_nothing_is_sent(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_arrives_and_a_second_time_nothing_is_sent(out, tmp_path, monkeypatch):
     told: list[tuple[int, int]] = []
     upload(out, str(tmp_path / "there"), lambda *now: told.append(now))
     assert contents(tmp_path / "there") == contents(out)
@@ -46,9 +44,7 @@ def test_everything_arrives_and_a_second_time_nothing_is_sent(
     upload(out, str(tmp_path / "there"), lambda *now: None)
 
 
-def test_it_goes_on_where_it_was_and_the_manifest_comes_last(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_where_it_was_and_the_manifest_comes_last(out, tmp_path, monkeypatch):
     sent: list[str] = []
     real = FileStore.upload
 
@@ -75,7 +71,7 @@ def test_it_goes_on_where_it_was_and_the_manifest_comes_last(
     assert contents(tmp_path / "there") == contents(out)
 
 
-def test_nothing_else_is_ever_replaced_or_mixed_with(out: Path, tmp_path: Path) -> None:
+def test_nothing_else_is_ever_replaced_or_mixed_with(out, tmp_path):
     other = tmp_path / "other"
     prepare(other, train=30)
     upload(other, str(tmp_path / "there"), lambda *now: None)
@@ -91,7 +87,7 @@ def test_nothing_else_is_ever_replaced_or_mixed_with(out: Path, tmp_path: Path) 
     assert [*contents(tmp_path / "mine")] == ["thesis.tex"]
 
 
-def test_what_is_damaged_here_is_not_published(out: Path, tmp_path: Path) -> None:
+def test_what_is_damaged_here_is_not_published(out, tmp_path):
     assert "is no prepared data set" in refused(tmp_path / "none", tmp_path / "there")
     flip(out / "train-00002.tar", 700)
     assert "train-00002.tar is damaged" in refused(out, tmp_path / "there")
@@ -100,9 +96,7 @@ def test_what_is_damaged_here_is_not_published(out: Path, tmp_path: Path) -> Non
     assert not {"train-00002.tar", MANIFEST} & contents(tmp_path / "there").keys()
 
 
-def test_what_arrives_short_is_found(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_arrives_short_is_found(out, tmp_path, monkeypatch):
     real = FileStore.upload
 
     def cut(self, path, name, progress=None) -> None:
@@ -124,9 +118,7 @@ def test_what_arrives_short_is_found(
         (403, "AuthenticationFailed", "what opens it: docs/data/reading.md"),
     ],
 )
-def test_what_a_store_refuses_comes_with_a_remedy(
-    status: int, code: str, remedy: str, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_store_refuses_comes_with_a_remedy(status, code, remedy, out, monkeypatch):
     said = "what the server says"
 
     def list_(self, start: str) -> None:
@@ -136,13 +128,16 @@ def test_what_a_store_refuses_comes_with_a_remedy(
 
     monkeypatch.setattr(BlobStore, "_list", list_)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "nobody")
-    for action in (lambda: look("azure://c/p", None), lambda: look("azure://c/p", out)):
+    for action in (
+        lambda: check_target("azure://c/p", None),
+        lambda: check_target("azure://c/p", out),
+    ):
         with pytest.raises(UserError) as error:
             action()
         assert said in str(error.value) and remedy in str(error.value)
 
 
-def test_what_a_server_cannot_do_has_no_remedy_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_cannot_do_has_no_remedy_of_ours(monkeypatch):
     def size(self, key: str) -> None:
         error = HttpResponseError("no such version")
         error.status_code = 400
@@ -156,8 +151,8 @@ def test_what_a_server_cannot_do_has_no_remedy_of_ours(monkeypatch: pytest.Monke
     assert not error.value.problems[0].remedy
 
 
-def test_an_upload_may_be_gone_on_with_but_not_prepared_over(out: Path, tmp_path: Path) -> None:
+def test_an_upload_may_be_gone_on_with_but_not_prepared_over(out, tmp_path):
     upload(out, str(tmp_path / "there"), lambda *now: None)
-    look(str(tmp_path / "there"), out)
+    check_target(str(tmp_path / "there"), out)
     with pytest.raises(UserError, match="holds a prepared data set already"):
-        look(str(tmp_path / "there"), None)
+        check_target(str(tmp_path / "there"), None)

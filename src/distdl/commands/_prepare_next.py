@@ -1,4 +1,4 @@
-"""What `prepare` says at its end: what to type next, or why that is not training yet."""
+"""The end of `prepare`: what to type next, or why that is not training yet."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> Non
 
 
 def how_to_have(split: str, kind: str) -> str:
-    """Images of a split that a source says nothing of."""
+    """How to get images of a split that a source has none of."""
     if kind not in ("tfrecord", "parquet"):
         return f"the source must give samples whose split is {split}"
     other = SPLITS[split]
     return (
-        f"name the files that hold them {other}-*, or lay them into a folder {other}/ "
+        f"name the files that hold them {other}-*, or put them into a folder {other}/ "
         "(--split says it of all files), and prepare both splits into one new folder"
     )
 

@@ -95,7 +95,7 @@ def check(options: argparse.Namespace) -> int:
     if rates is None:
         screen.line("verdict", "none of the images that were looked at can be decoded")
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = resources.cpu_cores()
     show.rates(screen, found, rates, wanted)
     formats = [needs.Format("as they are", rates.decoding)]
     if rates.smaller:

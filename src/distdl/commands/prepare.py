@@ -1,6 +1,6 @@
 """`python -m distdl prepare KIND --source DIR --to OUT`: images as shards, checked, in parallel.
 
-Each image is decoded once; what was interrupted goes on where it was when the same command is given
+Each image is decoded once; interrupted work continues when the same command is given
 again. See docs/data/prepare.md.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import shlex
 import shutil
 import signal
@@ -23,13 +22,14 @@ from typing import NoReturn
 
 from distdl.commands._prepare_next import SPLITS, how_to_have, print_next
 from distdl.errors import Problem, UserError
-from distdl.prepare import plan as plans
+from distdl.prepare import shard_plan as plans
 from distdl.prepare.bar import Bar, duration, size
 from distdl.prepare.images import DEFAULT_QUALITY, Treatment
-from distdl.prepare.plan import Part, Plan
+from distdl.prepare.shard_plan import Part, ShardPlan
 from distdl.prepare.source import KINDS, Source
 from distdl.prepare.work import Preparation
 from distdl.prepare.writers import FORMATS, Result, Writer
+from distdl.resources import cpu_cores
 from distdl.stores.files import readable
 from distdl.suggest import closest
 
@@ -51,7 +51,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 @ended_by_sigterm()
 def main(argv: Sequence[str]) -> int:
-    """Prepares one data set, or goes on with it, and says what to type next.
+    """Prepares one data set, or continues with it, and prints what to type next.
 
     Raises:
         UserError: The options, the source or the folder are not what they should be, or images are
@@ -59,12 +59,10 @@ def main(argv: Sequence[str]) -> int:
     """
     module, rest = kind_of(list(argv))
     options = parse(module, rest)
-    treatment = Treatment(
-        options.max_side, options.short_side, options.quality, options.restart_markers
-    )
+    treatment = Treatment(options.max_side, options.short_side, options.quality)
     check(options, treatment)
     if options.to.resolve().is_relative_to(options.source.resolve()):
-        what = f"{options.to} lies in the source, {options.source}"
+        what = f"{options.to} is inside the source, {options.source}"
         raise UserError(Problem("--to", what, "name a folder outside of it: --to DIR"))
     with readable("--source"):
         source: Source = module.open_source(options)
@@ -78,9 +76,9 @@ def main(argv: Sequence[str]) -> int:
     }
     work = Preparation(options.to, settings)
     if options.upload and (options.dry_run or not work.complete):
-        from distdl.prepare.upload import look
+        from distdl.prepare.upload import check_target
 
-        look(options.upload, options.to if work.complete else None)
+        check_target(options.upload, options.to if work.complete else None)
     if work.complete and not options.dry_run:
         work.tidy()
         print(f"{options.to} is prepared already")
@@ -90,18 +88,18 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             print("nothing was written (--dry-run)")
             return 0
-        with going_on(), work.alone():
+        with resumable(), work.alone():
             prepare(work, plan, source, options, treatment)
     if options.upload:
-        with going_on():
+        with resumable():
             send(options.to, options.upload)
     print_next(options, source.kind, work)
     return 0
 
 
 @contextmanager
-def going_on() -> Iterator[None]:
-    """Says what to do after Ctrl-C."""
+def resumable() -> Iterator[None]:
+    """Ctrl-C says that the same command continues."""
     try:
         yield
     except KeyboardInterrupt:
@@ -140,8 +138,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(Problem(" ".join(self.prog.split()[3:]), message, remedy))
 
 
-def given(text: str) -> str:
-    """What a variable that is not set leaves is no folder, and to Path the current one."""
+def not_empty(text: str) -> str:
+    """A variable that is not set leaves "", which Path takes for the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return text
@@ -153,28 +151,34 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--source", type=given, required=True, metavar="DIR", help="where the images are")
-    add("--to", type=given, required=True, metavar="OUT", help="a new folder, or one to go on with")
+    add("--source", type=not_empty, required=True, metavar="DIR", help="where the images are")
+    add(
+        "--to",
+        type=not_empty,
+        required=True,
+        metavar="OUT",
+        help="a new folder, or one to continue",
+    )
     add("--format", choices=FORMATS, default="shards", help="folder: OUT/train/<class>/*.jpg")
     add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
     add("--max-side", type=int, metavar="N", help="scale longer sides down to N pixels; lossy")
     add("--short-side", type=int, metavar="N", help="scale shorter sides down to N pixels; lossy")
     quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only what is scaled); lossy"
     add("--quality", type=int, metavar="Q", help=quality)
-    add("--restart-markers", action="store_true", help="one per row of blocks; lossless")
     add("--skip-damaged", action="store_true", help="leave out what cannot be decoded")
     add("--seed", type=int, default=0, help="of the order of the training images (0)")
-    add("--workers", type=int, default=cores(), metavar="N", help=f"processes ({cores()})")
-    add("--upload", type=given, metavar="URL", help="send it on: azure://container/path, s3://...")
+    add("--workers", type=int, default=cpu_cores(), metavar="N", help=f"processes ({cpu_cores()})")
+    add(
+        "--upload",
+        type=not_empty,
+        metavar="URL",
+        help="send it on: azure://container/path, s3://...",
+    )
     add("--dry-run", action="store_true", help="print the plan, write nothing")
     module.add_options(parser)
     options = parser.parse_args(argv)
     options.source = Path(options.source).expanduser()
     return options
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check(options: argparse.Namespace, treatment: Treatment) -> None:
@@ -197,14 +201,14 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
         open_store(options.upload)  # refuses what it does not understand now, and not in hours
 
 
-def planned(work: Preparation, source: Source) -> Plan:
+def planned(work: Preparation, source: Source) -> ShardPlan:
     if work.begun:
-        return Plan.load(work.plan_file)
+        return ShardPlan.load(work.plan_file)
     with Bar("reading headers") as bar:
         return plans.make(source, work.settings, bar)
 
 
-def describe(plan: Plan, options: argparse.Namespace, treatment: Treatment) -> None:
+def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
     """What will be written, before it is."""
     kind = plan.settings["source"]["kind"]
     print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
@@ -230,7 +234,7 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 def prepare(
     work: Preparation,
-    plan: Plan,
+    plan: ShardPlan,
     source: Source,
     options: argparse.Namespace,
     treatment: Treatment,
@@ -272,7 +276,7 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
     for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
         names = [name for found, name in result.mended if found == kind]
-        print(f"mended: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
+        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
     for name, reason in result.damaged[:20]:
         print(f"left out: {name} ({reason})")
     if len(result.damaged) > 20:

@@ -140,8 +140,8 @@ def _ops(config: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
 
     ops: list[Callable[[Any], Any]] = []
     if config.get("rand_augment"):
-        given = {**KEYS["rand_augment"], **config["rand_augment"]}
-        ops.append(v2.RandAugment(given["ops"], given["magnitude"]))
+        options = {**KEYS["rand_augment"], **config["rand_augment"]}
+        ops.append(v2.RandAugment(options["ops"], options["magnitude"]))
     if config.get("trivial_augment"):
         ops.append(v2.TrivialAugmentWide())
     if config.get("color_jitter"):
@@ -159,23 +159,25 @@ def _through_pil(image: torch.Tensor, ops: Sequence[Callable[[Any], Any]]) -> to
 
 
 def _wrong_values(
-    path: str, defaults: Mapping[str, Any], given: Mapping[str, Any]
+    path: str, defaults: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterable[Problem]:
     # Magnitudes are torchvision's 31 bins; more hue than 0.5 goes round twice.
     most = {"magnitude": 30, "hue": 0.5, "p": 1, "ops": 14}
-    for key, value in given.items():
-        here, default = f"{path}.{key}", defaults.get(key)
+    for key, value in values.items():
+        where, default = f"{path}.{key}", defaults.get(key)
         if key not in defaults:
             hint = did_you_mean(key, defaults) or f"there are: {', '.join(defaults)}"
-            yield Problem(here, "unknown", hint)
+            yield Problem(where, "unknown", hint)
         elif key == "fill":
             if value not in FILLS:
-                yield Problem(here, f"is {value!r}", f"data.{here}=mean or data.{here}=noise")
+                yield Problem(where, f"is {value!r}", f"data.{where}=mean or data.{where}=noise")
         elif isinstance(default, int) and type(value) is not int:
-            yield Problem(here, f"is {value!r}, no whole number", f"data.{here}={default}")
+            yield Problem(where, f"is {value!r}, no whole number", f"data.{where}={default}")
         elif not _number(value, most.get(key, math.inf)):
             limit = f" up to {most[key]}" if key in most else ""
-            yield Problem(here, f"is {value!r}, no number from 0{limit}", f"data.{here}={default}")
+            yield Problem(
+                where, f"is {value!r}, no number from 0{limit}", f"data.{where}={default}"
+            )
 
 
 def _number(value: Any, most: float) -> bool:

@@ -1,40 +1,33 @@
-"""Images that cannot be decoded: said once, by name; counted; or the end of the run."""
+"""Images that cannot be decoded: reported once, by name; counted; or the end of the run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from distdl.errors import Problem, UserError
 
 log = logging.getLogger(__name__)
 
-ON_DAMAGED = ("skip", "error")
+OnDamaged = Literal["skip", "error"]
 
 
 class Damage:
-    """What this rank has met.
+    """Damaged images of this rank.
 
-    The workers only mark it in a sample; this is the main process's, whose message can end the run
+    Workers only mark damage in a sample. The main process reports it here, so that a run ends
     without a worker's traceback.
 
     Args:
-        on_damaged: "skip": another image takes its place, and the run goes on; "error": it ends.
+        on_damaged: "skip": another image replaces it; "error": the run ends.
     """
 
-    def __init__(self, on_damaged: str = "skip") -> None:
+    def __init__(self, on_damaged: OnDamaged = "skip") -> None:
         self.on_damaged = on_damaged
         self.in_epoch = 0
         self._known: set[str] = set()
-
-    @staticmethod
-    def check(config: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with `data.on_damaged`; paths are relative to the data node."""
-        given = config.get("on_damaged", "skip")
-        if given not in ON_DAMAGED:
-            yield Problem("on_damaged", f"is {given!r}", "skip or error")
 
     def note(self, damaged: Sequence[str], file: Path | None) -> None:
         """Takes a batch's "damaged": one text per sample, "" where there is nothing to say.
@@ -45,15 +38,17 @@ class Damage:
         Raises:
             UserError: On the first one, with on_damaged "error".
         """
-        found = [text for text in damaged if text]
-        if found and self.on_damaged == "error":
+        messages = [text for text in damaged if text]
+        if messages and self.on_damaged == "error":
             what = (
-                "copy or prepare its shard again" if ".tar:" in found[0] else "replace or remove it"
+                "copy or prepare its shard again"
+                if ".tar:" in messages[0]
+                else "replace or remove it"
             )
             remedy = f"{what}, or leave such images out: data.on_damaged=skip"
-            raise UserError(Problem("data.root", f"cannot decode {found[0]}", remedy))
-        self.in_epoch += len(found)
-        for text in found:
+            raise UserError(Problem("data.root", f"cannot decode {messages[0]}", remedy))
+        self.in_epoch += len(messages)
+        for text in messages:
             if text not in self._known:
                 self._known.add(text)
                 log.warning("left out, since it cannot be decoded: %s", text)

@@ -1,18 +1,20 @@
 """Encoded images to pixels: fast decoders, and PIL, which they are all measured against.
 
 All give PIL's pixels: what a fast decoder cannot do as PIL does (CMYK, PNG, WebP, a file with an
-error in it) PIL does. EXIF orientation is left alone, as in torchvision's ImageFolder.
+error in it) PIL does. EXIF orientation is ignored, as in torchvision's ImageFolder.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import io
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from distdl.prepare.image_files import load_image
 
 Decoder = Callable[[bytes], torch.Tensor]
 
@@ -22,16 +24,12 @@ CPU_DECODERS = ("simplejpeg", "torchcodec", "pil")
 DECODERS = ("auto", *CPU_DECODERS, "nvjpeg")
 
 
-class Damaged(ValueError):
-    """Bytes that no decoder makes a whole image of."""
-
-
 def decoder(name: str = "auto") -> Decoder:
     """A function from a file's bytes to its pixels, uint8 [3, H, W], red, green, blue.
 
     Its memory layout is channels_last (rows of whole pixels), which resizing on the CPU and
-    convolutions on the GPU both want. It can be pickled, and raises `Damaged` for what is no image
-    or ends too early: never a picture with a grey bottom.
+    convolutions on the GPU both want. It can be pickled, and raises `DamagedImage` for what is no
+    image or ends too early: never a picture with a grey bottom.
 
     Args:
         name: "simplejpeg" (libjpeg-turbo), "torchcodec", "pil"; "auto": the first of the three
@@ -43,20 +41,14 @@ def decoder(name: str = "auto") -> Decoder:
     """
     if name == "auto":
         name = next(known for known in CPU_DECODERS if works(known))
-    try:
-        found = {
-            "pil": decode_pil,
-            "simplejpeg": decode_simplejpeg,
-            "torchcodec": decode_torchcodec,
-        }
-        chosen = found[name]
-    except KeyError:
-        raise ValueError(f"no decoder {name!r}; there are {', '.join(DECODERS)}") from None
+    if name not in CPU_DECODERS:
+        raise ValueError(f"no decoder {name!r}; there are {', '.join(DECODERS)}")
     if name == "torchcodec":
         from torchcodec.decoders import decode_jpeg  # noqa: F401, which came with 0.16
     elif name != "pil":
         importlib.import_module(name)
-    return chosen
+    functions = {"simplejpeg": decode_simplejpeg, "torchcodec": decode_torchcodec}
+    return functions.get(name, decode_pil)
 
 
 def works(name: str) -> bool:
@@ -71,26 +63,19 @@ def works(name: str) -> bool:
 
 
 def decode_pil(data: bytes) -> torch.Tensor:
-    """The reference: what PIL's `Image.open(...).convert("RGB")` gives."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as file:
-            pixels = np.array(file.convert("RGB"))
-    except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-        raise Damaged(_reason(data, error)) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+    """The reference."""
+    return torch.from_numpy(np.array(load_image(data, "RGB"))).permute(2, 0, 1)
 
 
 def decode_simplejpeg(data: bytes) -> torch.Tensor:
     """libjpeg-turbo by https://gitlab.com/jfolz/simplejpeg."""
     import simplejpeg
 
-    if not _is_plain(data):
+    if not is_plain(jpeg_header(data)):
         return decode_pil(data)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:  # also for errors that PIL mends: it decides
+    except ValueError:  # also for errors that PIL corrects: it decides
         return decode_pil(data)
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
@@ -99,7 +84,7 @@ def decode_torchcodec(data: bytes) -> torch.Tensor:
     """libjpeg-turbo by https://github.com/meta-pytorch/torchcodec."""
     from torchcodec.decoders import decode_jpeg
 
-    if not _is_plain(data):
+    if not is_plain(jpeg_header(data)):
         return decode_pil(data)
     try:
         pixels = decode_jpeg(torch.frombuffer(without_exif(data), dtype=torch.uint8), mode="RGB")
@@ -111,19 +96,24 @@ def decode_torchcodec(data: bytes) -> torch.Tensor:
 
 def without_exif(data: bytes) -> bytearray:
     """A copy in which torchcodec finds no EXIF, by which it would turn the image."""
-    own = bytearray(data)
-    exif = own.find(b"Exif\0\0", 0, 1 << 16)
-    if exif >= 4 and own[exif - 4 : exif - 2] == b"\xff\xe1":
-        own[exif - 3] = 0xEF  # APP15 instead of APP1: a segment that nobody reads
-    return own
+    copy = bytearray(data)
+    exif = copy.find(b"Exif\0\0", 0, 1 << 16)
+    if exif >= 4 and copy[exif - 4 : exif - 2] == b"\xff\xe1":
+        copy[exif - 3] = 0xEF  # APP15 instead of APP1: a segment that no decoder reads
+    return copy
 
 
 class Header(NamedTuple):
-    """What a JPEG says of itself, in pixels; `components`: 1 grey, 3 colours, 4 CMYK."""
+    """Size of a JPEG in pixels, and its `components`: 1 grey, 3 colours, 4 CMYK."""
 
     height: int
     width: int
     components: int
+
+
+def is_plain(header: Header | None) -> bool:
+    """Whether it is of a JPEG in grey or in colours: the rest is PIL's."""
+    return header is not None and header.components in (1, 3)
 
 
 def jpeg_header(data: bytes) -> Header | None:
@@ -147,16 +137,3 @@ def jpeg_header(data: bytes) -> Header | None:
             return Header(height, width, data[at + 9]) if height and width else None
         at += 2 + (data[at + 2] << 8 | data[at + 3])
     return None
-
-
-def _is_plain(data: bytes) -> bool:
-    """A JPEG in grey or in colours: the rest is PIL's."""
-    header = jpeg_header(data)
-    return header is not None and header.components in (1, 3)
-
-
-def _reason(data: bytes, error: Exception) -> str:
-    if not data:
-        return "the file is empty"
-    # PIL names the address of the buffer, which nobody can use.
-    return "no image that PIL knows" if "BytesIO" in str(error) else f"{error}"

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from distdl.data.sampling import stable_seed
+from distdl.seeds import stable_seed
 
 # What they draw depends on their generator alone, not on how often they were asked.
 _FORGETFUL = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -30,8 +30,8 @@ class Drawn:
     """What a sampler (or a batch sampler) gives in an epoch, as `TrainBatches` asks for it.
 
     Before it is asked, every generator that it may use is seeded by (seed, epoch): Python's,
-    NumPy's and torch's own, and those that it holds. One with `set_epoch` is told the epoch; one
-    that counts its epochs itself is asked for the earlier ones first, after a resume as well.
+    NumPy's and torch's own, and those that it holds. `set_epoch` is called where there is one; a
+    sampler that counts its epochs itself is asked for the earlier ones first, after a resume too.
 
     Args:
         sampler: With `__iter__` and `__len__`; does not depend on the rank.
@@ -65,18 +65,18 @@ class Drawn:
                     _reseed(held, value)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
-            found = [_plain(item) for item in self.sampler]
-        if all(isinstance(item, int) for item in found):
-            return np.array(found, dtype=np.int64)
-        order = np.empty(len(found), dtype=object)
-        for place, item in enumerate(found):  # not at once: NumPy would make a table of lists
+            items = [_plain(item) for item in self.sampler]
+        if all(isinstance(item, int) for item in items):
+            return np.array(items, dtype=np.int64)
+        order = np.empty(len(items), dtype=object)
+        for place, item in enumerate(items):  # not at once: NumPy would make a table of lists
             order[place] = item
         return order
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators go on as if nothing had been drawn."""
+    """Python's, NumPy's and torch's CPU generators continue as if nothing had been drawn."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

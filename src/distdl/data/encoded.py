@@ -1,4 +1,4 @@
-"""Data sets of encoded images: reading is theirs, decoding and what to do with damage is here."""
+"""Data sets of encoded images: a subclass reads; decoding and damage are handled here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, default_collate
 
-from distdl.data.decoding import Damaged
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
+from distdl.prepare.image_files import DamagedImage
 
 # So many damaged images one after the other are no accident of the images.
 MOST_IN_A_ROW = 20
@@ -21,11 +21,11 @@ MOST_IN_A_ROW = 20
 class EncodedImages(Dataset[dict[str, Any]]):
     """Images as files' bytes, seen through a view.
 
-    A subclass says `__len__`, `read`, `label`, `name`, and may mend a copy in `repair`. A sample is
-    what the view gives ("image": uint8 [3, S, S]) with "label" (int), "weight" (float32) and
+    A subclass defines `__len__`, `read`, `label`, `name`, and may fix a copy in `repair`. A sample
+    is what the view gives ("image": uint8 [3, S, S]) with "label" (int), "weight" (float32) and
     "damaged" (text).
 
-    The place of a damaged image is taken by the next whole one, so that batches stay equal on all
+    A damaged image is replaced by the next intact one, so that batches stay equal on all
     ranks: "weight" is then 0, which validation does not count (training trains on it), and
     "damaged" says which and why. `distdl.data.images.ImageData` reports or refuses it.
 
@@ -41,7 +41,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The encoded image. Damaged: this one cannot be had; OSError ends the run."""
+        """The encoded image. DamagedImage: this one cannot be had; OSError ends the run."""
 
     @abstractmethod
     def label(self, index: int) -> int:
@@ -52,7 +52,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
         """What a person finds it by: a path, or shard and member."""
 
     def repair(self, index: int) -> bool:
-        """Called once for an image that cannot be decoded; True: read again, it may be whole."""
+        """Called once for an image that cannot be decoded; True: read again, it may be intact."""
         return False
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
             place %= len(self)
             try:
                 seen = self._seen(place, epoch)
-            except Damaged as error:
+            except DamagedImage as error:
                 damaged.append(f"{self.name(place)}: {error}")
                 continue
             weight = np.float32(not damaged)
@@ -86,7 +86,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
     def _seen(self, index: int, epoch: int) -> dict[str, Any]:
         try:
             return self.view(self.read(index), epoch)
-        except Damaged:
+        except DamagedImage:
             if not self.repair(index):
                 raise
             return self.view(self.read(index), epoch)
@@ -97,9 +97,9 @@ class EncodedImages(Dataset[dict[str, Any]]):
         default_collate alone would turn each image's memory over into planes, and the device back.
         What the GPU is to decode becomes an `distdl.data.nvjpeg.EncodedBatch`.
         """
-        rest = [{k: v for k, v in s.items() if k not in ("image", "plan")} for s in samples]
+        rest = [{k: v for k, v in s.items() if k not in ("image", "crop")} for s in samples]
         batch: dict[str, Any] = default_collate(rest)
-        if "plan" in samples[0]:
-            return {**batch, "image": EncodedBatch.of(samples)}
+        if "crop" in samples[0]:
+            return {**batch, "image": EncodedBatch(samples)}
         image = default_collate([sample["image"].permute(1, 2, 0) for sample in samples])
         return {**batch, "image": image.permute(0, 3, 1, 2)}

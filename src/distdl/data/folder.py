@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from distdl.data.decoding import Damaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.errors import Problem, UserError
-from distdl.prepare.source import EXTENSIONS
+from distdl.prepare.folder import different_classes
+from distdl.prepare.image_files import EXTENSIONS, DamagedImage, is_image
 from distdl.shards.format import WORK
-from distdl.stores.walking import ClassFolders
+from distdl.stores.walking import ClassFolders, class_names
 
 
 def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
@@ -32,35 +32,19 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         return
     if (root / WORK).is_dir():
         what = f"{root}: its preparation was interrupted, or is under way"
-        yield Problem("root", what, "the same `prepare` command goes on with it")
+        yield Problem("root", what, "the same `prepare` command continues it")
         return
     missing = [split for split in ("train", "val") if not (root / split).is_dir()]
-    for split in missing:
-        yield Problem(
-            "root", f"{root} has no {split}/", "it must hold train/<class>/ and val/<class>/"
-        )
+    remedy = "it must hold train/<class>/ and val/<class>/"
+    yield from (Problem("root", f"{root} has no {split}/", remedy) for split in missing)
     if missing:
         return
     train, val = class_names(root / "train"), class_names(root / "val")
     if train != val:
-        differing = sorted(set(train) ^ set(val))
-        yield Problem(
-            "root",
-            f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has "
-            f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}",
-            "both need the same class folders, or labels would differ in meaning",
-        )
+        yield different_classes("root", train, val)
     if num_classes is not None and num_classes != len(train):
-        yield Problem(
-            "num_classes",
-            f"is {num_classes}, but {root / 'train'} has {len(train)} class folders",
-            f"data.num_classes={len(train)}",
-        )
-
-
-def class_names(folder: Path) -> list[str]:
-    """Names of the class folders, sorted: a class's place in it is its label."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        what = f"is {num_classes}, but {root / 'train'} has {len(train)} class folders"
+        yield Problem("num_classes", what, f"data.num_classes={len(train)}")
 
 
 class FolderImages(EncodedImages):
@@ -88,17 +72,15 @@ class FolderImages(EncodedImages):
         paths: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):
-            found: list[bytes] = []
+            in_class: list[bytes] = []
             for inner, _, files in sorted(folders.walk(folder, name)):
                 beside = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
-                images = [file for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
-                found += [beside + file for file in map(os.fsencode, images)]
-            if not found:
-                raise UserError(
-                    Problem("data.root", f"{folder / name} holds no image", ", ".join(EXTENSIONS))
-                )
-            paths += found
-            labels += [label] * len(found)
+                in_class += [beside + os.fsencode(file) for file in sorted(files) if is_image(file)]
+            if not in_class:
+                what = f"{folder / name} holds no image"
+                raise UserError(Problem("data.root", what, ", ".join(EXTENSIONS)))
+            paths += in_class
+            labels += [label] * len(in_class)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.array(labels, dtype=np.int64)
 
@@ -120,7 +102,7 @@ class FolderImages(EncodedImages):
         try:
             return self.path(index).read_bytes()
         except OSError as error:  # a dangling link, no right to read: of this file alone
-            raise Damaged(f"cannot be read: {error.strerror}") from error
+            raise DamagedImage(f"cannot be read: {error.strerror}") from error
 
     def label(self, index: int) -> int:
         return int(self._labels[index])

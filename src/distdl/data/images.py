@@ -11,20 +11,16 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from distdl.data.damage import Damage
+from distdl.data.damage import Damage, OnDamaged
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.side_stream import SideStream
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
-from distdl.resources import loader_workers
+from distdl.resources import cpu_cores, loader_workers
 
 
 def default_workers() -> int:
     """As many as this rank's share of the CPU cores bears (`distdl.resources.loader_workers`)."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        cores = os.cpu_count() or 1
-    return loader_workers(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return loader_workers(cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class ImageData(LightningDataModule):
@@ -54,7 +50,7 @@ class ImageData(LightningDataModule):
         num_workers: int | None,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
-        on_damaged: str = "skip",
+        on_damaged: OnDamaged = "skip",
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -76,7 +72,7 @@ class ImageData(LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             pin_memory=on_cuda,
-            # Starting workers anew in every epoch would idle the GPU for seconds.
+            # Restarting workers in every epoch would idle the GPU for seconds.
             persistent_workers=self.num_workers > 0,
             collate_fn=getattr(dataset, "collate", None),
         )

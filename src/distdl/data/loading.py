@@ -24,10 +24,11 @@ from torch.utils.data import (
 
 from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
 from distdl.data.rebuilding import NotRebuilt, rebuilt
-from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition, stable_seed
+from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.streams import Striding
 from distdl.data.worker_signals import Surviving
 from distdl.errors import Problem, UserError
+from distdl.seeds import stable_seed
 
 
 class KeyedDataset(Dataset[Any]):
@@ -67,7 +68,7 @@ class KeyedDataset(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[SampleKey | int]) -> list[Any]:
-        # DataLoader's fetcher asks for a whole batch here: the states are saved once per batch.
+        # DataLoader's fetcher asks for a batch here: the states are saved once per batch.
         if getattr(self.dataset, "is_deterministic", isinstance(self.dataset, TensorDataset)):
             return [self._sample(key) for key in keys]
         if get_worker_info() is not None:  # a worker draws nothing else
@@ -112,9 +113,9 @@ def distribute(
     - With a sampler that torch chose (`shuffle=True` or not) or any other one that has a length:
       ranks take turns in its order, which is made to depend on seed and epoch alone (`Drawn`).
     - With a batch sampler of the user's own: ranks take turns in its batches.
-    - A subclass is made anew with its own arguments, as Lightning does it.
+    - A subclass is created again with its own arguments, as Lightning does it.
 
-    Training: `TrainBatches`, which go on at `position`. The tail that fills no global batch is
+    Training: `TrainBatches`, which start at `position`. The tail that fills no global batch is
     dropped in each epoch, `drop_last=False` or not: uneven ranks hang DDP. Where `train_dataloader`
     returns several loaders, each is sharded, but a resume in the middle of an epoch starts them
     from the epoch's beginning (with a warning).
@@ -128,15 +129,15 @@ def distribute(
     Left alone is what shards by itself: a DistributedSampler, or one that holds `num_replicas` and
     `rank`; an iterable dataset with `shards_itself = True` (with `shards_itself = False` each rank
     takes every `world_size`-th of its samples); what is no DataLoader, with a warning on several
-    ranks. A resume in the middle of an epoch starts these anew, with a warning.
+    ranks. A resume in the middle of an epoch starts these from its beginning, with a warning.
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
         rank: Of this process among those that take different data (not the pipeline's stages).
         world_size: How many of them there are.
         seed: The run's seed, the same on every rank.
-        position: Shared with whoever counts the samples that were trained on. Is told how many a
-            batch of every rank holds, whenever `train_dataloader` is called.
+        position: Shared with the callback that counts the samples trained on.
+            `train_dataloader` sets how many a batch of every rank holds.
         shuffle: Of training; None: as the loader says. False serves `overfit_batches`.
         share: False: all loaders are left alone (`trainer.use_distributed_sampler=false`).
 
@@ -156,7 +157,7 @@ def distribute(
 def _wrapped(hook: Callable[[], Any], share: _Share) -> Callable[[], Any]:
     @functools.wraps(hook)  # Lightning asks `__wrapped__` whether the user overrode the hook
     def dataloader() -> Any:
-        return share.of(hook())
+        return share.apply(hook())
 
     return dataloader
 
@@ -175,7 +176,7 @@ class _Share:
     share: bool
     warned: set[str] = field(default_factory=set)
 
-    def of(self, loaders: Any) -> Any:
+    def apply(self, loaders: Any) -> Any:
         several = _count(loaders) > 1
         if self.stage == "train":
             self.position.per_batch, self.position.samples = 0, 0
@@ -250,7 +251,7 @@ class _Share:
             position=self.position,
             resume=resume,
             dataset=ordered,
-            whole=sampler.whole,
+            batched=sampler.batched,
         )
 
     def _evaluate(self, loader: DataLoader[Any], sampler: _Chosen) -> EvalBatches | None:
@@ -262,7 +263,7 @@ class _Share:
         if twice and not self._exact:
             self._warn(
                 "twice",
-                f"{count} {'batches' if sampler.whole else 'samples'} over {self.world_size} "
+                f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "
                 f"ranks: {twice} of them are counted "
                 "twice. To count each once, return dict samples, set exact_evaluation = True on "
                 f'{type(self.source).__name__} and weigh metrics by batch["weight"]',
@@ -275,11 +276,11 @@ class _Share:
             exact=self._exact,
             drop_last=sampler.drop_last,
             order=order,
-            whole=sampler.whole,
+            batched=sampler.batched,
         )
 
     def _stream(self, loader: DataLoader[Any]) -> Any:
-        """Of an iterable dataset nobody knows whether its ranks read the same."""
+        """Refuses an iterable dataset that does not say whether its ranks read the same."""
         says = getattr(loader.dataset, "shards_itself", None)
         if says is not None or self.world_size == 1 or self.stage != "train":
             if says is False and self.world_size > 1:
@@ -317,8 +318,8 @@ class _Share:
         )
 
     def _left(self, loader: Any, why: str | None = None) -> Any:
-        """Counted and given back. Said is, on several ranks, why it was not sharded, if it should
-        have been; and on a resume that it starts anew."""
+        """Counts a loader that is not sharded. Warns, on several ranks, if it should have been; and
+        on a resume, that it starts from the epoch's beginning."""
         if why is not None and self.world_size > 1:
             sharded = f"it must shard by itself over {self.world_size} ranks"
             self._warn("custom", f"{why}: {sharded}")
@@ -347,13 +348,13 @@ class _Share:
 class _Chosen:
     """Who chooses a loader's samples, and how many of them a batch holds.
 
-    `order` is the sampler, or the batch sampler if that is the user's own (`whole`). `rows` is the
-    number of samples in a batch, None where nobody says.
+    `order` is the sampler, or the batch sampler if that is the user's own (`batched`). `rows` is
+    the number of samples in a batch, None where that is unknown.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         batches = loader.batch_sampler
-        self.whole = batches is not None and type(batches) is not BatchSampler
+        self.batched = batches is not None and type(batches) is not BatchSampler
         # A loader that was given torch's BatchSampler shows another sampler and no size itself.
         self.order: Any = loader.sampler if batches is None else batches
         if type(batches) is BatchSampler:

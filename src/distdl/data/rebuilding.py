@@ -25,10 +25,10 @@ def rebuilt(
 ) -> DataLoader[Any]:
     """A loader of the same class and settings that gives `batches` of `dataset`.
 
-    A subclass is made anew with its own arguments, as Lightning does it for its samplers.
+    A subclass is created again with its own arguments, as Lightning does it for its samplers.
 
     Raises:
-        NotRebuilt: It has arguments that nobody knows, or chooses its samples itself.
+        NotRebuilt: Its arguments are unknown, or it chooses its samples itself.
     """
     if type(loader) is not DataLoader:
         return _of_subclass(loader, dataset, batches)
@@ -57,12 +57,12 @@ def _of_subclass(
 ) -> DataLoader[Any]:
     one_by_one = InOrder(batches)
     try:
-        if batches.whole:
+        if batches.batched:
             # What Lightning recorded while the hook made the loader.
             names = ("args", "kwargs", "default_kwargs", "arg_names")
             saved = [getattr(loader, f"__pl_saved_{name}") for name in names]
-            found, args, kwargs = _replace_value_in_saved_args("batch_sampler", batches, *saved)
-            if not found:
+            is_taken, args, kwargs = _replace_value_in_saved_args("batch_sampler", batches, *saved)
+            if not is_taken:
                 raise TypeError("its __init__ takes no batch_sampler")
         else:
             args, kwargs = _get_dataloader_init_args_and_kwargs(loader, one_by_one)

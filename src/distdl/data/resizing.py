@@ -21,7 +21,7 @@ class Resizing:
     rounded to multiples of 32: ffcv-imagenet's get_resolution
     (https://github.com/libffcv/ffcv-imagenet/blob/main/train_imagenet.py; its ResNet-50 of 88
     epochs goes from 160 to 192 between the epochs 65 and 76). It depends on nothing else, so a
-    resumed run goes on with the size that it left off with, and a loader's workers need no message.
+    resumed run continues with the right size, and a loader's workers need no message.
     """
 
     start: int
@@ -30,7 +30,7 @@ class Resizing:
     until_epoch: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> Resizing | None:
+    def from_config(cls, config: Mapping[str, Any] | None) -> Resizing | None:
         """From {from, to, from_epoch (default 0), until_epoch}; None where there is none."""
         if not config:
             return None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from torch.utils.data import Sampler, SequentialSampler
 
 from distdl.errors import Problem, UserError
+from distdl.seeds import stable_seed
 
 
 class SampleKey(NamedTuple):
@@ -26,7 +25,7 @@ class SampleKey(NamedTuple):
         weight: 1, or 0 for a filler row that only makes the shapes of all ranks equal.
     """
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index
     epoch: int
     weight: float
 
@@ -50,18 +49,8 @@ class TrainPosition:
     samples: int | None = None
 
 
-def stable_seed(*parts: Any) -> int:
-    """A 63-bit seed from whole numbers: the same in every process, on every machine, for good.
-
-    What a custom sampler gives in the place of a number counts by its `repr`.
-    """
-    text = ",".join(str(int(p)) if isinstance(p, Integral) else repr(p) for p in parts)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 class Ordered(Protocol):
-    """A dataset that has a say in the order of training, such as one whose files come from afar."""
+    """A dataset that may choose the order of training, such as one whose files are downloaded."""
 
     def order(self, seed: int, epoch: int) -> np.ndarray[Any, Any] | None:
         """Every sample once, int64 [N], a pure function; None: the usual shuffle of all."""
@@ -97,8 +86,8 @@ class TrainBatches(Sampler[list[SampleKey]]):
         shuffle: False: the dataset's order, in every epoch.
         position: Where to start; the training loop keeps it up to date.
         resume: False: every `iter()` starts at the beginning of `position.epoch`.
-        dataset: Asked for its order when shuffled, and told how far it goes; None: nobody.
-        whole: The order consists of whole batches, of which a rank takes every `world_size`-th:
+        dataset: Asked for its order when shuffled; `reached` is called on it. None: shuffle all.
+        batched: The order consists of batches, of which a rank takes every `world_size`-th:
             "samples" are batches then, and `batch_size` is 1.
 
     Raises:
@@ -117,14 +106,14 @@ class TrainBatches(Sampler[list[SampleKey]]):
         position: TrainPosition,
         resume: bool = True,
         dataset: Ordered | None = None,
-        whole: bool = False,
+        batched: bool = False,
     ) -> None:
-        self.num_samples, self.batch_size, self.whole = num_samples, batch_size, whole
+        self.num_samples, self.batch_size, self.batched = num_samples, batch_size, batched
         self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle = seed, shuffle
         self.position, self.resume, self.dataset = position, resume, dataset
         self.global_batch = batch_size * world_size
-        if num_samples < self.global_batch and whole:
+        if num_samples < self.global_batch and batched:
             what = f"{num_samples} training batches are fewer than the {world_size} ranks"
             raise UserError(Problem("data", what, "fewer devices, or smaller batches"))
         if num_samples < self.global_batch:
@@ -140,7 +129,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
             )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, also when the next `iter()` starts in the middle of one."""
+        """Batches of a full epoch, also when the next `iter()` starts in the middle of one."""
         return self.num_samples // self.global_batch
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
@@ -159,14 +148,14 @@ class TrainBatches(Sampler[list[SampleKey]]):
                 place = consumed + step * self.global_batch
                 self.dataset.reached(self.seed, epoch, place, order)
             rows = order[start : start + self.batch_size].tolist()
-            yield [SampleKey(i, epoch, 1.0) for i in (rows[0] if self.whole else rows)]
+            yield [SampleKey(i, epoch, 1.0) for i in (rows[0] if self.batched else rows)]
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:
             return np.arange(self.num_samples)
-        own = self.dataset.order(self.seed, epoch) if self.dataset is not None else None
-        if own is not None:
-            return own
+        order = self.dataset.order(self.seed, epoch) if self.dataset is not None else None
+        if order is not None:
+            return order
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator).numpy()
 
@@ -187,8 +176,8 @@ class EvalBatches(Sampler[list[SampleKey]]):
             with weight 1 until the ranks are equal, and the last batch may be smaller.
         drop_last: Leave out a smaller last batch (not when exact).
         order: What a sampler chose of the dataset, [num_samples]; None: all of it.
-        whole: `order` consists of whole batches, and `batch_size` is 1: what is said above of
-            samples holds for batches, whose shapes stay as they are.
+        batched: `order` consists of batches, and `batch_size` is 1: what is true above for
+            samples is true for batches, whose shapes stay as they are.
     """
 
     def __init__(
@@ -201,10 +190,10 @@ class EvalBatches(Sampler[list[SampleKey]]):
         exact: bool = True,
         drop_last: bool = False,
         order: np.ndarray[Any, Any] | None = None,
-        whole: bool = False,
+        batched: bool = False,
     ) -> None:
         self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
-        self.order, self.whole = order, whole
+        self.order, self.batched = order, batched
         self.exact = exact
         rows = math.ceil(num_samples / world_size)
         self.rows_per_batch = max(1, min(batch_size, rows)) if exact else batch_size
@@ -220,18 +209,10 @@ class EvalBatches(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for start in range(0, self.rows, self.rows_per_batch):
             stop = min(start + self.rows_per_batch, self.rows)
-            if self.whole:
-                yield list(self._of_batch(start))
-            else:
-                yield [self._key(row) for row in range(start, stop)]
-
-    def _key(self, row: int) -> SampleKey:
-        index, weight = self._at(row)
-        return SampleKey(index, 0, weight)
-
-    def _of_batch(self, row: int) -> Iterator[SampleKey]:
-        batch, weight = self._at(row)
-        return (SampleKey(index, 0, weight) for index in batch)
+            rows = [self._at(row) for row in range(start, stop)]
+            if self.batched:
+                rows = [(index, weight) for batch, weight in rows for index in batch]
+            yield [SampleKey(index, 0, weight) for index, weight in rows]
 
     def _at(self, row: int) -> tuple[Any, float]:
         place, weight = row * self.world_size + self.rank, 1.0

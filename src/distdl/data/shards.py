@@ -1,4 +1,4 @@
-"""Images in shards: which come next, and who fetches them."""
+"""Images in shards: their order, and what is prefetched."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from distdl.data.decoding import Damaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
-from distdl.shards.ahead import Ahead
+from distdl.prepare.image_files import DamagedImage
 from distdl.shards.needs import Needs
 from distdl.shards.order import by_first_use
+from distdl.shards.prefetch import Prefetch
 from distdl.shards.reading import Shards
 
 
@@ -22,12 +22,12 @@ class ShardImages(EncodedImages):
     Args:
         view: `distdl.data.views`.
         shards: Where the bytes are.
-        plan: Of training, where its order or its cache are of concern.
+        order: Of training, where its order or its cache are of concern.
     """
 
-    def __init__(self, view: View, shards: Shards, plan: TrainPlan | None = None) -> None:
+    def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
-        self.shards, self._plan = shards, plan
+        self.shards, self._order = shards, order
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -36,7 +36,7 @@ class ShardImages(EncodedImages):
         try:
             return self.shards.read(index)
         except ValueError as error:
-            raise Damaged(str(error)) from error
+            raise DamagedImage(str(error)) from error
 
     def label(self, index: int) -> int:
         return int(self.shards.rows["label"][index])
@@ -45,25 +45,25 @@ class ShardImages(EncodedImages):
         return self.shards.member(index)
 
     def repair(self, index: int) -> bool:
-        return self.shards.mend(index)
+        return self.shards.repair(index)
 
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         """As `distdl.data.sampling.TrainBatches` asks for it."""
-        return self._plan.order(seed, epoch) if self._plan else None
+        return self._order.order(seed, epoch) if self._order else None
 
     def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
-        if self._plan:
-            self._plan.reached(seed, epoch, place, order)
+        if self._order:
+            self._order.reached(seed, epoch, place, order)
 
 
-class TrainPlan:
-    """Which order training takes through shards that come from a store, and what comes down when.
+class TrainOrder:
+    """The order in which training reads shards of a store, and when they are fetched.
 
     Args:
         needs: How far this rank is.
         shards: Of training.
         val: Of validation: they come after those of an epoch.
-        ahead: Brings shards down; None: another rank of this node does so.
+        prefetch: Fetches shards; None: another rank of this node does so.
         used: How many samples of an epoch's order, and of validation's, will be asked for.
     """
 
@@ -72,15 +72,15 @@ class TrainPlan:
         needs: Needs,
         shards: Shards,
         val: Shards,
-        ahead: Ahead | None,
+        prefetch: Prefetch | None,
         used: Callable[[], tuple[int, int]],
     ) -> None:
         self._needs, self._shards, self._val = needs, shards, val
-        self._ahead, self._used = ahead, used
+        self._prefetch, self._used = prefetch, used
         self._epoch: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": None, "_used": None}  # for workers, which never ask
+        return {**self.__dict__, "_prefetch": None, "_used": None}  # for workers, which never ask
 
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         """Samples int64 [N]; None: a plain shuffle of all."""
@@ -89,12 +89,12 @@ class TrainPlan:
 
     def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
         self._needs.reached(seed, epoch, place)
-        if self._ahead is None or self._epoch == (seed, epoch):
+        if self._prefetch is None or self._epoch == (seed, epoch):
             return
         self._epoch = (seed, epoch)
         train, val = self._used()
         if self._needs.windows.epochs is None:  # a cache that cannot hold all
-            self._ahead.aim(lambda: self._needs.soonest_used(train, val))
+            self._prefetch.want(lambda: self._needs.soonest_used(train, val))
             return
         shards = self._shards.split.shards
         numbers = by_first_use(self._shards.rows["shard"], order[place:train]).tolist()
@@ -103,8 +103,8 @@ class TrainPlan:
             files += shards
         if val:
             files += self._val.split.shards[: self._val.rows["shard"][val - 1] + 1]
-        self._ahead.aim(lambda: files)
+        self._prefetch.want(lambda: files)
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetch is not None:
+            self._prefetch.close()

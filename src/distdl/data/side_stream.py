@@ -3,7 +3,7 @@
 A step only queues its kernels: when the host asks for the next batch, the device is in the middle
 of the step before. On the stream of the kernels a copy would wait for their end, and they for the
 copy; on another one the two overlap (where the host's memory is pinned). So no batch has to be
-fetched ahead of its time: the order of batches, what a checkpoint counts as consumed, validation,
+prefetched to the device: the order of batches, what a checkpoint counts as consumed, validation,
 the last batch and an error in a batch are as they are without.
 """
 
@@ -19,7 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 class SideStream:
     """Does work on a second stream of a CUDA device and hands the result to the current one.
 
-    Only for work whose input lies on the host: it does not wait for the current stream.
+    Only for work whose input is on the host: it does not wait for the current stream.
 
     Args:
         device: A CUDA device.

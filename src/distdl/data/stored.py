@@ -1,4 +1,4 @@
-"""Photographs wherever they lie: class folders, a prepared folder of shards, shards in a store."""
+"""Photographs: class folders, a prepared folder of shards, shards in a store."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from distdl.data.agreement import refuse_others
 from distdl.data.augment import Augment
+from distdl.data.damage import OnDamaged
 from distdl.data.encoded import EncodedImages
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import ImageData
-from distdl.data.shards import ShardImages, TrainPlan
+from distdl.data.same_data import refuse_others
+from distdl.data.shards import ShardImages, TrainOrder
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.errors import Problem, UserError
 from distdl.prepare.bar import size
-from distdl.ranges import Positive
-from distdl.shards.ahead import Ahead
+from distdl.ranges import AboveZero, Positive
 from distdl.shards.cache import REMEDY, Cache, default_root
 from distdl.shards.format import MANIFEST, Manifest
 from distdl.shards.needs import Needs
 from distdl.shards.order import Windows
+from distdl.shards.prefetch import Prefetch
 from distdl.shards.reading import DataSet, Shards, open_data_set
 from distdl.stores import is_remote, open_store
 from distdl.stores.files import readable
@@ -49,7 +50,7 @@ class StoredImages(ImageData):
       folders in sorted order),
     - a folder that `python -m distdl prepare` has made, read in place,
     - the URI of such a folder, `azure://container/path` or another one of `distdl.stores`: each
-      shard comes down once per node into `cache_dir`.
+      shard is downloaded once per node into `cache_dir`.
 
     Args:
         root: Where the images are.
@@ -98,21 +99,21 @@ class StoredImages(ImageData):
         resize: Mapping[str, Any] | None = None,
         val_crop_size: int | None = None,
         val_resize_size: int | None = None,
-        on_damaged: str = "skip",
+        on_damaged: OnDamaged = "skip",
         cache_dir: str | None = None,
-        cache_gb: float | None = None,
-        shuffle_window: int = 32,
+        cache_gb: AboveZero | None = None,
+        shuffle_window: Positive = 32,
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std, on_damaged)
         self.root = _expanded(root)
         self.num_classes, self.image_size = num_classes, image_size
         self.cache_dir, self.cache_gb = cache_dir, cache_gb
         self.shuffle_window = shuffle_window
-        own = Augment(augment, mean, std)
-        self._train_view: View = TrainView(image_size, scale, ratio, decoder, own, resize)
+        augmented = Augment(augment, mean, std)
+        self._train_view: View = TrainView(image_size, scale, ratio, decoder, augmented, resize)
         self._val_view: View = EvalView(val_crop_size or image_size, val_resize_size, decoder)
         self._splits: dict[str, EncodedImages] = {}
-        self._plan: TrainPlan | None = None
+        self._order: TrainOrder | None = None
 
     @staticmethod
     def check(
@@ -128,12 +129,6 @@ class StoredImages(ImageData):
         """
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
-        room, window = config.get("cache_gb"), config.get("shuffle_window")
-        if isinstance(room, (int, float)) and not room > 0:
-            what = f"is {room:g}, not more than 0"
-            yield Problem("cache_gb", what, "data.cache_gb=200, or null: what the disk has")
-        if isinstance(window, int) and window < 1:
-            yield Problem("shuffle_window", f"is {window}, not 1 or more", "data.shuffle_window=32")
         if not local:
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return
@@ -176,25 +171,25 @@ class StoredImages(ImageData):
         _refuse(_misfits(data, self.num_classes))
         in_place = not is_remote(self.root) and self.cache_dir is None
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
-        whole = in_place or limit is None or data.bytes <= limit
+        fits = in_place or limit is None or data.bytes <= limit
         cache = None if in_place else self._cache(data, cache_root, limit)
         window: int = self.shuffle_window
         epochs: int | None = 0 if in_place else 1
-        if limit is not None and not whole:
+        if limit is not None and not fits:
             window, epochs = min(window, _most_shards(data.manifest, limit)), None
         train, val = data.split("train"), data.split("val")
         samples = tuple(shard.samples for shard in train.shards)
         needs = Needs(Windows(samples, window, epochs), train, val)
-        evictable = None if whole else needs.farthest_first
+        evictable = None if fits else needs.farthest_first
         shards = {name: Shards(data, name, cache, evictable) for name in ("train", "val")}
-        ahead = None
+        prefetch = None
         if cache is not None and (self.trainer is None or self.trainer.local_rank == 0):
             if is_remote(self.root) and not data.note:
                 data.keep(cache.root)
-            own = Cache(open_store(self.root), cache.root, data.key, limit)
-            ahead = Ahead(own, None if whole else needs.needed_later)
-        self._plan = TrainPlan(needs, shards["train"], shards["val"], ahead, self._used)
-        self._splits["train"] = ShardImages(self._train_view, shards["train"], self._plan)
+            its_cache = Cache(open_store(self.root), cache.root, data.key, limit)
+            prefetch = Prefetch(its_cache, None if fits else needs.needed_later)
+        self._order = TrainOrder(needs, shards["train"], shards["val"], prefetch, self._used)
+        self._splits["train"] = ShardImages(self._train_view, shards["train"], self._order)
         self._splits["val"] = ShardImages(self._val_view, shards["val"])
 
     def _cache(self, data: DataSet, root: Path, limit: int | None) -> Cache:
@@ -205,14 +200,12 @@ class StoredImages(ImageData):
             what = f"{root} has room for {room / GB:.3g} GB and needs {wanted / GB:.3g} GB"
             raise UserError(Problem("data.cache_dir", what, REMEDY))
         if self.trainer is None or self.trainer.global_rank == 0:
-            here = sum(
-                cache.has(s) for split in data.manifest.splits.values() for s in split.shards
-            )
-            count = sum(len(split.shards) for split in data.manifest.splits.values())
+            shards = [s for split in data.manifest.splits.values() for s in split.shards]
+            cached = sum(map(cache.has, shards))
             text = "data: %s, %s in %d shards, of which %d are in %s"
             if data.note:
                 log.warning(data.note)
-            log.info(text, data.store.uri, size(data.bytes), count, here, cache.folder)
+            log.info(text, data.store.uri, size(data.bytes), len(shards), cached, cache.folder)
         return cache
 
     def _used(self) -> tuple[int, int]:
@@ -234,8 +227,8 @@ class StoredImages(ImageData):
         return train, val
 
     def teardown(self, stage: str | None = None) -> None:
-        if self._plan is not None:
-            self._plan.close()
+        if self._order is not None:
+            self._order.close()
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self.loader(self._splits["train"], shuffle=True)
@@ -255,18 +248,18 @@ def _is_prepared(root: str) -> bool:
 
 
 def _cache_root(config: Mapping[str, Any]) -> Path:
-    told = config.get("cache_dir")
-    return Path(told).expanduser() if told else default_root()
+    folder = config.get("cache_dir")
+    return Path(folder).expanduser() if folder else default_root()
 
 
 def _refuse(problems: Iterable[Problem]) -> None:
-    found = [Problem(f"data.{p.path}", p.what, p.remedy) for p in problems]
-    if found:
-        raise UserError(*found)
+    listed = [Problem(f"data.{p.path}", p.what, p.remedy) for p in problems]
+    if listed:
+        raise UserError(*listed)
 
 
 def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
-    """What of a prepared data set is not as the data node wants it."""
+    """Where a prepared data set differs from what the data node asks for."""
     manifest = data.manifest
     for split in {"train", "val"} - manifest.splits.keys():
         yield Problem("root", f"{data.store.uri} has no {split!r}", f"it has {[*manifest.splits]}")

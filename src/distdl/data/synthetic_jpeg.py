@@ -1,4 +1,4 @@
-"""Generated JPEGs through the whole input path: what decoding costs, without any files."""
+"""Generated JPEGs through the complete input path: what decoding costs, without any files."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class SyntheticJpegs(ImageData):
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std)
         self.num_classes = num_classes
-        own = Augment(augment, mean, std)
-        self._train = train_samples, TrainView(image_size, scale, ratio, decoder, own, resize)
+        augmented = Augment(augment, mean, std)
+        self._train = train_samples, TrainView(image_size, scale, ratio, decoder, augmented, resize)
         self._val = val_samples, EvalView(val_crop_size or image_size, val_resize_size, decoder)
         self._pool_arguments = (pool_size, num_classes, width, height, 1000 * kilobytes, seed)
         self._pool: list[bytes] = []
@@ -128,7 +128,7 @@ def jpegs(
 
         coarse = Image.fromarray(patterns[index % len(patterns)])
         smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
-        # Another cut of the same noise for each image: to draw it anew would take longer.
+        # Another cut of the same noise for each image: to draw new noise would take longer.
         shifted = np.roll(noise, (37 * index, 59 * index), axis=(0, 1))
         pixels = (smooth + amount * shifted).clip(0, 255).astype(np.uint8)
         file = io.BytesIO()

@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from distdl.data.augment import Augment
-from distdl.data.damage import Damage
-from distdl.data.decoding import DECODERS, jpeg_header, works
+from distdl.data.crop import Crop, random_crop
+from distdl.data.decoding import DECODERS, is_plain, jpeg_header, without_exif, works
 from distdl.data.decoding import decoder as make_decoder
-from distdl.data.nvjpeg import shipped
-from distdl.data.plan import Plan, carried_out
+from distdl.data.nvjpeg import END_OF_IMAGE
 from distdl.data.resizing import Resizing
-from distdl.data.restarts import strip
 from distdl.errors import Problem
 
 MOST_PIXELS = 8192  # of a side: more is a slip, and would fill any GPU
-
-
-class View(Protocol):
-    """Bytes to the fields of a sample, "image" among them.
-
-    Random choices are drawn from Python's `random` and torch's default generator, which
-    `distdl.data.loading.KeyedDataset` seeds by (seed, epoch, index).
-
-    Raises:
-        Damaged: The bytes are no whole image.
-    """
-
-    def __call__(self, data: bytes, epoch: int = 0) -> dict[str, Any]: ...
 
 
 def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Problem]:
     """What is wrong with the keys of a data node that images are seen by; relative to the node.
 
     Args:
-        local: The run is to decode on this machine: is the decoder here?
+        local: Whether the run decodes on this machine: then the decoder must be installed.
     """
     name, augment = config.get("decoder", "auto"), config.get("augment")
     if name not in DECODERS:
@@ -52,18 +38,17 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
             remedy = f"pip install {wanted}, or data.decoder=auto takes what there is"
             yield Problem("decoder", what, remedy)
     yield from Augment.check(augment)
-    given = augment if isinstance(augment, Mapping) else {}
-    on_cpu = [k for k, v in given.items() if v and k != "horizontal_flip"]
+    ops = augment if isinstance(augment, Mapping) else {}
+    on_cpu = [k for k, v in ops.items() if v and k != "horizontal_flip"]
     if name == "nvjpeg" and on_cpu:
         what = f"works on decoded images in the workers, and nvjpeg decodes on the GPU: {on_cpu[0]}"
         yield Problem("augment", what, f"data.augment.{on_cpu[0]}=null or data.decoder=auto")
     yield from Resizing.check(config.get("resize"))
-    yield from Damage.check(config)
     yield from _wrong_ranges(config)
 
 
 def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
-    """Of the sizes and ranges that crops are drawn from; other types are told elsewhere."""
+    """Of the sizes and ranges that crops are drawn from; other types are reported elsewhere."""
     common = {"image_size": 224, "val_crop_size": 224, "val_resize_size": 256}
     sizes = {key: config[key] for key in common if type(config.get(key)) is int}
     for key, size in sizes.items():
@@ -93,20 +78,56 @@ def _is_range(pair: Any, most: float) -> bool:
     return bool(0 < pair[0] <= pair[1] <= most and pair[1] < math.inf)
 
 
-class TrainView:
-    """A random crop, resized, perhaps flipped and augmented: {"image": uint8 [3, S, S]}.
+class View(ABC):
+    """Bytes to the fields of a sample: {"image": uint8 [3, S, S]}, channels_last in memory.
+
+    Random choices are drawn from Python's `random` and torch's default generator, which
+    `distdl.data.loading.KeyedDataset` seeds by (seed, epoch, index).
+
+    Args:
+        decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": a sample is then what
+            `distdl.data.nvjpeg.EncodedBatch` takes.
+    """
+
+    def __init__(self, decoder: str) -> None:
+        self.on_gpu = decoder == "nvjpeg"
+        self.decode = make_decoder("pil" if self.on_gpu else decoder)
+
+    @abstractmethod
+    def crop(self, height: int, width: int, epoch: int) -> Crop:
+        """What is shown of an image of that size."""
+
+    def __call__(self, data: bytes, epoch: int = 0) -> dict[str, Any]:
+        """Raises DamagedImage when the bytes are no complete image."""
+        if not self.on_gpu:
+            return {"image": self.pixels(data, epoch)}
+        header = jpeg_header(data)
+        # What nvJPEG does not read as PIL does, or might not see to be cut off, is decoded here.
+        if header is None or not is_plain(header) or not data.endswith(END_OF_IMAGE):
+            return {"image": self.pixels(data, epoch), "crop": torch.zeros(8, dtype=torch.int64)}
+        crop = self.crop(header.height, header.width, epoch)
+        encoded = torch.frombuffer(without_exif(data), dtype=torch.uint8)
+        return {"image": encoded, "crop": torch.tensor(crop)}
+
+    def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
+        """Decodes here, whatever the decoder: uint8 [3, S, S]."""
+        image = self.decode(data)
+        height, width = image.shape[-2:]
+        return self.crop(height, width, epoch).apply(image)
+
+
+class TrainView(View):
+    """A random crop, resized, perhaps flipped and augmented.
 
     The crop is torchvision's RandomResizedCrop (Szegedy et al. 2015), bilinear with antialias.
-    Channels_last in memory.
 
     Args:
         image_size: S, in pixels.
         scale: Share of the area that a crop takes, from and to.
         ratio: Width to height of a crop, from and to.
-        decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": the sample is then what
-            `distdl.data.nvjpeg` says.
+        decoder: See `View`.
         augment: `data.augment`; None: a flip.
-        resize: S as a function of the epoch, in the place of `image_size`: `data.resize`, which
+        resize: S as a function of the epoch, instead of `image_size`: `data.resize`, which
             `distdl.data.resizing.Resizing.check` has found right.
 
     Raises:
@@ -122,45 +143,24 @@ class TrainView:
         augment: Augment | Mapping[str, Any] | None = None,
         resize: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(decoder)
         self.image_size = image_size
         self.scale, self.ratio = tuple(scale), tuple(ratio)
-        self.ships = decoder == "nvjpeg"
-        self.decode = make_decoder("auto" if self.ships else decoder)
         self.augment = augment if isinstance(augment, Augment) else Augment(augment)
-        self.resizing = Resizing.of(resize)
+        self.resizing = Resizing.from_config(resize)
 
-    def size(self, epoch: int) -> int:
-        """S in an epoch, counted from 0."""
-        return self.resizing.size(epoch) if self.resizing else self.image_size
-
-    def plan(self, height: int, width: int, epoch: int) -> Plan:
-        """Draws the crop and the flip for an image of that size."""
-        size = self.size(epoch)
-        crop = random_crop(height, width, self.scale, self.ratio)
-        return Plan(*crop, size, size, size, random.random() < self.augment.flip)
-
-    def __call__(self, data: bytes, epoch: int = 0) -> dict[str, Any]:
-        if self.ships:
-            return shipped(data, epoch, self)
-        return {"image": self.pixels(data, epoch)}
+    def crop(self, height: int, width: int, epoch: int) -> Crop:
+        """Draws the crop and the flip."""
+        size = self.resizing.size(epoch) if self.resizing else self.image_size
+        box = random_crop(height, width, self.scale, self.ratio)
+        return Crop(*box, size, size, size, random.random() < self.augment.flip)
 
     def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
-        """Decodes here, whatever the decoder: uint8 [3, S, S]."""
-        header = jpeg_header(data)
-        if header is None:
-            image = self.decode(data)
-            height, width = image.shape[-2:]
-            return self.augment(carried_out(self.plan(height, width, epoch), image))
-        # Nothing is decoded that the crop does not need, where the file allows it.
-        plan = self.plan(header.height, header.width, epoch)
-        part = strip(data, plan.top, plan.top + plan.height)
-        if part is not None:
-            data, plan = part.data, plan._replace(top=plan.top - part.top)
-        return self.augment(carried_out(plan, self.decode(data)))
+        return self.augment(super().pixels(data, epoch))
 
 
-class EvalView:
-    """The short side resized, then the centre: {"image": uint8 [3, S, S]}.
+class EvalView(View):
+    """The short side resized, then the centre.
 
     Exactly torchvision's reference, ClassificationPresetEval with `backend="tensor"`
     (https://github.com/pytorch/vision/blob/main/references/classification/presets.py): bilinear
@@ -169,54 +169,19 @@ class EvalView:
     Args:
         image_size: S, in pixels.
         short_side: To resize to before the crop, S or more; None: 256/224 of S.
-        decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": the sample is then what
-            `distdl.data.nvjpeg` says.
+        decoder: See `View`.
     """
 
     def __init__(
         self, image_size: int, short_side: int | None = None, decoder: str = "auto"
     ) -> None:
+        super().__init__(decoder)
         self.image_size = image_size
         self.short_side = short_side or round(image_size * 256 / 224)
-        self.ships = decoder == "nvjpeg"
-        self.decode = make_decoder("auto" if self.ships else decoder)
 
-    def plan(self, height: int, width: int, epoch: int) -> Plan:
+    def crop(self, height: int, width: int, epoch: int) -> Crop:
         """The same in every epoch."""
         short = min(height, width)
         # Rounded down, as torchvision does.
         to_height, to_width = (int(self.short_side * side / short) for side in (height, width))
-        return Plan(0, 0, height, width, to_height, to_width, self.image_size)
-
-    def __call__(self, data: bytes, epoch: int = 0) -> dict[str, Any]:
-        if self.ships:
-            return shipped(data, epoch, self)
-        return {"image": self.pixels(data, epoch)}
-
-    def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
-        """Decodes here, whatever the decoder: uint8 [3, S, S]."""
-        image = self.decode(data)
-        height, width = image.shape[-2:]
-        return carried_out(self.plan(height, width, epoch), image)
-
-
-def random_crop(
-    height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
-) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a crop, drawn as torchvision's RandomResizedCrop draws it.
-
-    With Python's `random`: torch's one-element tensors would take 40 us more for each image.
-    """
-    for _ in range(10):
-        area = height * width * random.uniform(*scale)
-        aspect = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return random.randint(0, height - h), random.randint(0, width - w), h, w
-    # Nothing fits: the largest centre whose ratio is allowed.
-    w, h = width, height
-    if width / height < ratio[0]:
-        h = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        w = round(height * ratio[1])
-    return (height - h) // 2, (width - w) // 2, h, w
+        return Crop(0, 0, height, width, to_height, to_width, self.image_size)

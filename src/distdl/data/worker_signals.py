@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-PATIENCE = 60  # seconds a worker stays after a SIGTERM where nobody says who sent it (macOS)
+PATIENCE = 60  # seconds a worker stays after a SIGTERM where the sender is unknown (macOS)
 
 
 @dataclass

@@ -14,13 +14,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from distdl.data.sampling import stable_seed
 from distdl.errors import Problem, UserError
 from distdl.models import compilers
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.mixing import mix
 from distdl.models.weights import load_weights
 from distdl.ranges import NotNegative, Positive
+from distdl.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ class ImageClassifier(LightningModule):
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds their input to TF32's 11 bits on GPUs
             that can, "medium" to bf16's 8. torch does convolutions in TF32 there anyhow.
-        fused_bn: In torchvision's residual blocks BatchNorm, the addition and ReLU are one kernel
-            while training on a CUDA device (see `distdl.models.fused_norm`).
+        fused_bn: Of runs that were frozen when there was such a kernel: has no effect any more.
         weights: Start from a file's: torchvision's or timm's `.pth`, `.safetensors`, a checkpoint.
         seed: Of mixup and cutmix, whose draws depend on (seed, epoch, batch, rank) alone and so
             come out the same after a resume.
@@ -82,7 +81,6 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         given = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
-        given |= {"fused_bn": fused_bn, "compile": compile, "channels_last": channels_last}
         problems = list(self.check(given))
         if problems:
             raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
@@ -91,10 +89,7 @@ class ImageClassifier(LightningModule):
         if norm == "group":
             network = with_group_norm(network)
         if fused_bn:
-            from distdl.models import fused_norm  # torchvision takes a second to import
-
-            fused_norm.fuse(network)
-        self.fused_bn = fused_bn
+            log.warning("model.fused_bn=true has no effect any more; model.compile=true fuses, too")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
         self.num_classes = num_classes
@@ -118,13 +113,6 @@ class ImageClassifier(LightningModule):
                 yield Problem(
                     name, f"is {config[name]}, below 0", f"model.{name}=0 switches it off"
                 )
-        if config.get("fused_bn"):
-            others = {"norm": "batch", "compile": False, "channels_last": True}
-            for name, needed in others.items():
-                if config.get(name, needed) != needed:
-                    remedy = f"model.fused_bn=false, or model.{name}={str(needed).lower()}"
-                    what = f"is {config[name]}, which model.fused_bn=true does not go with"
-                    yield Problem(name, what, remedy)
         if not 0 <= config.get("label_smoothing", 0) < 1:
             yield Problem(
                 "label_smoothing",
@@ -134,12 +122,10 @@ class ImageClassifier(LightningModule):
 
     def configure_model(self) -> None:
         torch.set_float32_matmul_precision(self._matmul_precision)
-        device = self._trainer.strategy.root_device if self._trainer else self.device
-        if self.fused_bn and device.type != "cuda":
-            log.info("model.fused_bn=true: this is no CUDA device, so nothing is fused")
         # "measured" is decided before a training or a benchmark; nothing else is worth it.
         if self._compile in (False, "measured") or self.network._compiled_call_impl is not None:
             return
+        device = self._trainer.strategy.root_device if self._trainer else self.device
         compilers.refuse_without_compiler(device.type)
         compilers.keep_results()
         # In place (nn.Module.compile), so that names in checkpoints stay the same.

@@ -20,10 +20,10 @@ NARROW, WIDE, NAME = 5, 40, 17
 
 class Line(Progress):
     """One line of any width, of the task that was added last. What it is, how far and how long
-    come first; then as many of the task's `info` as fit, each whole; the bar takes what is left."""
+    come first; then as many parts of the task's `info` as fit; the bar takes what is left."""
 
     def __init__(self, console: Console) -> None:
-        # Whoever sends stdout into a file wants it there, and not beside the bar.
+        # A stdout that goes to a file is not redirected to the bar's console.
         super().__init__(console=console, transient=True, redirect_stdout=sys.stdout.isatty())
 
     def get_renderables(self) -> Iterable[Table]:
@@ -62,8 +62,8 @@ def drawn(task: Task, width: int) -> Table:
 
 def fitting(parts: Sequence[str], room: int) -> str:
     """As many parts as fit into so many columns; long names are cut where not all of them fit."""
-    if len(whole := "  ".join(parts)) <= room:
-        return whole
+    if len(joined := "  ".join(parts)) <= room:
+        return joined
     text = ""
     for part in parts:
         name, _, value = part.rpartition(" ")

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
+from distdl.prepare.image_files import EXTENSIONS
 from distdl.prepare.source import (
-    EXTENSIONS,
     Progress,
     Sample,
     files_below,
     no_folder,
     refuse_changed,
 )
-from distdl.stores.walking import ClassFolders
+from distdl.stores.walking import ClassFolders, class_names
 
 SPLITS = ("train", "val")
 
@@ -54,19 +54,13 @@ class Folder:
                 what = no_folder(folder)
             remedy = "it must hold train/<class>/ and val/<class>/"
             raise UserError(Problem("--source", what, remedy))
-        self.classes, val = _classes(folder / "train"), _classes(folder / "val")
+        self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if self.classes != val:
-            differing = sorted(set(self.classes) ^ set(val))
-            what = (
-                f"train/ has {len(self.classes)} classes and val/ {len(val)}; only one of the two "
-                f"has {', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
-            )
-            remedy = "both need the same class folders, or labels would differ in meaning"
-            raise UserError(Problem("--source", what, remedy))
+            raise UserError(different_classes("--source", self.classes, val))
 
     @cached_property
     def _images(self) -> list[Sample]:
-        found, folders = [], ClassFolders(self.folder, "--source")
+        samples, folders = [], ClassFolders(self.folder, "--source")
         for split in SPLITS:
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name
@@ -80,8 +74,8 @@ class Folder:
                     inner = path.relative_to(top).as_posix()
                     # Many data sets number the images of each class from 1.
                     key = inner if inner.startswith(name) else f"{name}_{inner}"
-                    found.append(Sample(split, key, label, size, (where,), mtime))
-        return found
+                    samples.append(Sample(split, key, label, size, (where,), mtime))
+        return samples
 
     def describe(self) -> dict[str, Any]:
         listing = hashlib.sha256()
@@ -112,6 +106,17 @@ class Folder:
         return {"folder": self.folder, "classes": self.classes}
 
 
+def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Problem:
+    """What is wrong with `path` where the two splits have other class folders."""
+    differing = sorted(set(train) ^ set(val))
+    what = (
+        f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has "
+        f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
+    )
+    remedy = "both need the same class folders, or labels would differ in meaning"
+    return Problem(path, what, remedy)
+
+
 def _size_and_mtime(path: Path) -> tuple[int, int]:
     """0 of what cannot be read, a link to nowhere: reading it later says so by name."""
     try:
@@ -119,11 +124,3 @@ def _size_and_mtime(path: Path) -> tuple[int, int]:
         return stat.st_size, stat.st_mtime_ns
     except OSError:
         return 0, 0
-
-
-def _classes(folder: Path) -> list[str]:
-    return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith(".")
-    )

@@ -1,4 +1,4 @@
-"""ILSVRC2012 as a source: read where it lies in its tar files, without unpacking them.
+"""ILSVRC2012 as a source: read inside its tar files, without unpacking them.
 
     ILSVRC2012_img_train.tar   1,000 tars, n01440764.tar ..., of 1,281,167 images
     ILSVRC2012_img_val.tar     50,000 images, ILSVRC2012_val_00000001.JPEG ...
@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distdl.errors import Problem, UserError
+from distdl.prepare.image_files import EXTENSIONS, is_image
 from distdl.prepare.source import (
-    EXTENSIONS,
     Files,
     Progress,
     Sample,
     files_below,
-    is_image,
     no_folder,
 )
 
@@ -128,7 +127,7 @@ class ImageNet:
                             progress(where[1], size)
             except tarfile.TarError as error:
                 known = f" (its MD5 is {TARS[split][1]})" if path.name == TARS[split][0] else ""
-                remedy = f"fetch it again, whole{known}"
+                remedy = f"download it again{known}"
                 raise UserError(
                     Problem("--source", f"{path} is damaged: {error}", remedy)
                 ) from None
@@ -148,7 +147,7 @@ class ImageNet:
                 )
                 if counts[name] != COUNTS[name]
             )
-            remedy = "fetch the tars again, or if that is what you want: --subset"
+            remedy = "download the tars again, or if that is what you want: --subset"
             raise UserError(Problem("--source", f"{self.folder} has {what}", remedy))
 
 
@@ -187,7 +186,7 @@ def _part(folder: Path, split: str) -> Path:
     if not folder.is_dir():
         what = no_folder(folder)
     remedy = (
-        "the tars are given out, for research, at "
+        "the tars are available, for research, at "
         "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"
     )
     raise UserError(Problem("--source", what, remedy))
@@ -204,10 +203,10 @@ def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tup
 
 
 def _wnid(name: str) -> str:
-    """The class of an image: the folder or tar that it lies in."""
+    """The class of an image: the folder or tar that it is in."""
     parts = name.split("/")
     if len(parts) < 2 or not WNID.fullmatch(parts[-2]):
-        what = f"{name} lies in no class (n01440764.tar or n01440764/)"
+        what = f"{name} is in no class (n01440764.tar or n01440764/)"
         raise UserError(Problem("--source", what, "for other images: prepare folder"))
     return parts[-2]
 

@@ -1,28 +1,26 @@
-"""What happens to one image on its way into a data set: checked, mended, if asked for made smaller.
+"""One image on its way into a data set: checked, repaired, made smaller if asked for.
 
-An image is decoded whole, by PIL, and its bytes stay as they are, unless
+An image is decoded completely, by PIL, and its bytes stay as they are, unless
 
-- it says by its name that it is a JPEG and is none, or is one in CMYK, which many decoders do not
+- its name says JPEG but its content does not, or it is a JPEG in CMYK, which many decoders do not
   read or read with wrong colours: re-encoded at quality 100 without subsampling, as by Inception's
   script (tensorflow/models, research/inception/inception/data/build_imagenet_data.py);
 - it is in a format that only PIL reads (BMP, TIFF, ...): kept as PNG, without loss;
-- the user wants smaller images (what is scaled becomes a JPEG, whatever it was), or restart
-  markers.
+- the user wants smaller images (what is scaled becomes a JPEG, whatever it was).
 
-An EXIF orientation stays in the file and pixels stay as they lie: ImageNet is trained so.
+An EXIF orientation stays in the file and pixels are not turned: ImageNet is trained so.
 """
 
 from __future__ import annotations
 
 import io
-import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image, ImageFile
 
 from distdl.errors import Problem, UserError
+from distdl.prepare.image_files import load_image
 
 # PIL's names of what stays as it is; MPO is a JPEG with another one behind it, as phones write it.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
@@ -32,12 +30,8 @@ WORTH_IT = 0.9  # re-encoding loses a little each time: never to save less than 
 ORIENTATION = 0x0112  # EXIF's tag
 
 
-class Damaged(ValueError):
-    """No decoder can make an image of it."""
-
-
 class Unwritten(Exception):
-    """A whole image that cannot be encoded again."""
+    """An intact image that cannot be encoded again."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +43,11 @@ class Treatment:
         short_side: Images with a longer shorter side are scaled down to it. Lossy.
         quality: Every JPEG is re-encoded at it, if that saves a tenth of its bytes; None: only
             what is scaled, at 90. Lossy.
-        restart_markers: Put one after each row of blocks, so that a decoder can begin at any row.
-            Lossless.
     """
 
     max_side: int | None = None
     short_side: int | None = None
     quality: int | None = None
-    restart_markers: bool = False
 
     @property
     def lossy(self) -> bool:
@@ -76,8 +67,6 @@ class Treatment:
             )
             which = which if self.max_side or self.short_side else "all JPEGs"
             parts.append(f"{which} at quality {self._quality} (lossy)")
-        if self.restart_markers:
-            parts.append("restart markers (lossless)")
         return ", ".join(parts) or "as they are"
 
     @property
@@ -92,10 +81,6 @@ class Treatment:
                 raise UserError(Problem(f"--{name.replace('_', '-')}", f"{side} is no size"))
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise UserError(Problem("--quality", f"{self.quality} is not from 1 to 100"))
-        if self.restart_markers and shutil.which("jpegtran") is None:
-            what = "needs jpegtran, which is not on PATH"
-            remedy = "apt-get install libjpeg-turbo-progs (conda: libjpeg-turbo)"
-            raise UserError(Problem("--restart-markers", what, remedy))
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""
@@ -116,13 +101,13 @@ class Treatment:
         Returns:
             data: To be stored.
             extension: ".jpg", ".png" or ".webp".
-            oddity: What is unusual about it, and how it was mended; mostly empty.
+            oddity: What is unusual about it, and how it was repaired; mostly empty.
 
         Raises:
-            Damaged: It cannot be decoded.
+            DamagedImage: It cannot be decoded.
             Unwritten: It can, and cannot be encoded again.
         """
-        image = decode(data)
+        image = load_image(data)
         size = self.size(*image.size)
         named_jpeg = name.lower().endswith(JPEG_NAMES)
         oddity = ""
@@ -145,38 +130,18 @@ class Treatment:
             again = self._jpeg(plain(image), image, quality=self.quality)
             if len(again) < WORTH_IT * len(data):
                 return again, ".jpg", ""
-        if self.restart_markers:
-            marked = with_restart_markers(data, image)
-            return marked or data, ".jpg", "" if marked else "left without restart markers"
         return data, ".jpg", ""
 
     def _jpeg(self, image: Image.Image, original: Image.Image, **how: Any) -> bytes:
-        if self.restart_markers:
-            how["restart_marker_rows"] = 1
         turned = orientation(original)
         if turned != 1:
             how["exif"] = Image.Exif()
             how["exif"][ORIENTATION] = turned
         # With `optimize` all must fit PIL's buffer. It takes 1 or 2 bytes a pixel, and noise needs
-        # 5 ("Suspension not allowed here"); a JPEG is whole blocks, of up to 16 x 16 pixels.
+        # 5 ("Suspension not allowed here"); a JPEG consists of blocks of up to 16 x 16 pixels.
         room = 4 * len(image.getbands()) * (image.width + 15) * (image.height + 15)
         ImageFile.MAXBLOCK = max(ImageFile.MAXBLOCK, room)
         return written(image, "JPEG", optimize=True, **how)
-
-
-def decode(data: bytes) -> Image.Image:
-    """All of its pixels.
-
-    Raises:
-        Damaged: It is no image, or ends too early.
-    """
-    try:
-        image = Image.open(io.BytesIO(data))
-        image.load()
-    except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-        reason = "is no image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
-        raise Damaged(reason if data else "is empty") from error
-    return image
 
 
 def plain(image: Image.Image) -> Image.Image:
@@ -211,26 +176,3 @@ def orientation(image: Image.Image) -> int:
         return int(image.getexif().get(ORIENTATION, 1))
     except Exception:  # ImageNet has images with broken EXIF data: no decoder reads those
         return 1
-
-
-def with_restart_markers(data: bytes, image: Image.Image) -> bytes | None:
-    """The same JPEG, baseline, with a restart marker after each row of blocks.
-
-    jpegtran moves coefficients and never decodes them
-    (https://manpages.debian.org/bookworm/libjpeg-turbo-progs/jpegtran.1.en.html).
-
-    Args:
-        data: A JPEG.
-        image: It, decoded.
-
-    Returns:
-        marked: None where jpegtran cannot do it, or any pixel would differ.
-    """
-    # Optimized Huffman tables pay for the markers: +0.1 % of bytes and not +5 %.
-    command = ["jpegtran", "-copy", "all", "-optimize", "-restart", "1"]
-    marked = subprocess.run(command, input=data, capture_output=True, check=False).stdout
-    try:
-        same = decode(marked).tobytes() == image.tobytes()
-    except Damaged:
-        same = False
-    return marked if same else None

@@ -42,7 +42,7 @@ def open_source(options: argparse.Namespace) -> ParquetImages:
 
 
 class ParquetImages:
-    """A folder of Parquet files. Their splits are said by their names, or by `split`.
+    """A folder of Parquet files. Their names say the splits, or `split` does.
 
     Args:
         path: The folder, or one file.
@@ -57,7 +57,7 @@ class ParquetImages:
     """
 
     kind = "parquet"
-    # A row group is read as a whole: what is read together must lie together.
+    # A row group is read at once: what is read together must lie together.
     in_blocks = True
 
     def __init__(
@@ -90,14 +90,14 @@ class ParquetImages:
         known = self._known_classes()
         numbers = {name: number for number, name in enumerate(known or ())}
         total = sum(self._opened(name).metadata.num_rows for name in self._splits)
-        found, done = records.Labelled(), 0
+        labelled, done = records.Labelled(), 0
         for name, split in self._splits.items():
             place = self._folder / name
             mtime = place.stat().st_mtime_ns
             for group in range(self._opened(name).metadata.num_row_groups):
                 labels, names = self._row_group(name, group)
                 size = self._mean_bytes(name, group)
-                for row, (label, said) in enumerate(zip(labels, names, strict=True)):
+                for row, (label, file_name) in enumerate(zip(labels, names, strict=True)):
                     if label is None:
                         what = f"{place}: row {row} of row group {group} has no {self._label}"
                         raise UserError(Problem("--source", what))
@@ -105,11 +105,11 @@ class ParquetImages:
                     if number < 0:
                         raise records.no_class(f"{place}: row {row} of row group {group}", number)
                     where = name, group, row
-                    found.add(split, str(said or ""), number, "", size, where, mtime)
+                    labelled.add(Sample(split, str(file_name or ""), number, size, where, mtime))
                 done += len(labels)
                 progress(done, total)
-        self.classes = found.settle(self._label_offset, known)
-        yield from found.samples()
+        self.classes = labelled.settle(self._label_offset, known)
+        yield from labelled.samples()
 
     def read(self, sample: Sample) -> bytes:
         """The encoded image.
@@ -170,14 +170,14 @@ class ParquetImages:
 
     def _mean_bytes(self, name: str, group: int) -> int:
         """Of an image of this row group: its columns' size says it without reading them."""
-        found = self._opened(name).metadata.row_group(group)
-        columns = [found.column(i) for i in range(found.num_columns)]
+        rows = self._opened(name).metadata.row_group(group)
+        columns = [rows.column(i) for i in range(rows.num_columns)]
         size = sum(
             c.total_uncompressed_size
             for c in columns
             if c.path_in_schema in (self._image, f"{self._image}.bytes")
         )
-        return int(size) // max(1, found.num_rows)
+        return int(size) // max(1, rows.num_rows)
 
     def _known_classes(self) -> list[str] | None:
         """Names by label: as Hugging Face's schema says, or text labels, sorted. None: unknown."""
@@ -185,9 +185,13 @@ class ParquetImages:
 
         schema = self._opened(next(iter(self._splits))).schema_arrow
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        said = features.get("info", {}).get("features", {}).get(self._label, {})
-        if isinstance(said, dict) and said.get("_type") == "ClassLabel" and said.get("names"):
-            return list(map(str, said["names"]))
+        feature = features.get("info", {}).get("features", {}).get(self._label, {})
+        if (
+            isinstance(feature, dict)
+            and feature.get("_type") == "ClassLabel"
+            and feature.get("names")
+        ):
+            return list(map(str, feature["names"]))
         if pa.types.is_integer(schema.field(self._label).type):
             return None
         texts: set[str] = set()
@@ -261,5 +265,5 @@ def _chosen(
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:
         return (named or fits)[0]
-    said = "no column holds" if not fits else f"{len(fits)} columns may hold"
-    raise UserError(Problem(option, f"{said} {what}: {columns}", f"{option} NAME"))
+    which = "no column holds" if not fits else f"{len(fits)} columns may hold"
+    raise UserError(Problem(option, f"{which} {what}: {columns}", f"{option} NAME"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from distdl.stores.walking import walk_once
 SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "eval", "dev"),
-    # Test sets come without labels, or are what a paper is judged by: nobody trains on them here.
+    # Test sets come without labels, or are for a final evaluation: they are not trained on.
     "": ("test", "testing"),
 }
 
@@ -35,14 +35,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_files(
-    source: Path, names: str, said: str, split: str | None
+    source: Path, names: str, shown: str, split: str | None
 ) -> tuple[Path, dict[str, str]]:
     """A folder, and its record files with the split of each: "train" or "val".
 
     Args:
         source: The folder, or one file in it. Files may lie in folders below it.
         names: A regular expression that a file's name must match somewhere.
-        said: The same in words.
+        shown: The same in words.
         split: Of all files; None: by their names, or those of their folders.
 
     Raises:
@@ -53,28 +53,28 @@ def find_files(
     folder = source if source.is_dir() else source.parent
     files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
     if not files:
-        raise UserError(Problem("--source", f"{source} holds no file named {said}"))
+        raise UserError(Problem("--source", f"{source} holds no file named {shown}"))
     if split is not None:
         return folder, dict.fromkeys(files, split)
-    found: dict[str, str] = {}
+    split_by_name: dict[str, str] = {}
     for name in files:
-        # The file's own name decides before the folders that it lies in.
+        # The file's own name decides before the folders above it.
         splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
         if not splits:
-            what = f"{folder / name} says by its name neither train nor validation"
+            what = f"{folder / name} has a name that says neither train nor validation"
             raise UserError(Problem("--source", what, "--split train, if all files are of it"))
         if splits[0]:
-            found[name] = splits[0]
-    if not found:
+            split_by_name[name] = splits[0]
+    if not split_by_name:
         what = f"{source} holds files of a test set only"
         raise UserError(Problem("--source", what, "--split val, if that is what you want"))
-    return folder, found
+    return folder, split_by_name
 
 
 def split_of(name: str) -> str | None:
     """ "train", "val", "" for a test set, None where a name says nothing."""
     words = set(re.split(r"[^a-z]+", name.lower()))
-    return next((split for split, said in SPLITS.items() if words & set(said)), None)
+    return next((split for split, synonyms in SPLITS.items() if words & set(synonyms)), None)
 
 
 def _below(folder: Path, names: str) -> Iterator[str]:
@@ -103,40 +103,41 @@ def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any
 
 
 class Labelled:
-    """What a scan has found so far. What a label means is known at its end only."""
+    """Samples of a scan. What a label means is known at its end only."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
         self._names: dict[int, str] = {}
         self._offset = 0
 
-    def add(
-        self,
-        split: str,
-        name: str,
-        label: int,
-        said: str,
-        size: int,
-        where: tuple[str | int, ...],
-        mtime_ns: int,
-    ) -> None:
-        """One sample, whose `label` is as it stands in the file and is called `said` ("": it has
-        no name). `size`, `where` and `mtime_ns` are as of `Sample`.
+    def add(self, sample: Sample, class_name: str = "") -> None:
+        """Adds a sample, whose `label` is the file's own and may have a name, as may the sample.
 
         Raises:
             UserError: The label has had another name before.
         """
-        if said and self._names.setdefault(label, said) != said:
-            what = f"{where[0]}: label {label} is {said}, and {self._names[label]} elsewhere"
+        known = self._names.setdefault(sample.label, class_name) if class_name else ""
+        if known != class_name:
+            what = f"{sample.where[0]}: label {sample.label} is {class_name}, and {known} elsewhere"
             raise UserError(Problem("--source", what))
-        name = name or f"{split}_{len(self._samples):08d}"
-        self._samples.append(Sample(split, name, label, size, where, mtime_ns))
+        name = sample.name or f"{sample.split}_{len(self._samples):08d}"
+        self._samples.append(replace(sample, name=name))
 
     def settle(self, offset: int | None, names: Sequence[str] | None = None) -> list[str]:
-        """The classes' names: those given, or those that were added.
+        """Finds what to subtract from every label so that they start at 0.
+
+        Inception's TFRecords count from 1, since 0 was "background"
+        (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
+
+        Args:
+            offset: As the user says; None: the smallest label, if that is 0 or 1.
+            names: Of all classes, by label; None: those that were added.
+
+        Returns:
+            The classes' names.
 
         Raises:
-            UserError: See `settle_labels`.
+            UserError: The smallest label is another one, or two classes have one name.
         """
         if not self._samples:
             raise UserError(Problem("--source", "its files hold no sample"))
@@ -144,47 +145,27 @@ class Labelled:
         labels = {sample.label for sample in self._samples}
         if names:
             labels |= {0, len(names) - 1}
-        self._offset, classes = settle_labels(labels, known, offset)
+        low, high = min(labels), max(labels)
+        if offset is None and low > 1:
+            what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
+            raise UserError(Problem("--label-offset", what, "--label-offset 0, or 1"))
+        self._offset = offset = low if offset is None else offset
+        if low < offset:
+            what = f"is {offset}, but a sample has the label {low}"
+            raise UserError(Problem("--label-offset", what, f"--label-offset {low}"))
+        classes = [known.get(label, str(label - offset)) for label in range(offset, high + 1)]
+        twice = sorted({name for name in classes if classes.count(name) > 1})
+        if twice:
+            what = f"two labels have the name {twice[0]}"
+            raise UserError(Problem("--source", what, "labels and names contradict each other"))
         return classes
 
     def samples(self) -> Iterator[Sample]:
         """In the order in which they were added, with labels from 0; once.
 
-        None is kept that was given out: whoever takes them has a million of them as well.
+        Each is forgotten when it is yielded: the caller keeps a million of them as well.
         """
         self._samples.reverse()
         while self._samples:
             sample = self._samples.pop()
             yield replace(sample, label=sample.label - self._offset)
-
-
-def settle_labels(
-    labels: Collection[int], names: Mapping[int, str], offset: int | None
-) -> tuple[int, list[str]]:
-    """What to subtract from every label so that they start at 0, and the names of the classes.
-
-    Inception's TFRecords count from 1, since 0 was "background"
-    (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
-
-    Args:
-        labels: All that occur.
-        names: Of those labels that have one.
-        offset: As the user says; None: the smallest label, if that is 0 or 1.
-
-    Raises:
-        UserError: The smallest label is another one, or two classes have one name.
-    """
-    low, high = min(labels), max(labels)
-    if offset is None and low > 1:
-        what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
-        raise UserError(Problem("--label-offset", what, "--label-offset 0, or 1"))
-    offset = low if offset is None else offset
-    if low < offset:
-        what = f"is {offset}, but a sample has the label {low}"
-        raise UserError(Problem("--label-offset", what, f"--label-offset {low}"))
-    classes = [names.get(label, str(label - offset)) for label in range(offset, high + 1)]
-    twice = sorted({name for name in classes if classes.count(name) > 1})
-    if twice:
-        what = f"two labels have the name {twice[0]}"
-        raise UserError(Problem("--source", what, "labels and names contradict each other"))
-    return offset, classes

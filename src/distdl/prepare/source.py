@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distdl.errors import Problem, Unfinished
+from distdl.prepare.image_files import EXTENSIONS, is_image
 from distdl.stores.walking import walk_once
 
 # By the word after `prepare`: the module, and one line for --help.
@@ -25,10 +26,7 @@ KINDS = {
     "parquet": ("distdl.prepare.parquet", "Parquet with encoded images, also Petastorm's"),
 }
 
-# torchvision's list; compared in lower case, so `.JPEG` counts.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-
-# progress(done, total): how much of something (mostly bytes) is behind us.
+# progress(done, total): how much of something (mostly bytes) is done.
 Progress = Callable[[int, int], None]
 
 
@@ -43,8 +41,8 @@ class Sample:
         label: Its class's place in the source's `classes`.
         bytes: Of the encoded image; an estimate will do.
         where: What `read` needs to find it: strings and numbers only, since a plan is kept as JSON.
-        mtime_ns: When the file that it lies in had last been changed as it was planned: `read` ends
-            with `refuse_changed` where that is another time. 0: it is not compared.
+        mtime_ns: Time of change of its file when it was planned: `read` ends with
+            `refuse_changed` if that is another one now. 0: it is not compared.
     """
 
     split: str
@@ -76,7 +74,7 @@ class Source(Protocol):
     def read(self, sample: Sample) -> bytes:
         """The encoded image. Called in other processes: files are opened there, when needed.
 
-        Where interrupted work goes on, `scan` was not called before.
+        Where interrupted work is continued, `scan` was not called before.
 
         Raises:
             OSError: It cannot be read.
@@ -86,38 +84,38 @@ class Source(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What tells this source from another one, as JSON: names and sizes, no absolute paths.
+        """What identifies this source, as JSON: names and sizes, no absolute paths.
 
-        It is kept in the manifest, and compared before interrupted work goes on; so it must be
+        It is kept in the manifest, and compared before interrupted work is continued; so it must be
         cheap, and is called before `scan`.
         """
         ...
 
 
 def no_folder(path: Path) -> str:
-    """What is wrong with a path that should be a folder, and is none."""
+    """What is wrong with a path that should be a folder."""
     return f"{path} is a file, and no folder" if path.exists() else f"no such folder: {path}"
 
 
 def refuse_changed(
-    path: Path, found: os.stat_result, mtime_ns: int, size: int | None = None
+    path: Path, stat: os.stat_result, mtime_ns: int, size: int | None = None
 ) -> None:
-    """To be asked after reading: also what changed meanwhile is other than planned.
+    """Called after reading, so that a change meanwhile is noticed, too.
 
     Args:
         path: Of a file.
-        found: What it is now.
-        mtime_ns: What it was when it was planned; 0: not known.
-        size: The same, in bytes; None: not known.
+        stat: Of the file now.
+        mtime_ns: When it had last been changed as it was planned; 0: not known.
+        size: Its bytes then; None: not known.
 
     Raises:
         Unfinished: It was written to after that, or is another file.
     """
-    if not mtime_ns or (found.st_mtime_ns == mtime_ns and size in (None, found.st_size)):
+    if not mtime_ns or (stat.st_mtime_ns == mtime_ns and size in (None, stat.st_size)):
         return
     what = f"{path} has changed since it was planned: other bytes would go into the data set"
     remedy = (
-        "put it back as it was (cp -p), and the same command goes on where it was; to prepare what "
+        "put it back as it was (cp -p), and the same command continues; to prepare what "
         "the files are now: the same command with another --to"
     )
     raise Unfinished(Problem("--source", what, remedy))
@@ -143,11 +141,6 @@ def files_below(
         for name in sorted(names):
             if is_image(name, endings):
                 yield Path(inner, name)
-
-
-def is_image(name: str, endings: tuple[str, ...] = EXTENSIONS) -> bool:
-    """By its name. Not what macOS hides beside an image: `._dog.jpg`."""
-    return name.lower().endswith(endings) and not name.rpartition("/")[2].startswith(".")
 
 
 class Files:

@@ -40,7 +40,7 @@ def open_source(options: argparse.Namespace) -> TFRecords:
 
 
 class TFRecords:
-    """A folder of TFRecord files. Their splits are said by their names, or by `split`.
+    """A folder of TFRecord files. Their names say the splits, or `split` does.
 
     Args:
         path: The folder, or one file.
@@ -69,21 +69,22 @@ class TFRecords:
         Raises:
             UserError: See the class.
         """
-        found = records.Labelled()
+        labelled = records.Labelled()
         stats = {name: (self._files.folder / name).stat() for name in self._splits}
         done, total = 0, sum(stat.st_size for stat in stats.values())
         for name, split in self._splits.items():
-            for start, length, image, (label, said, file_name) in _records(self._files, name):
+            for start, length, image, (label, class_name, file_name) in _records(self._files, name):
                 if label < 0:
                     place = f"{self._files.folder / name}, record at byte {start - 12},"
                     raise records.no_class(place, label)
                 where = name, start, length, *image
                 mtime = stats[name].st_mtime_ns
-                found.add(split, file_name, label, said, image[1], where, mtime)
+                sample = Sample(split, file_name, label, image[1], where, mtime)
+                labelled.add(sample, class_name)
                 progress(done + start + length + 4, total)
             done += stats[name].st_size
-        self.classes = found.settle(self._label_offset)
-        yield from found.samples()
+        self.classes = labelled.settle(self._label_offset)
+        yield from labelled.samples()
 
     def read(self, sample: Sample) -> bytes:
         """The encoded image.
@@ -106,8 +107,8 @@ class TFRecords:
 
 
 def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[int, str, str]]]:
-    """Start and length of each record's bytes; start (in them) and length of its image; what it
-    says: label, name of the class, name of the image.
+    """Start and length of each record's bytes; start (in them) and length of its image; its
+    label, name of the class, name of the image.
 
     A file is a sequence of records, each framed by its length and checksums
     (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details):
@@ -138,17 +139,17 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             if begin + length + 4 > size:
                 raise _bad(path, start, "it is cut short")
             try:
-                image, said = _example(data, (begin, begin + length))
+                image, meaning = _example(data, (begin, begin + length))
             except (ValueError, IndexError, UnicodeDecodeError) as error:
                 raise _bad(
                     path, start, f"it is no Example with an image and a label: {error}"
                 ) from error
-            yield begin, length, (image[0] - begin, image[1] - image[0]), said
+            yield begin, length, (image[0] - begin, image[1] - image[0]), meaning
             start = begin + length + 4
 
 
 def _bad(path: Path, start: int, what: str, remedy: str = "") -> UserError:
-    remedy = remedy or "copy the file again from where it came from"
+    remedy = remedy or "copy the file again from its source"
     return UserError(Problem("--source", f"{path}, record at byte {start}: {what}", remedy))
 
 
@@ -174,16 +175,16 @@ def _example(data: Buffer, span: Span) -> tuple[Span, tuple[int, str, str]]:
 
 def _first_bytes(data: Buffer, feature: Span) -> Span | None:
     """Feature.bytes_list.value[0]."""
-    found = next(_fields(data, feature, 1), None)
-    return next(_fields(data, found, 1), None) if found else None
+    values = next(_fields(data, feature, 1), None)
+    return next(_fields(data, values, 1), None) if values else None
 
 
 def _first_int(data: Buffer, feature: Span) -> int | None:
     """Feature.int64_list.value[0], packed (as protobuf writes it) or not."""
-    found = next(_fields(data, feature, 3), None)
-    if found is None or found[0] == found[1]:
+    values = next(_fields(data, feature, 3), None)
+    if values is None or values[0] == values[1]:
         return None
-    tag, start = _varint(data, found[0])
+    tag, start = _varint(data, values[0])
     if tag & 7 == 2:
         start = _varint(data, start)[1]
     value = _varint(data, start)[0]

@@ -14,7 +14,7 @@ from distdl.stores import Store, StoreError, is_remote, open_store
 
 # Files under way at once. Each also goes up in parts; more fill no link that these do not.
 PARALLEL = 4
-PATIENCE = 10.0  # seconds, of the look before: somebody is waiting at the screen
+PATIENCE = 10.0  # seconds, of the check before: somebody is waiting at the screen
 
 
 def upload(out: Path, url: str, progress: Progress) -> None:
@@ -22,13 +22,13 @@ def upload(out: Path, url: str, progress: Progress) -> None:
 
     Each file is read once before it goes and compared with its sha256 in the manifest, so that no
     damage of this disk is published; the server checks what arrives (`distdl.stores.Store`), and
-    then the size is asked for. The indexes go first: they tell which data set an unfinished upload
-    is of. Without the manifest, which goes last, there is no data set at `url`.
+    then the size is asked for. The indexes go first: they identify the data set of an unfinished
+    upload. Without the manifest, which goes last, there is no data set at `url`.
 
     Args:
         out: A folder with a manifest.
         url: As `distdl.stores.open_store` takes it.
-        progress: Told the bytes that are there, and all there are.
+        progress: Called with the bytes that are there, and all there are.
 
     Raises:
         UserError: `out` is no prepared data set or damaged, `url` holds another one or something
@@ -52,7 +52,7 @@ def upload(out: Path, url: str, progress: Progress) -> None:
         raise Unfinished(_failed(error, again)) from error
 
 
-def look(url: str, out: Path | None) -> None:
+def check_target(url: str, out: Path | None) -> None:
     """Asks whether a data set can go to `url`: before hours of work, and not after them.
 
     Args:
@@ -60,7 +60,7 @@ def look(url: str, out: Path | None) -> None:
         out: As in `upload`; None: it is yet to be prepared, so nothing of it can be there.
 
     Raises:
-        UserError: The place cannot be reached, does not exist, or holds something else.
+        UserError: It cannot be reached, does not exist, or holds something else.
     """
     try:
         store = open_store(url, patience=PATIENCE)
@@ -81,12 +81,12 @@ def _files(manifest: Manifest) -> list[File]:
 
 
 def _refuse(store: Store, others: list[str]) -> None:
-    """Raises UserError for what is at a place and does not belong there, if anything is."""
+    """Raises UserError for files that do not belong there, if there are any."""
     if others:
         what = f"{store.uri} holds something else: {', '.join(others[:3])}"
         if MANIFEST in others:
             what = f"{store.uri} holds a prepared data set already"
-        raise UserError(Problem("--upload", what, "choose an empty place"))
+        raise UserError(Problem("--upload", what, "choose an empty folder"))
 
 
 def _failed(error: StoreError, again: str) -> Problem:
@@ -96,7 +96,7 @@ def _failed(error: StoreError, again: str) -> Problem:
 
 
 def read_manifest(out: Path) -> Manifest:
-    """Raises UserError when there is none."""
+    """Raises UserError when there is no manifest."""
     path = out / MANIFEST
     if not path.is_file():
         what = f"{out} is no prepared data set: it has no {MANIFEST}"
@@ -111,12 +111,12 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
         UserError: Something else is there.
     """
     known = {file.name: file for file in files}
-    there = list(store.names())
-    _refuse(store, sorted(set(there) - known.keys() - {MANIFEST}))
-    if MANIFEST in there and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
+    stored = list(store.names())
+    _refuse(store, sorted(set(stored) - known.keys() - {MANIFEST}))
+    if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
         what = f"{store.uri} holds another prepared data set"
-        raise UserError(Problem("--upload", what, "choose an empty place"))
-    for name in there:
+        raise UserError(Problem("--upload", what, "choose an empty folder"))
+    for name in stored:
         # The indexes hold the sha256 of each sample: where they are equal, so are the shards.
         file = known.get(name)
         if file is None:
@@ -126,8 +126,8 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
             same = hashlib.sha256(store.read(name)).hexdigest() == file.sha256
         if not same:
             what = f"{store.uri} holds another {name}, perhaps of an upload that was not finished"
-            raise UserError(Problem("--upload", what, "choose an empty place, or empty this one"))
-    return {file for name, file in known.items() if name not in there}
+            raise UserError(Problem("--upload", what, "choose an empty folder, or empty this one"))
+    return {file for name, file in known.items() if name not in stored}
 
 
 class Stopped(Exception):
@@ -135,7 +135,7 @@ class Stopped(Exception):
 
 
 class _Sending:
-    """An upload under way; `progress` is told from one thread at a time."""
+    """An upload under way; `progress` is called by one thread at a time."""
 
     def __init__(
         self, store: Store, out: Path, files: list[File], missing: set[File], progress: Progress
@@ -150,11 +150,11 @@ class _Sending:
         path = self.out / file.name
         try:
             with path.open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
+                sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
         except FileNotFoundError:
-            found = ""
-        if found != file.sha256:
-            what = f"{path} is {'damaged' if found else 'missing'}"
+            sha256 = ""
+        if sha256 != file.sha256:
+            what = f"{path} is {'damaged' if sha256 else 'missing'}"
             raise Unfinished(Problem("--upload", what, "prepare the data set again, elsewhere"))
         if not self._stop.is_set():
             self.store.upload(path, file.name, self._passed)

@@ -1,6 +1,6 @@
 """Preparing a data set: plan, write every part on its own, then the manifest.
 
-    OUT/.preparing/plan.jsonl          the plan; a later start goes on with it
+    OUT/.preparing/plan.jsonl          the plan; a later start continues it
     OUT/.preparing/train-00007.json    that part is done (and its rows of the index, .npy)
     OUT/train-00007.tar
     OUT/dataset.json                   all of it is done; OUT/.preparing is gone
@@ -25,13 +25,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from distdl import __version__
+from distdl.atomic_files import remove_leftovers, write_bytes
 from distdl.errors import Problem, Unfinished, UserError
 from distdl.orphans import end_with_parent
-from distdl.prepare import plan as plans
-from distdl.prepare.plan import Part, Plan
+from distdl.prepare import shard_plan as plans
+from distdl.prepare.shard_plan import Part, ShardPlan
 from distdl.prepare.writers import WORK, Result, Writer, result_file, rows_of
 from distdl.shards.format import MANIFEST, Manifest
-from distdl.shards.writing import remove_leftovers, whole, write_index
+from distdl.shards.writing import write_index
 
 FOLDER_MANIFEST = "prepared.json"
 # How many oddities of one kind the manifest names.
@@ -73,10 +74,10 @@ class Preparation:
         for name in (MANIFEST, FOLDER_MANIFEST):
             if (out / name).exists():
                 made = json.loads((out / name).read_bytes()).get("made", {})
-                self._compare(made.get("settings", {}), "is prepared already, otherwise")
+                self._compare(made.get("settings", {}), "is prepared already, with other settings")
                 return
         if self.begun:
-            self._compare(plans.settings_of(self.plan_file), "was begun otherwise")
+            self._compare(plans.settings_of(self.plan_file), "was begun with other settings")
         elif out.exists():
             # A start that was killed while it planned has left no more than this.
             others = [path.name for path in out.iterdir() if path.name != WORK]
@@ -85,6 +86,8 @@ class Preparation:
                 raise UserError(Problem("--to", what, "name a new folder: --to DIR"))
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
+        # An option of earlier versions, which changed no pixel.
+        before.get("images", {}).pop("restart_markers", None)
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
             removal = f"rm -r {shlex.quote(str(self.out))}"
@@ -99,8 +102,8 @@ class Preparation:
         """So that no two commands write the same data set at the same time.
 
         Raises:
-            UserError: Another one is at it, or has made something else of the folder meanwhile;
-                the folder cannot be written, or its disk is full.
+            UserError: Another command prepares it, or has put something else there meanwhile; the
+                folder cannot be written, or its disk is full.
         """
         lock = FileLock(self.out / WORK / "lock")
         try:
@@ -112,11 +115,11 @@ class Preparation:
             what = f"another command is preparing {self.out} at this moment"
             raise UserError(Problem("--to", what, "wait for it")) from None
         except OSError as error:
-            remedy = "mend that, and the same command goes on where it was"
+            remedy = "fix that, and the same command goes on where it was"
             problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
             raise (Unfinished if self.begun else UserError)(problem) from error
 
-    def missing(self, plan: Plan, skip_damaged: bool) -> list[Part]:
+    def missing(self, plan: ShardPlan, skip_damaged: bool) -> list[Part]:
         """What has not been written yet, or lacks images that may be readable by now."""
         return [part for part in plan.parts if not self._is_done(part, skip_damaged)]
 
@@ -149,7 +152,7 @@ class Preparation:
             remedy = "the same command goes on where it was; fewer: --workers N"
             raise Unfinished(Problem("--workers", what, remedy)) from error
 
-    def finish(self, plan: Plan, skip_damaged: bool) -> Result:
+    def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
         """Writes index and manifest, once all parts are there.
 
         Returns:
@@ -181,10 +184,10 @@ class Preparation:
                 splits[split] = write_index(self.out, split, shards, rows_of(self.out, parts))
             text = Manifest(tuple(plan.classes), splits, made).to_json()
         else:
-            found = {"images": total.samples, "classes": plan.classes, "made": made}
-            text = json.dumps(found, indent=1)
-        with whole(self.manifest) as file:
-            file.write(text.encode())
+            text = json.dumps(
+                {"images": total.samples, "classes": plan.classes, "made": made}, indent=1
+            )
+        write_bytes(self.manifest, text.encode())
         self.tidy()
         return total
 
@@ -200,12 +203,12 @@ class Preparation:
         return [split for split in ("train", "val") if not splits[split]["samples"]]
 
     def damaged(self, split: str) -> int:
-        """How many images of it a complete data set has not, since they are damaged."""
+        """How many of its images a complete data set lacks, since they are damaged."""
         left_out = json.loads(self.manifest.read_bytes())["made"]["damaged"]
         return sum(name.startswith(f"{split}: ") for name, _ in left_out)
 
     def tidy(self) -> None:
-        """What a complete data set no longer needs, and a kill after its last step has left."""
+        """Removes what a complete data set no longer needs, also what a killed command left."""
         shutil.rmtree(self.out / WORK, ignore_errors=True)
 
 
@@ -245,58 +248,57 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
     context = multiprocessing.get_context("spawn")
     seen = [0, 0]
 
-    def tell() -> None:
+    def report() -> None:
         now = counts[:]
         advance(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
 
-    # From before the pool is made: a semaphore that is half made would stay behind.
+    # Before the pool exists: an interrupted pool would leave a semaphore behind.
     with _held_back() as check:
         counts = context.Array("q", 2)
         with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
             try:
-                _keep_busy(pool, parts, 2 * workers, tell, check)
+                _keep_busy(pool, parts, 2 * workers, report, check)
             except BaseException:
                 for process in multiprocessing.active_children():
                     process.terminate()
                 # Waited for: what a pool leaves to Python's last moments may end in an error.
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-    tell()
+    report()
     check()
 
 
 def _keep_busy(
     pool: ProcessPoolExecutor,
     parts: list[Part],
-    ahead: int,
-    tell: Callable[[], None],
+    queued: int,
+    report: Callable[[], None],
     check: Callable[[], None],
 ) -> None:
     """Until all parts are written, or `check` raises because somebody wants it to end."""
     waiting, running = iter(parts), set[Future[None]]()
     while True:
-        # A few ahead of the workers, and not all: each is sent with all its samples.
-        while len(running) < ahead and (part := next(waiting, None)):
+        # A few more than there are workers, and not all: each is sent with all its samples.
+        while len(running) < queued and (part := next(waiting, None)):
             with _uninterrupted():
-                running.add(pool.submit(_write_here, part))
+                running.add(pool.submit(_write_in_worker, part))
         if not running:
             return
         done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
         for future in done:
             future.result()
-        tell()
+        report()
         check()
 
 
 @contextmanager
 def _held_back() -> Iterator[Callable[[], None]]:
-    """Ctrl-C and SIGTERM come out of the call of what this yields, and nowhere else.
+    """Yields a function that raises KeyboardInterrupt once Ctrl-C or SIGTERM has come.
 
-    From within a wait for a lock KeyboardInterrupt may come out as an error about that lock
-    (CPython 3.11), and from within the making of a pool it leaves a semaphore behind.
-
-    Nor does a second one, which `uv run` and others send at once: stopping.StopRequest lets it.
+    Raised anywhere else it may become an error about a lock that was waited for (CPython 3.11), or
+    leave a semaphore behind while the pool is created. A second signal, which `uv run` and others
+    send at once, changes nothing.
     """
     came: list[int] = []
 
@@ -315,9 +317,9 @@ def _held_back() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """What would end this process comes afterwards, and to processes started in here not at all.
+    """Delays Ctrl-C and SIGTERM until the end of the block; processes started in it never get them.
 
-    Ctrl-C is for whoever started them, who then sends SIGTERM; they let it in once they have begun.
+    Ctrl-C is for this process, which then sends them SIGTERM: they unblock that when they start.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -326,21 +328,21 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_HERE: dict[str, Any] = {}
+_WORKER: dict[str, Any] = {}
 
 
 def _enter_worker(writer: Writer, counts: Any) -> None:
-    _HERE.update(writer=writer, counts=counts)
+    _WORKER.update(writer=writer, counts=counts)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent()
 
 
-def _write_here(part: Part) -> None:
-    counts = _HERE["counts"]
+def _write_in_worker(part: Part) -> None:
+    counts = _WORKER["counts"]
 
     def advance(length: int) -> None:
         with counts.get_lock():
             counts[0] += 1
             counts[1] += length
 
-    _HERE["writer"].write(part, advance)
+    _WORKER["writer"].write(part, advance)

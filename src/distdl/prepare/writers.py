@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from distdl.atomic_files import atomic_file, write_bytes
 from distdl.errors import Problem, UserError
-from distdl.prepare.images import Damaged, Treatment, Unwritten
-from distdl.prepare.plan import Part
+from distdl.prepare.image_files import DamagedImage
+from distdl.prepare.images import Treatment, Unwritten
+from distdl.prepare.shard_plan import Part
 from distdl.prepare.source import Sample, Source
 from distdl.shards.format import ROW, WORK, Shard
-from distdl.shards.writing import ShardFile, whole
+from distdl.shards.writing import ShardFile
 
 FORMATS = ("shards", "folder")
 
@@ -41,14 +43,13 @@ class Result:
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        with whole(path) as file:
-            file.write(json.dumps(asdict(self)).encode())
+        write_bytes(path, json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        found = json.loads(path.read_bytes())
-        found["shard"] = Shard(**found["shard"]) if found["shard"] else None
-        return cls(**found)
+        fields = json.loads(path.read_bytes())
+        fields["shard"] = Shard(**fields["shard"]) if fields["shard"] else None
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -78,22 +79,22 @@ class Writer:
 
         Raises:
             OSError: The disk is full, or cannot be written.
-            UserError: A whole image cannot be encoded again, or a file has changed since the plan.
+            UserError: An intact image cannot be encoded again, or a file has changed meanwhile.
         """
-        part = self._mended(part)
+        part = self._unchecked(part)
         with warnings.catch_warnings():
-            # PIL's, of broken EXIF data and the like: of no use to those who train.
+            # PIL's, of broken EXIF data and the like: which do not matter to training.
             warnings.filterwarnings("ignore", module=r"PIL\.")
             if self.format == "shards":
                 self._write_shard(part, advance)
             else:
                 self._write_files(part, advance)
 
-    def _mended(self, part: Part) -> Part:
-        """What was damaged may have changed since it was planned: somebody has put it right."""
+    def _unchecked(self, part: Part) -> Part:
+        """Without the times of files that held damage: they may have been repaired since."""
         path = result_file(self.out, part)
         bad = {name for name, _ in Result.load(path).damaged} if path.exists() else set()
-        files = {sample.where[0] for _, sample in part.samples if _said(sample) in bad}
+        files = {sample.where[0] for _, sample in part.samples if _shown(sample) in bad}
         samples = (
             (key, replace(sample, mtime_ns=0) if sample.where[0] in files else sample)
             for key, sample in part.samples
@@ -102,7 +103,7 @@ class Writer:
 
     def _write_shard(self, part: Part, advance: Callable[[int], None]) -> None:
         result, name = Result(), f"{part.name}.tar"
-        with whole(self.out / name) as file:
+        with atomic_file(self.out / name) as file:
             tar = ShardFile(file, part.number)
             for key, sample in part.samples:
                 image = self._image(sample, result)
@@ -111,7 +112,7 @@ class Writer:
                 advance(sample.bytes)
             result.shard, rows = tar.close(name)
         result.samples, result.bytes = result.shard.samples, result.shard.bytes
-        with whole(rows_file(self.out, part)) as file:
+        with atomic_file(rows_file(self.out, part)) as file:
             np.save(file, rows)
         result.save(result_file(self.out, part))
 
@@ -121,8 +122,7 @@ class Writer:
             image = self._image(sample, result)
             if image is not None:
                 path = self.out / part.split / self.classes[sample.label] / (key + image[1])
-                with whole(path, sync=False) as file:
-                    file.write(image[0])
+                write_bytes(path, image[0], durable=False)
                 result.samples += 1
                 result.bytes += len(image[0])
             advance(sample.bytes)
@@ -134,19 +134,19 @@ class Writer:
         try:
             read = self.source.read(sample)
             data, extension, oddity = self.treatment.apply(read, sample.name)
-        except Unwritten as error:  # its source is whole, and --skip-damaged no remedy
+        except Unwritten as error:  # its source is intact, and --skip-damaged no remedy
             raise UserError(Problem(sample.name, str(error))) from error
-        except (Damaged, ValueError, OSError) as error:
+        except (DamagedImage, ValueError, OSError) as error:
             # Without the path of this machine, which Python's own message repeats.
             reason = getattr(error, "strerror", None) or str(error)
-            result.damaged.append((_said(sample), reason))
+            result.damaged.append((_shown(sample), reason))
             return None
         if oddity:
             result.mended.append((oddity, sample.name))
         return data, extension
 
 
-def _said(sample: Sample) -> str:
+def _shown(sample: Sample) -> str:
     return f"{sample.split}: {sample.name}"
 
 

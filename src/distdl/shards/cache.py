@@ -1,9 +1,9 @@
-"""This node's copies of shards: each comes down once, is checked, and stays while there is room.
+"""This node's copies of shards: each is downloaded once, checked, and kept while there is room.
 
-    CACHE/<data set>/train-00000.tar     whole and checked: nothing else ever has such a name
+    CACHE/<data set>/train-00000.tar     complete and checked: nothing else ever has such a name
     CACHE/<data set>/.<name>.<id>.part   on its way
-    CACHE/<data set>/locks/              one lock per shard: whoever needs it first fetches it
-    CACHE/<data set>/locks/unreachable   the server did not answer; gone when it does
+    CACHE/<data set>/locks/              one lock per shard: its holder fetches it
+    CACHE/<data set>/locks/unreachable   the server did not answer; removed when it does
     CACHE/lock                           held while room is made
 
 Locks are the kernel's (flock), so they end with the process that holds them. All ranks of a node,
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from distdl.atomic_files import sync, write_bytes
 from distdl.errors import Problem, UserError
 from distdl.shards.format import File
 from distdl.stores import Progress, Store, StoreError
@@ -35,7 +36,7 @@ from distdl.stores.files import reserved
 log = logging.getLogger(__name__)
 
 TRIES = 3
-AGAIN = 10.0  # seconds for a server that another process of this node has waited for in vain
+AGAIN = 10.0  # seconds for a server after another process of this node has given up on it
 MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
 
 
@@ -84,7 +85,7 @@ class Cache:
         evictable: Callable[[], Sequence[str]] | None = None,
         progress: Progress | None = None,
     ) -> Path:
-        """The file's whole and checked copy; brings it down unless it is here.
+        """The file's complete and checked copy; downloads it unless it is here.
 
         Waits while another process does so. The copy may be removed later to make room for others:
         open it at once, an open file stays readable.
@@ -96,7 +97,7 @@ class Cache:
 
         Raises:
             NoRoom: The disk or the cache is full, and the copies that may go are not enough.
-            UserError: It came down damaged several times, or the server does not answer. Names it.
+            UserError: It arrived damaged several times, or the server does not answer. Names it.
         """
         if self.has(file):
             return self.path(file)
@@ -108,20 +109,22 @@ class Cache:
             if self.path(file).exists():
                 log.warning(HEALED, self.path(file))
             for _ in range(TRIES):
-                # We hold the lock: what lies there was left by a process that was killed.
+                # We hold the lock: these were left by a process that was killed.
                 for left in self.folder.glob(f".{file.name}.*.part"):
                     left.unlink(missing_ok=True)
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
                 try:
-                    said = self._bring(file, part, evictable or list, self._told(asked, progress))
+                    damage = self._download(
+                        file, part, evictable or list, self._giving_up(asked, progress)
+                    )
                 finally:
                     part.unlink(missing_ok=True)
-                if not said:
+                if not damage:
                     return self.path(file)
-        what = f"{self.store.uri}/{file.name} came {TRIES} times, and {said}"
+        what = f"{self.store.uri}/{file.name} came {TRIES} times, and {damage}"
         raise UserError(Problem("data.root", what, DAMAGED))
 
-    def _bring(
+    def _download(
         self,
         file: File,
         part: Path,
@@ -132,16 +135,15 @@ class Cache:
         try:
             self._reserve(part, file, evictable)
             self.store.download(file.name, part, progress)
-            said = difference(part, file)
-            if not said:
-                with FileLock(self.root / "lock"):  # who counts sizes sees it once
+            damage = difference(part, file)
+            if not damage:
+                with FileLock(self.root / "lock"):  # so that sizes are counted once
                     part.rename(self.path(file))
-                _sync(self.folder)
-            return said
+                sync(self.folder)
+            return damage
         except StoreError as error:
             if error.transient:
-                part.write_text(str(error))  # others look at it at any time
-                part.replace(self._outage)
+                write_bytes(self._outage, str(error).encode(), durable=False)
             raise _unreachable(str(error), error.transient) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
@@ -153,17 +155,17 @@ class Cache:
         return self.folder / "locks" / "unreachable"
 
     def _share_outage(self, since: float) -> None:
-        """Who waited while another process tried in vain, for any shard, has waited long enough."""
+        """Gives up if another process has given up, on any shard, since this one began to wait."""
         try:
             if self._outage.stat().st_mtime >= since:
                 raise _unreachable(self._outage.read_text(), transient=True)
         except FileNotFoundError:
             return
 
-    def _told(self, asked: float, progress: Progress | None) -> Progress:
+    def _giving_up(self, asked: float, progress: Progress | None) -> Progress:
         """`progress`, which also gives up where this node has waited for the server already."""
 
-        def told(count: int) -> None:
+        def called(count: int) -> None:
             if count:  # the server answers
                 self._outage.unlink(missing_ok=True)
             else:
@@ -171,7 +173,7 @@ class Cache:
             if progress is not None:
                 progress(count)
 
-        return told
+        return called
 
     def drop(self, file: File) -> None:
         """Removes a copy that turned out to be damaged."""
@@ -190,7 +192,7 @@ class Cache:
         return min(disk, self.limit - kept + present + others)
 
     def _reserve(self, part: Path, file: File, evictable: Callable[[], Sequence[str]]) -> None:
-        """Takes the room of a file on the disk, so that nobody else does."""
+        """Reserves disk space for a file."""
         with FileLock(self.root / "lock"):
             if self._lacking(file.bytes) > 0:
                 self._make_room(file, evictable)
@@ -199,8 +201,8 @@ class Cache:
 
     def _make_room(self, file: File, evictable: Callable[[], Sequence[str]]) -> None:
         others = (folder / name for folder in self._unused() for name, _ in _copies(folder))
-        own = (self.folder / name for name in evictable() if name != file.name)
-        for path in itertools.chain(others, own):
+        ours = (self.folder / name for name in evictable() if name != file.name)
+        for path in itertools.chain(others, ours):
             path.unlink(missing_ok=True)
             if self._lacking(file.bytes) <= 0:
                 return
@@ -222,7 +224,7 @@ class Cache:
         return [path for path in self.root.iterdir() if (path / "locks").is_dir()]
 
     def _unused(self) -> list[Path]:
-        """Other data sets that nobody reads, the longest unused first."""
+        """Other data sets that no process reads, the longest unused first."""
         others = [f for f in self._folders() if f != self.folder and not _in_use(f)]
         return sorted(others, key=lambda folder: (folder / "locks" / "in_use").stat().st_mtime)
 
@@ -237,19 +239,19 @@ class Cache:
 
 HEALED = "%s is damaged: it comes down again"
 REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
-DAMAGED = "upload it again (python -m distdl prepare ... --upload), then go on with this run"
+DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume this run"
 
 
-def _unreachable(said: str, transient: bool) -> UserError:
+def _unreachable(message: str, transient: bool) -> UserError:
     remedy = "the run can be resumed when it is back" if transient else ""
-    return UserError(Problem("data.root", said, remedy))
+    return UserError(Problem("data.root", message, remedy))
 
 
 def default_root() -> Path:
     """DISTDL_CACHE; else the local disk of an Azure VM, where one is mounted; else ~/.cache."""
-    told = os.environ.get("DISTDL_CACHE")
-    if told:
-        return Path(told).expanduser()
+    folder = os.environ.get("DISTDL_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # by waagent, by cloud-init
         if os.path.ismount(disk) and os.access(disk, os.W_OK):
             return Path(disk, "distdl")
@@ -258,7 +260,7 @@ def default_root() -> Path:
 
 
 def _on_azure() -> bool:
-    """By the chassis' tag, as cloud-init tells it (cloudinit/sources/DataSourceAzure.py)."""
+    """By the chassis' tag, as cloud-init reads it (cloudinit/sources/DataSourceAzure.py)."""
     try:
         tag = Path("/sys/class/dmi/id/chassis_asset_tag").read_text().strip()
     except OSError:
@@ -272,8 +274,8 @@ def difference(path: Path, file: File) -> str:
     if size != file.bytes:
         return f"it has {size} bytes and not {file.bytes}"
     with path.open("rb") as copy:
-        found = hashlib.file_digest(copy, "sha256").hexdigest()
-    return "" if found == file.sha256 else f"its sha256 is {found[:12]}... and not {file.sha256}"
+        sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
+    return "" if sha256 == file.sha256 else f"its sha256 is {sha256[:12]}... and not {file.sha256}"
 
 
 def _in_use(folder: Path) -> bool:
@@ -287,19 +289,11 @@ def _in_use(folder: Path) -> bool:
 
 def _copies(folder: Path) -> list[tuple[str, int]]:
     """Files on their way, too: their room is taken."""
-    found = []
+    copies = []
     for entry in os.scandir(folder):
         try:
             if entry.is_file():
-                found.append((entry.name, entry.stat().st_size))
+                copies.append((entry.name, entry.stat().st_size))
         except FileNotFoundError:  # another process was faster
             continue
-    return found
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return copies

@@ -21,10 +21,10 @@ import numpy as np
 from distdl.errors import Problem, UserError
 
 MANIFEST = "dataset.json"
-WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is whole
+WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
 FORMAT, VERSION = "distdl-shards", 1
 
-# Where the encoded image of a sample lies, what it shows, and the sha256 of its bytes.
+# Where the encoded image of a sample is, its label, and the sha256 of its bytes.
 ROW = np.dtype(
     [("shard", "<u4"), ("offset", "<u8"), ("bytes", "<u4"), ("label", "<i4"), ("sha256", "V32")]
 )

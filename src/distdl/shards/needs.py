@@ -59,8 +59,8 @@ class Needs:
     def needed_later(self, file: File) -> Sequence[str]:
         """The same, but only those that are needed later than `file` will be."""
         uses = self._uses()
-        own = uses[self._place[file.name]]
-        return [self._files[i].name for i in np.argsort(-uses) if uses[i] > own]
+        use = uses[self._place[file.name]]
+        return [self._files[i].name for i in np.argsort(-uses) if uses[i] > use]
 
     def _uses(self) -> np.ndarray:
         seed, epoch, place = self._now

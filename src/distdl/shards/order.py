@@ -1,4 +1,4 @@
-"""In which order an epoch goes through shards that come from far away.
+"""The order in which an epoch reads shards that are downloaded.
 
 Pure functions of (seed, epoch, sizes, window): every rank, every resumed run and every world size
 computes the same. NumPy's RandomState is used because its numbers are promised never to change
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST_WINDOW = 2  # shards: a training starts when so many are here
+FIRST_WINDOW = 2  # shards: a training starts when so many are cached
 
 Array = np.ndarray[Any, Any]
 
@@ -22,12 +22,12 @@ class Windows:
     """Shuffles the shards, and then the samples inside windows of some shards.
 
     A sample can be anywhere in its window, so an epoch needs only one window of shards at a time.
-    In epoch 0, which starts with no shard here, windows grow from FIRST_WINDOW by doubling.
+    In epoch 0, which starts with an empty cache, windows grow from FIRST_WINDOW by doubling.
 
     Args:
         samples: Of each shard, in the order of the index.
         window: Shards.
-        epochs: How many epochs go by windows; later ones are shuffled as a whole. None: all do.
+        epochs: How many epochs go by windows; later ones shuffle all samples. None: all do.
     """
 
     samples: tuple[int, ...]
@@ -37,7 +37,7 @@ class Windows:
     def applies(self, epoch: int) -> bool:
         return self.epochs is None or epoch < self.epochs
 
-    def of(self, seed: int, epoch: int) -> list[Array]:
+    def shards(self, seed: int, epoch: int) -> list[Array]:
         """The shards of each window, in their order."""
         shards = _random(seed, epoch, 0).permutation(len(self.samples))
         size = FIRST_WINDOW if epoch == 0 else self.window
@@ -53,7 +53,7 @@ class Windows:
         starts = np.cumsum((0, *self.samples))
         random = _random(seed, epoch, 1)
         parts = []
-        for window in self.of(seed, epoch):
+        for window in self.shards(seed, epoch):
             rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in window])
             parts.append(random.permutation(rows))
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
@@ -78,7 +78,7 @@ class Windows:
         """Where the window of each shard starts: samples from the start of the epoch."""
         samples, starts = np.array(self.samples), np.empty(len(self.samples), np.int64)
         start = 0
-        for window in self.of(seed, epoch):
+        for window in self.shards(seed, epoch):
             starts[window] = start
             start += samples[window].sum()
         return starts

@@ -15,23 +15,24 @@ from typing import Any
 
 import numpy as np
 
+from distdl.atomic_files import write_bytes
 from distdl.errors import Problem, UserError
 from distdl.shards.cache import Cache, NoRoom
 from distdl.shards.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 
-QUICK = 10.0  # seconds for a server without which it goes on as well
+QUICK = 10.0  # seconds for a server that is not needed
 MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A prepared data set, wherever it lies.
+    """A prepared data set, in a folder or a store.
 
     Args:
         manifest: What it holds.
-        text: The manifest as it lies there.
-        store: Where it lies.
+        text: The manifest's bytes.
+        store: Where it is.
         note: What is unusual about how it was opened, or "".
     """
 
@@ -47,11 +48,7 @@ class DataSet:
 
     def keep(self, cache_root: Path) -> None:
         """Writes the manifest into this node's cache, for starts without the server."""
-        path = _kept(cache_root, self.store)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_bytes(self.text)
-        part.replace(path)
+        write_bytes(_kept(cache_root, self.store), self.text, durable=False)
 
     @property
     def bytes(self) -> int:
@@ -71,7 +68,7 @@ class DataSet:
         except OSError as error:
             raise UserError(Problem("data.root", f"{self.store.uri}: {error}")) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            if cache is not None:  # was whole when it came
+            if cache is not None:  # was intact when it came
                 cache.drop(file)
                 data = cache.fetch(file).read_bytes()
             else:
@@ -105,7 +102,7 @@ def open_data_set(
     try:
         if kept is None or not kept.exists():
             text = store.read(MANIFEST)
-        else:  # nobody need wait for long
+        else:  # the kept one will do, so the wait is short
             text = open_store(root, patience=min(patience, QUICK)).read(MANIFEST)
     except StoreError as error:
         if kept is not None and kept.exists() and error.transient:
@@ -136,14 +133,14 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
 class Shards:
     """One split's samples, as bytes.
 
-    A sample is compared with its sha256 when it is read first, and again when the file that it lies
-    in has changed since: only what was found whole is remembered, so damage is found in each epoch.
-    The memory is shared with the workers of a loader, and is this process's: a resume starts anew.
+    A sample is compared with its sha256 when it is read first, and again when its file
+    has changed since: only an intact sample is remembered, so damage is found in each epoch.
+    The memory is shared with the workers of a loader, and is lost with this process.
 
     Args:
         data: The data set.
         split: "train" or "val".
-        cache: This node's copies; None: `data` lies in a folder that is read in place.
+        cache: This node's copies; None: `data` is a folder that is read in place.
         evictable: As `Cache.fetch` has it.
     """
 
@@ -158,8 +155,8 @@ class Shards:
         self.where = Path(data.store.uri) if cache is None else cache.folder
         self.evictable = evictable
         self.rows = data.index(split, cache)
-        # Of each sample the state of its file in which it was found whole; 0: not yet.
-        self._whole = multiprocessing.RawArray(ctypes.c_uint32, len(self.rows))
+        # Of each sample the state of its file in which it was intact; 0: not yet.
+        self._intact = multiprocessing.RawArray(ctypes.c_uint32, len(self.rows))
         self._lost: UserError | None = None
         self._open: OrderedDict[int, int] = OrderedDict()
         refuse_misfit(self.rows, data, split)
@@ -174,7 +171,7 @@ class Shards:
         return self.split.shards[self.rows["shard"][index]]
 
     def read(self, index: int) -> bytes:
-        """The bytes of a sample. A cached shard that turns out to be damaged comes down again.
+        """The bytes of a sample. A cached shard that turns out to be damaged is fetched again.
 
         Raises:
             ValueError: What a folder's shard holds is not what the index says.
@@ -185,28 +182,28 @@ class Shards:
         before = _state(handle)
         data = os.pread(handle, int(row["bytes"]), int(row["offset"]))
         same = _state(handle) == before
-        if same and self._whole[index] == before and len(data) == row["bytes"]:
+        if same and self._intact[index] == before and len(data) == row["bytes"]:
             return data
-        if self.is_whole(index, data):
+        if self.is_intact(index, data):
             if same:
-                self._whole[index] = before
+                self._intact[index] = before
             return data
-        if not self.mend(index):
+        if not self.repair(index):
             raise ValueError("its bytes are not those that were prepared: the shard is damaged")
         return self.read(index)
 
-    def is_whole(self, index: int, data: bytes) -> bool:
+    def is_intact(self, index: int, data: bytes) -> bool:
         return hashlib.sha256(data).digest() == self.rows["sha256"][index].tobytes()
 
-    def mend(self, index: int) -> bool:
+    def repair(self, index: int) -> bool:
         """Fetches the shard of a sample again, if its copy here is damaged; whether it was."""
         row = self.rows[index]
         number = int(row["shard"])
         data = os.pread(self._handle(number), int(row["bytes"]), int(row["offset"]))
-        if self.cache is None or self.is_whole(index, data):
+        if self.cache is None or self.is_intact(index, data):
             return False
         path, handle = self.cache.path(self.file(index)), self._open.pop(number)
-        # Only the copy that we read: another process may have fetched a whole one already.
+        # Only the copy that we read: another process may have replaced it already.
         same = path.exists() and os.path.samestat(os.fstat(handle), path.stat())
         os.close(handle)
         if same:
@@ -223,10 +220,9 @@ class Shards:
 
     def _handle(self, number: int) -> int:
         """An open shard."""
-        found = self._open.get(number)
-        if found is not None:
+        if number in self._open:
             self._open.move_to_end(number)
-            return found
+            return self._open[number]
         self._close_some()
         file = self.split.shards[number]
         while True:
@@ -247,9 +243,9 @@ class Shards:
             return self.where / file.name
         if self._lost is not None and not self.cache.has(file):
             raise self._lost  # the run ends: a worker's next batches do not wait again
-        own = self.evictable
+        evictable = self.evictable
         try:
-            return self.cache.fetch(file, None if own is None else lambda: own(file))
+            return self.cache.fetch(file, None if evictable is None else lambda: evictable(file))
         except NoRoom as error:
             remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
             raise UserError(Problem("data.cache_dir", str(error), remedy)) from error
@@ -270,11 +266,11 @@ class Shards:
 def _state(handle: int) -> int:
     """What differs, never 0, when a file is another one or was written to; 1 us.
 
-    The time of change, too: whoever copies over a file may set back that of modification.
+    The time of change, too: a copy over the file may restore that of modification.
     """
     stat = os.fstat(handle)
-    found = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-    return hash(found) & 0xFFFFFFFF or 1
+    state = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return hash(state) & 0xFFFFFFFF or 1
 
 
 def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
@@ -286,15 +282,17 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
     labels = rows["label"]
     beyond = labels[(labels < 0) | (labels >= classes)]
     if len(rows) != described.samples:
-        said = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
+        misfit = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
     elif len(beyond):
-        said = f"holds label {beyond.max()}, {MANIFEST} names {classes} class{'es' * (classes > 1)}"
+        misfit = (
+            f"holds label {beyond.max()}, {MANIFEST} names {classes} class{'es' * (classes > 1)}"
+        )
     elif counted != [each.samples for each in described.shards] or np.any(np.diff(shard) < 0):
-        said = f"does not fit the shards of {MANIFEST}"
+        misfit = f"does not fit the shards of {MANIFEST}"
     else:
         sizes = np.array([each.bytes for each in described.shards], np.uint64)
         if np.all(rows["offset"] + rows["bytes"] <= sizes[shard]):
             return
-        said = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
-    what = f"{data.store.uri}: the index of {split!r} {said}"
+        misfit = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
+    what = f"{data.store.uri}: the index of {split!r} {misfit}"
     raise UserError(Problem("data.root", what, "copy or prepare the data set again"))

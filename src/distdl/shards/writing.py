@@ -1,47 +1,20 @@
-"""How a prepared data set is written: nothing that is half done ever has its final name."""
+"""How a prepared data set is written: tar files and their index."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from distdl.atomic_files import write_bytes
 from distdl.shards.format import ROW, File, Shard, Split
 
 BLOCK = 512  # of a tar: headers are one, contents are padded to it
-ENDING = ".part"
-
-
-@contextmanager
-def whole(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file that appears under its name only once all of it is written.
-
-    Another process may write the same file at the same time: each has a temporary one of its own
-    in the same folder, and the last to end wins.
-
-    Args:
-        path: Its folder is made if need be.
-        sync: Wait until it is on the disk, so that it is whole after a power cut, too.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{ENDING}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class ShardFile:
@@ -109,13 +82,6 @@ def write_index(
     memory = io.BytesIO()
     np.save(memory, rows)
     data, name = memory.getvalue(), index_name(split)
-    with whole(out / name) as file:
-        file.write(data)
+    write_bytes(out / name, data)
     index = File(name, len(data), hashlib.sha256(data).hexdigest())
     return Split(len(rows), index, tuple(shards))
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Temporary files of writers that were killed. Only while nobody else writes there."""
-    for path in folder.rglob(f".*{ENDING}"):
-        path.unlink()

@@ -1,4 +1,4 @@
-"""Places that keep files: a folder, Azure Blob, S3. One small interface for all of them.
+"""A folder, Azure Blob, S3: one small interface for all places that keep files.
 
     store = open_store("azure://container/imagenet")
     store.read("dataset.json")

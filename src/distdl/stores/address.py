@@ -28,31 +28,31 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
 
     - `/path`, `file:///path`: a folder, also a mounted one.
     - `azure://container/path`: of the account that AZURE_STORAGE_CONNECTION_STRING or
-      AZURE_STORAGE_ACCOUNT tells.
+      AZURE_STORAGE_ACCOUNT names.
     - `abfs[s]://container@account.dfs.core.windows.net/path`, as Spark and Azure ML write it.
     - `https://account.blob.core.windows.net/container/path[?SAS]`.
     - `s3://bucket/path`: credentials and endpoint as boto3 finds them.
 
     The key of an account: its SAS in the URI, the connection string, AZURE_STORAGE_KEY,
-    AZURE_STORAGE_SAS_TOKEN, else whoever is signed in (azure-identity's DefaultAzureCredential:
-    managed identity on Azure, `az login` elsewhere).
+    AZURE_STORAGE_SAS_TOKEN, else the identity that is signed in (azure-identity's
+    DefaultAzureCredential: managed identity on Azure, `az login` elsewhere).
 
     Args:
         uri: One of these.
         patience: Seconds to keep trying while a server does not answer.
 
     Raises:
-        UserError: The URI has none of those forms, no account is told, or the package that speaks
+        UserError: The URI has none of those forms, no account is named, or the package that speaks
             to such a store is missing (it says which extra to install).
     """
     if not uri:  # a variable that is not set; to Path it is the current folder
         raise UserError(Problem("", "an empty address", FORMS))
-    found = _SCHEME.match(uri)
-    scheme = found[1].lower() if found else "file"
+    match = _SCHEME.match(uri)
+    scheme = match[1].lower() if match else "file"
     if scheme == "file":
         from distdl.stores.files import FileStore
 
-        path = unquote(urlsplit(uri).path) if found else uri
+        path = unquote(urlsplit(uri).path) if match else uri
         return FileStore(Path(path).expanduser())
     if scheme == "s3":
         from distdl.stores.s3 import S3Store

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.stores.remote import PART, RemoteStore, in_parallel
+from distdl.stores.remote import PART, RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
 
 _CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
@@ -26,13 +26,13 @@ class BlobStore(RemoteStore):
         uri: As given, without its signature.
         container: Its name.
         folder: In the container.
-        account: Its name; "": as the environment tells.
-        endpoint: `https://account.blob.core.windows.net`; "": as the environment tells.
+        account: Its name; "": as the environment says.
+        endpoint: `https://account.blob.core.windows.net`; "": as the environment says.
         sas: A signature, or "".
         patience: Seconds to keep trying while the server does not answer.
 
     Raises:
-        UserError: azure-storage-blob is missing, or no account is told.
+        UserError: azure-storage-blob is missing, or no account is named.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BlobStore(RemoteStore):
         self._sas = sas
 
     def _connect(self) -> Any:
-        # At INFO each request with its headers; of who is signed in each way that is not used.
+        # At INFO each request with its headers; of each way to sign in that is not used.
         for name, level in (("azure", logging.WARNING), ("azure.identity", logging.CRITICAL)):
             sdk = logging.getLogger(name)
             if sdk.level == logging.NOTSET:
@@ -70,7 +70,7 @@ class BlobStore(RemoteStore):
         except ValueError:  # its text may hold the key
             if os.environ.get(_CONNECTION) and not self._endpoint:
                 what = f"{_CONNECTION} is no connection string"
-                remedy = "copy it whole, in quotes: az storage account show-connection-string"
+                remedy = "copy all of it, in quotes: az storage account show-connection-string"
             else:
                 what = "is no address of an account or container"
                 remedy = f"look at {_ACCOUNT}, and at the URI"
@@ -94,13 +94,13 @@ class BlobStore(RemoteStore):
         if self._sas:
             return self._sas
         text = os.environ.get(_CONNECTION, "")
-        told = dict(part.partition("=")[::2] for part in text.split(";"))
+        settings = dict(part.partition("=")[::2] for part in text.split(";"))
         key = sas = None
-        if told.get("AccountName") == account:
-            key, sas = told.get("AccountKey"), told.get("SharedAccessSignature")
+        if settings.get("AccountName") == account:
+            key, sas = settings.get("AccountKey"), settings.get("SharedAccessSignature")
         elif os.environ.get(_ACCOUNT, account) == account:
             key, sas = os.environ.get(_KEY), os.environ.get(_SAS)
-        if key:  # named, since the emulator's address does not tell the account
+        if key:  # named, since the emulator's address does not name the account
             return {"account_name": account, "account_key": key}
         if sas:
             return sas.lstrip("?")
@@ -133,23 +133,16 @@ class BlobStore(RemoteStore):
         from azure.storage.blob import BlobBlock
 
         blob, size = self.client.get_blob_client(self._key(name)), path.stat().st_size
-        # Parts of an upload are seen by nobody until they are committed, then all at once.
-        part = max(PART, -(-size // 50_000))  # Azure's limit of blocks
+        length = max(PART, -(-size // 50_000))  # Azure's limit of blocks
         upload = uuid.uuid4().hex[:8]
-        names = {start: f"{upload}-{start:016d}" for start in range(0, size, part)}
-        with path.open("rb") as file:
 
-            def send(start: int) -> None:
-                data = os.pread(file.fileno(), part, start)
-                stage = lambda: blob.stage_block(  # noqa: E731
-                    names[start], data, length=len(data), validate_content=True
-                )
-                self.retried(name, stage, progress)
-                if progress is not None:
-                    progress(len(data))
+        def stage(number: int, data: bytes) -> Any:
+            block = f"{upload}-{number:016d}"
+            blob.stage_block(block, data, length=len(data), validate_content=True)
+            return BlobBlock(block)
 
-            in_parallel(send, list(names))
-        blocks = [BlobBlock(name) for name in names.values()]
+        # Blocks are invisible until they are committed, all at once.
+        blocks = self._send_parts(path, name, length, stage, progress)
 
         def commit() -> None:
             blob.commit_block_list(blocks, match_condition=MatchConditions.IfMissing)
@@ -188,7 +181,7 @@ class BlobStore(RemoteStore):
         if not isinstance(error, exceptions.ClientAuthenticationError) or status is not None:
             return ""
         if type(error).__name__ == "AzureSigningError":
-            return f"the account key is none: {_KEY}, or AccountKey in {_CONNECTION}"
+            return f"that is no account key: {_KEY}, or AccountKey in {_CONNECTION}"
         return f"az login, or export {_KEY}=...: {_SOURCES}"
 
     def _is_absent(self, error: Exception) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdl.atomic_files import atomic_file
 from distdl.errors import Problem, UserError
 from distdl.stores.store import Progress, StoreError
 
@@ -63,31 +63,17 @@ class FileStore:
 
     def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
         target = self.folder / name
-        if target.exists():
-            raise StoreError(f"{target} exists already")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
-            FileStore(path.parent).download(path.name, temporary, progress)
-            _rename_new(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+            if target.exists():
+                raise FileExistsError
+            with atomic_file(target, replace=False) as file:
+                FileStore(path.parent).download(path.name, Path(file.name), progress)
+        except FileExistsError:
+            raise StoreError(f"{target} exists already") from None
 
     def names(self, prefix: str = "") -> Iterator[str]:
         found = (p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if is_own(p))
         return iter(sorted(name for name in found if name.startswith(prefix)))
-
-
-def _rename_new(path: Path, target: Path) -> None:
-    """Gives a file its name unless another one has it: `rename` would replace that one."""
-    try:
-        os.link(path, target)
-    except FileExistsError:
-        raise StoreError(f"{target} exists already") from None
-    except OSError:  # a mount without links
-        if target.exists():
-            raise StoreError(f"{target} exists already") from None
-        path.rename(target)
 
 
 def is_own(path: Path) -> bool:
@@ -102,7 +88,7 @@ def raised(error: OSError) -> None:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """What the system does not let us read inside, a folder above all, is refused by its name.
+    """Turns an unreadable file or folder inside the block into a refusal that names it.
 
     Args:
         where: The `path` of the Problem.

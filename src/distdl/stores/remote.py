@@ -20,7 +20,7 @@ from distdl.stores.store import PATIENCE, Absent, Progress, StoreError
 PART = 8 << 20  # bytes that one request brings or takes
 THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s
 
-LONG = 30.0  # seconds of waiting that are worth a word
+LONG = 30.0  # seconds of waiting that are worth a log line
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class RemoteStore(ABC):
         self._client: Any = None
         self._pid = 0
         self._making = threading.Lock()
-        self._silent = False  # the server's answer is waited for, and that was said
+        self._silent = False  # the server's answer is waited for, and that was logged
 
     @property
     def uri(self) -> str:
@@ -72,7 +72,7 @@ class RemoteStore(ABC):
                     self._client, self._pid = self._connect(), os.getpid()
         return self._client
 
-    # What a place must be able to do; `key` is the whole name in its container.
+    # What a subclass implements; `key` is the full name in the container.
 
     @abstractmethod
     def _connect(self) -> Any: ...
@@ -97,24 +97,22 @@ class RemoteStore(ABC):
     def _is_transient(self, error: Exception) -> bool | None:
         """Whether the same request may succeed later; None: an error of something else."""
 
-    # And what it may know of errors.
+    # What a subclass may know about errors.
 
     def _remedy(self, error: Exception) -> str:
-        """What mends an error of credentials, container or bucket; "": it is another one."""
+        """What fixes an error of credentials, container or bucket; "": it is another one."""
         return ""
 
     def _is_absent(self, error: Exception) -> bool:
         """Whether the container or bucket does not exist."""
         return False
 
-    # What it then can.
-
     def size(self, name: str) -> int | None:
         return self.retried(name, lambda: self._size(self._key(name)))
 
     def read(self, name: str) -> bytes:
         size = self._present(name)
-        return self.retried(name, lambda: self._whole_range(name, 0, size)) if size else b""
+        return self.retried(name, lambda: self._complete_range(name, 0, size)) if size else b""
 
     def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
         size = self._present(name, progress)
@@ -122,7 +120,7 @@ class RemoteStore(ABC):
 
             def bring(start: int) -> None:
                 count = min(PART, size - start)
-                get = lambda: self._whole_range(name, start, count)  # noqa: E731
+                get = lambda: self._complete_range(name, start, count)  # noqa: E731
                 data = self.retried(name, get, progress)
                 write_at(file, data, start)
                 if progress is not None:
@@ -135,6 +133,34 @@ class RemoteStore(ABC):
         if self.size(name) is not None:
             raise StoreError(f"{self._uri}/{name} exists already")
         self._put(path, name, progress)
+
+    def _send_parts(
+        self,
+        path: Path,
+        name: str,
+        length: int,
+        send: Callable[[int, bytes], T],
+        progress: Progress | None,
+    ) -> list[T]:
+        """Calls `send(number, data)` with each part of a file, in parallel, and retries it.
+
+        Args:
+            length: Of a part, in bytes.
+
+        Returns:
+            What each call returned, in the order of the parts, which count from 0.
+        """
+        results = dict[int, T]()
+        with path.open("rb") as file:
+
+            def send_part(start: int) -> None:
+                data, number = os.pread(file.fileno(), length, start), start // length
+                results[number] = self.retried(name, lambda: send(number, data), progress)
+                if progress is not None:
+                    progress(len(data))
+
+            in_parallel(send_part, range(0, path.stat().st_size, length))
+        return [results[number] for number in sorted(results)]
 
     def names(self, prefix: str = "") -> Iterator[str]:
         start = len(self._folder) + 1 if self._folder else 0
@@ -167,18 +193,18 @@ class RemoteStore(ABC):
                 if transient is None:
                     raise
                 # The SDKs' own messages may hold the whole URL, with its signature.
-                said = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
+                reason = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                 if not transient or time.monotonic() + pause > deadline:
-                    message, remedy = f"{self._uri}/{name}: {said}", self._remedy(error)
+                    message, remedy = f"{self._uri}/{name}: {reason}", self._remedy(error)
                     raise StoreError(message, transient=transient, remedy=remedy) from None
                 if self.patience >= LONG and not self._silent:
                     self._silent = True
                     text = "%s does not answer, trying again for %g s: %s"
-                    log.warning(text, self._uri, self.patience, said)
+                    log.warning(text, self._uri, self.patience, reason)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, 8)
 
-    def _whole_range(self, name: str, start: int, count: int) -> bytes:
+    def _complete_range(self, name: str, start: int, count: int) -> bytes:
         data = self._range(self._key(name), start, count)
         if len(data) != count:
             raise Short(f"{len(data)} of {count} bytes came", transient=True)
@@ -192,10 +218,10 @@ class RemoteStore(ABC):
         return size
 
     def _find_container(self) -> None:
-        """Raises what the server says where there is none: of a file alone it cannot be told."""
+        """Raises the server's error if there is no container: a file's error does not say so."""
         try:
             next(self._list(self._folder), None)
-        except Exception as error:  # who may read a file need not have the right to list
+        except Exception as error:  # the right to read a file does not include the right to list
             if self._is_absent(error):
                 raise
 

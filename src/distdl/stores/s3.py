@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.errors import Problem, UserError
-from distdl.stores.remote import RemoteStore, in_parallel
+from distdl.stores.remote import RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
@@ -52,8 +51,8 @@ class S3Store(RemoteStore):
         return str(self.client.meta.endpoint_url)
 
     def _size(self, key: str) -> int | None:
-        found = self._head(key)
-        return None if found is None else int(found["ContentLength"])
+        head = self._head(key)
+        return None if head is None else int(head["ContentLength"])
 
     def _head(self, key: str) -> dict[str, Any] | None:
         """What S3 says of an object; None: there is none."""
@@ -73,44 +72,40 @@ class S3Store(RemoteStore):
     def _put(self, path: Path, name: str, progress: Progress | None) -> None:
         where, size = {"Bucket": self._bucket, "Key": self._key(name)}, path.stat().st_size
         mine = {MARK: uuid.uuid4().hex}
-        with path.open("rb") as file:
-            if size > PART:
-                self._put_parts(file.fileno(), size, name, where, mine, progress)
-                return
-            data = file.read()
-        put = functools.partial(self.client.put_object, **where, Body=data, Metadata=mine)
+        if size > PART:
+            self._put_parts(path, size, name, where, mine, progress)
+            return
+        put = functools.partial(
+            self.client.put_object, **where, Body=path.read_bytes(), Metadata=mine
+        )
         self.retried(name, lambda: self._unless_there(put, name, mine), progress)
         if progress is not None:
             progress(size)
 
     def _put_parts(
         self,
-        file: int,
+        path: Path,
         size: int,
         name: str,
         where: dict[str, str],
         mine: dict[str, str],
         progress: Progress | None,
     ) -> None:
-        """In parts, each with boto3's checksum; seen by nobody until it is whole."""
+        """In parts, each with boto3's checksum; invisible until it is complete."""
         begin = functools.partial(self.client.create_multipart_upload, **where, Metadata=mine)
         begun = {**where, "UploadId": self.retried(name, begin, progress)["UploadId"]}
-        length, tags = max(PART, -(-size // MOST_PARTS)), dict[int, str]()
 
-        def send(start: int) -> None:
-            number, data = start // length + 1, os.pread(file, length, start)
-            part = functools.partial(self.client.upload_part, **begun, PartNumber=number, Body=data)
-            tags[number] = self.retried(name, part, progress)["ETag"]
-            if progress is not None:
-                progress(len(data))
+        def send(number: int, data: bytes) -> dict[str, Any]:
+            part = {"PartNumber": number + 1}
+            return part | {"ETag": self.client.upload_part(**begun, **part, Body=data)["ETag"]}
 
         try:
-            in_parallel(send, range(0, size, length))
-            parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
-            whole = functools.partial(
+            length = max(PART, -(-size // MOST_PARTS))
+            parts = self._send_parts(path, name, length, send, progress)
+            complete = functools.partial(
                 self.client.complete_multipart_upload, **begun, MultipartUpload={"Parts": parts}
             )
-            self.retried(name, lambda: self._unless_there(whole, name, mine), progress)
+            self.retried(name, lambda: self._unless_there(complete, name, mine), progress)
         except BaseException:
             with suppress(Exception):  # what failed is of more interest
                 self.client.abort_multipart_upload(**begun)

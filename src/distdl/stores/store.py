@@ -8,7 +8,7 @@ from typing import Protocol
 
 PATIENCE = 120.0  # seconds that a store keeps trying to reach a server that does not answer
 
-# Called with the number of bytes that have come or gone since the last call, from any thread.
+# Called with the number of bytes received or sent since the last call, from any thread.
 Progress = Callable[[int], None]
 
 
@@ -43,8 +43,8 @@ class Store(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it is, wholly: with the account or the endpoint that `uri` may leave to the
-        environment. Without a signature, too."""
+        """The full address: with the account or endpoint that `uri` may leave to the environment,
+        and without a signature."""
         ...
 
     def size(self, name: str) -> int | None:
@@ -56,7 +56,7 @@ class Store(Protocol):
         ...
 
     def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
-        """Writes a whole file to `to`, which is replaced; ranges come in parallel.
+        """Writes a file to `to`, which is replaced; ranges come in parallel.
 
         Not atomic: give a temporary name, check what came, and rename it. On disk when it returns
         (fsync). A full disk raises plain OSError (ENOSPC).
@@ -64,7 +64,7 @@ class Store(Protocol):
         ...
 
     def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
-        """Stores a file as a whole or not at all; never replaces one that is there (StoreError).
+        """Stores a file completely or not at all; never replaces one that is there (StoreError).
 
         What arrives is checked on the way (MD5 or CRC of each part, by the server).
         """

@@ -25,7 +25,7 @@ def walk_once(
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` through links, in the order of names, which enters each folder once.
 
-    What holds `top` it never enters: a link to that leads round in a circle.
+    It never enters a folder that holds `top`: a link to one leads back to `top`.
 
     Args:
         top: Where to begin.
@@ -47,8 +47,17 @@ def walk_once(
         yield inner, folders, names
 
 
+def class_names(folder: Path) -> list[str]:
+    """Names of the class folders, sorted: a class's place in the list is its label."""
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
 class ClassFolders:
-    """What lies below class folders, whose names are labels.
+    """The files below class folders, whose names are labels.
 
     Args:
         root: Holds the splits.
@@ -60,7 +69,7 @@ class ClassFolders:
         self._class: dict[Identity, tuple[str, str]] = {}
 
     def walk(self, split: Path, name: str) -> Iterator[tuple[str, list[str], list[str]]]:
-        """As `walk_once`, below `split/name`; not into what holds it.
+        """As `walk_once`, below `split/name`; not into hidden folders, nor into what holds it.
 
         Raises:
             UserError: A folder was of another class before: its images would have two labels.
@@ -72,4 +81,5 @@ class ClassFolders:
             if known != name:
                 what = f"{path} and {inner} are the same folder: its images would have two labels"
                 raise UserError(Problem(self.where, what, "remove the link"))
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
             yield inner, folders, names

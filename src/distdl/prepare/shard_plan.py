@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from distdl.prepare.source import EXTENSIONS, Progress, Sample, Source
-from distdl.shards.writing import BLOCK, whole
+from distdl.atomic_files import atomic_file
+from distdl.prepare.image_files import EXTENSIONS
+from distdl.prepare.source import Progress, Sample, Source
+from distdl.shards.writing import BLOCK
 
 MB = 10**6
 KEY_LENGTH = 80
@@ -45,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """All parts, and what they were made from.
 
     Args:
@@ -59,12 +61,12 @@ class Plan:
     parts: list[Part]
 
     def save(self, path: Path) -> None:
-        with whole(path) as file:
+        with atomic_file(path) as file:
             for line in chain((self.settings, self.classes), map(_packed, self.parts)):
                 file.write(json.dumps(line).encode() + b"\n")
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path) -> ShardPlan:
         with path.open(encoding="utf-8") as file:
             settings, classes = json.loads(next(file)), json.loads(next(file))
             return cls(settings, classes, [_unpacked(json.loads(line)) for line in file])
@@ -77,11 +79,11 @@ def settings_of(path: Path) -> dict[str, Any]:
         return settings
 
 
-def make(source: Source, settings: dict[str, Any], progress: Progress) -> Plan:
+def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
     """Scans the source, shuffles the training samples and cuts both splits into shards.
 
-    The training samples are in a random order on the disk, so that whoever reads shards one after
-    the other gets mixed classes. Validation keeps the source's order.
+    The training samples are in a random order on the disk, so that shards read one after the
+    other give mixed classes. Validation keeps the source's order.
 
     Args:
         source: What is to be prepared.
@@ -95,13 +97,13 @@ def make(source: Source, settings: dict[str, Any], progress: Progress) -> Plan:
     splits["train"] = shuffled(splits["train"], settings["seed"], blocks=source.in_blocks)
     size = settings["shard_mb"] * MB
     parts = [part for split, samples in splits.items() for part in cut(split, samples, size)]
-    return Plan(settings, source.classes, parts)
+    return ShardPlan(settings, source.classes, parts)
 
 
 def shuffled(
     samples: list[tuple[str, Sample]], seed: int, blocks: bool
 ) -> list[tuple[str, Sample]]:
-    """In another order; blocks stay whole where a source cannot read one sample alone."""
+    """In another order; blocks stay together where a source cannot read one sample alone."""
     random = np.random.default_rng(seed)
     if not blocks:
         return [samples[i] for i in random.permutation(len(samples))]
@@ -148,7 +150,7 @@ class Keys:
 
 
 def _packed(part: Part) -> list[Any]:
-    # The split stands once in the line and not in each sample: a plan of ImageNet has 130 MB.
+    # The split is written once in the line and not in each sample: a plan of ImageNet has 130 MB.
     samples = [[key, s.name, s.label, s.bytes, s.where, s.mtime_ns] for key, s in part.samples]
     return [part.split, part.number, samples]
 

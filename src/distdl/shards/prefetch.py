@@ -1,4 +1,4 @@
-"""Brings shards down before they are needed."""
+"""Fetches shards before they are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ THREADS = 2  # while one shard's hash is taken, the next one comes
 PAUSE = 0.2  # seconds until a cache that is full is looked at again
 
 
-class Ahead:
+class Prefetch:
     """Fetches shards in the background, those first that are needed first.
 
-    One per node, in a process of its first rank. Whoever needs a shard sooner fetches it himself,
-    so an error here is no loss: he will meet it, too, and say so.
+    One per node, in a process of its first rank. A loader's worker that needs a shard sooner
+    fetches it itself, and reports errors: here they are only logged.
 
     Args:
         cache: With a store of its own: its client belongs to these threads.
@@ -39,8 +39,12 @@ class Ahead:
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    def aim(self, wanted: Callable[[], Sequence[File]]) -> None:
-        """From now on these, the first one first; asked for each time, what is here is skipped."""
+    def want(self, wanted: Callable[[], Sequence[File]]) -> None:
+        """From now on fetches these, the first one first; skips those that are in the cache.
+
+        Args:
+            wanted: Asked again before each file.
+        """
         with self._change:
             self._wanted = wanted
             self._change.notify_all()
@@ -68,10 +72,10 @@ class Ahead:
                 if self._closed or file is None:
                     return
                 self._busy.add(file.name)
-            came = self._fetch(file)
+            fetched = self._fetch(file)
             with self._change:
                 self._busy.remove(file.name)
-                if not came and not self._closed:
+                if not fetched and not self._closed:
                     self._change.wait(PAUSE)
 
     def _next(self) -> File | None:
@@ -83,23 +87,25 @@ class Ahead:
 
     def _fetch(self, file: File) -> bool:
         """False: there is no room for it yet."""
-        own = self._evictable
+        evictable = self._evictable
         try:
-            self._cache.fetch(file, None if own is None else lambda: own(file), self._go_on)
-            return True
+            names = None if evictable is None else lambda: evictable(file)
+            self._cache.fetch(file, names, self._end_if_closed)
         except _Closed:
             return True
         except NoRoom:
-            if own is not None:
+            if evictable is not None:
                 return False
-            error: Exception | str = "no room"
-        except (UserError, OSError) as caught:
-            error = caught
-        self._failed.add(file.name)
-        log.warning("%s comes when it is needed: %s", file.name, error)
+            self._give_up(file, "no room")
+        except (UserError, OSError) as error:
+            self._give_up(file, error)
         return True
 
-    def _go_on(self, count: int) -> None:
+    def _give_up(self, file: File, reason: object) -> None:
+        self._failed.add(file.name)
+        log.warning("%s comes when it is needed: %s", file.name, reason)
+
+    def _end_if_closed(self, count: int) -> None:
         if self._closed:
             raise _Closed
 
