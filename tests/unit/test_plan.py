@@ -7,11 +7,11 @@ import pytest
 from distdl.commands import _plan_estimate as estimate
 from distdl.commands._plan_advice import advise
 from distdl.commands._plan_estimate import GIB, Estimate, Machine, estimates
-from distdl.commands._plan_measure import Block, Measured, measure
+from distdl.commands._plan_measure import MeasuredBlock, MeasuredStep, measure
 from tests.conftest import TINY
 
 # 7.5 billion parameters in 16 bit with Adam's 12 bytes each: figure 1 of the ZeRO paper, in GB.
-ZERO = Measured(
+ZERO = MeasuredStep(
     batch_size=8, weights=15, gradients=15, optimizer=90, activations=30, transient=2, unit=1
 )
 
@@ -22,7 +22,7 @@ def machine(
     return Machine(devices, memory * GIB, link, flops)
 
 
-def rows(found: Measured, on: Machine) -> dict[str, Estimate]:
+def rows(found: MeasuredStep, on: Machine) -> dict[str, Estimate]:
     return {row.name: row for row in estimates(found, on)}
 
 
@@ -55,7 +55,7 @@ def test_buffers_of_the_strategies() -> None:
 
 def test_bytes_sent() -> None:
     """Four ranks, gradients of 400 bytes, buffers of 40: 2 x 3/4 x 400, and so on."""
-    found = rows(Measured(4, weights=440, buffers=40, gradients=400, unit=100), machine(4))
+    found = rows(MeasuredStep(4, weights=440, buffers=40, gradients=400, unit=100), machine(4))
     assert found["single"].sent == 0
     assert found["ddp"].sent == 600 + 30
     assert found["ddp comm_hook=bf16"].sent == 300 + 30
@@ -67,20 +67,20 @@ def test_bytes_sent() -> None:
 
 def test_frozen_weights_are_shared_by_nobody() -> None:
     """100 bytes of which 40 are trained."""
-    found = rows(Measured(1, weights=100, gradients=40, optimizer=40, unit=10), machine(4))
+    found = rows(MeasuredStep(1, weights=100, gradients=40, optimizer=40, unit=10), machine(4))
     assert found["fsdp"].weights == 60 + 40 / 4
 
 
-def blocks(*sizes: tuple[int, int, int]) -> list[Block]:
+def blocks(*sizes: tuple[int, int, int]) -> list[MeasuredBlock]:
     return [
-        Block(f"b{i}", weights, weights, activations, output, flops=1.0)
-        for i, (weights, activations, output) in enumerate(sizes)
+        MeasuredBlock(weights, weights, activations, output, flops=1.0)
+        for weights, activations, output in sizes
     ]
 
 
 def test_a_pipeline_of_two() -> None:
     """Batches of 10 on two devices: 20 samples in 8 micro-batches, of which stage 0 holds two."""
-    found = Measured(
+    found = MeasuredStep(
         10, weights=30, gradients=30, optimizer=60, activations=1200, transient=80, flops=6.0
     )
     found.blocks = blocks((10, 800, 50), (20, 400, 5))
@@ -94,14 +94,14 @@ def test_a_pipeline_of_two() -> None:
 
 
 def test_a_pipeline_needs_a_block_per_stage() -> None:
-    found = Measured(1, blocks=blocks((1, 1, 1)))
+    found = MeasuredStep(1, blocks=blocks((1, 1, 1)))
     assert estimate.pipeline(found, 2).missing == "1 blocks for 2 stages"
-    assert estimate.pipeline(Measured(1, no_blocks="is no chain"), 2).missing == "is no chain"
+    assert estimate.pipeline(MeasuredStep(1, no_blocks="is no chain"), 2).missing == "is no chain"
 
 
 def test_time_counts_what_cannot_hide() -> None:
     """One second of work; DDP hides two thirds of a second behind its backward."""
-    found = Measured(1, flops=1e12)
+    found = MeasuredStep(1, flops=1e12)
     on = Machine(2, 1, link=8e9, flops=1e12)
     assert Estimate("ddp", sent=0.5e9).seconds(found, on) == 1.0
     assert Estimate("ddp", sent=1e9).seconds(found, on) == pytest.approx(1 + 1 / 3)
@@ -111,10 +111,10 @@ def test_time_counts_what_cannot_hide() -> None:
 # ------------------------------------------------------------------------------------ advice
 
 
-def model(gib: float, activations: float, batch: int = 8, **more: object) -> Measured:
+def model(gib: float, activations: float, batch: int = 8, **more: object) -> MeasuredStep:
     """Weights, gradients and momentum of `gib` GiB each; a step of one second."""
     size = int(gib * GIB)
-    return Measured(
+    return MeasuredStep(
         batch,
         weights=size,
         gradients=size,
@@ -126,7 +126,7 @@ def model(gib: float, activations: float, batch: int = 8, **more: object) -> Mea
     )
 
 
-def advice(found: Measured, on: Machine) -> tuple[str, ...]:
+def advice(found: MeasuredStep, on: Machine) -> tuple[str, ...]:
     return advise(found, estimates(found, on), on).overrides
 
 
@@ -326,14 +326,6 @@ def test_the_verb(capsys, without_stage_2, monkeypatch, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_little_is_not_nothing() -> None:
-    from distdl.commands.plan import digits
-
-    assert [digits(size) for size in (0, 0.00059, 0.0952, 1525.9)] == [
-        *("0.00", "0.0006", "0.10", "1525.90")
-    ]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -361,7 +353,7 @@ def test_refusals(words, said, without_stage_2, monkeypatch, tmp_path) -> None:
     ],
 )
 def test_how_many_devices(trainer, given, count, monkeypatch) -> None:
-    from distdl.commands.plan import how_many
+    from distdl.commands._plan_strategy import how_many
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found, note = how_many(trainer, given)
