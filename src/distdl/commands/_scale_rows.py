@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distdl.benchmark.verdict import looked_at
+from distdl.benchmark.verdict import traced
 from distdl.config import unit_of
 from distdl.errors import UserError
 from distdl.scaling import Link, Links, Prediction, Setting, predict
@@ -106,7 +106,7 @@ def rows(
                     spread=(max(own["real"]["windows"]) - min(own["real"]["windows"])) / rate,
                     step_seconds=own["real"]["step_seconds"]["median"],
                     efficiency=rate / member.world_size / _rate(base) if base else None,
-                    communication=share(own["held"], "communication") if looked_at(own) else None,
+                    communication=share(own["held"], "communication") if traced(own) else None,
                     data_wait=share(own["real"], "data"),
                     bound=own["verdict"]["bound"],
                     predicted=prediction(base, own, links, per_node(measured, rented)),
