@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from distdl.commands import _plan_estimate as estimate
@@ -114,88 +116,69 @@ def test_time_counts_what_cannot_hide() -> None:
 def model(gib: float, activations: float, batch: int = 8, **more: object) -> MeasuredStep:
     """Weights, gradients and momentum of `gib` GiB each; a step of one second."""
     size = int(gib * GIB)
-    return MeasuredStep(
-        batch,
-        weights=size,
-        gradients=size,
-        optimizer=size,
-        activations=int(activations * GIB),
-        flops=5e13,
-        unit=size // 10,
-        **more,  # type: ignore[arg-type]
-    )
+    fields: dict[str, Any] = {"flops": 5e13, "unit": size // 10, **more}
+    return MeasuredStep(batch, size, 0, size, size, activations=int(activations * GIB), **fields)
 
 
-def advice(found: MeasuredStep, on: Machine) -> tuple[str, ...]:
-    return advise(found, estimates(found, on), on).overrides
+ACCUMULATE = "trainer.accumulate_grad_batches="
+HOOKED = ("strategy=ddp", "strategy.comm_hook=bf16")
+CUT = ("data.batch_size=4", f"{ACCUMULATE}2")
 
 
-def test_one_device() -> None:
-    assert advice(model(1, 4), machine(1)) == ("strategy=single",)
-    assert advice(model(1, 20), machine(1)) == (
-        "strategy=single",
-        "data.batch_size=4",
-        "trainer.accumulate_grad_batches=2",
-    )
-    assert advice(model(6, 4), machine(1))[0] == "strategy=deepspeed_offload"
-    assert advice(model(20, 4), machine(1)) == ()
+@pytest.mark.parametrize(
+    ("found", "on", "expected"),
+    [
+        (model(1, 4), machine(1), ("strategy=single",)),
+        (model(1, 20), machine(1), ("strategy=single", *CUT)),
+        (model(6, 4), machine(1), ("strategy=deepspeed_offload", *CUT)),
+        (model(20, 4), machine(1), ()),
+        (model(1, 8), machine(), ("strategy=ddp",)),
+        (model(1, 30), machine(), ("strategy=ddp", "data.batch_size=2", f"{ACCUMULATE}4")),
+        # 5 GiB x 3 are too many for 16, and 15 / 8 and three units are not.
+        (model(5, 4), machine(), ("strategy=fsdp",)),
+        (model(14, 2), machine(), ("strategy=fsdp",)),
+        (model(400, 2), machine(), ()),
+        # 2 GiB of gradients; 7/8 of them twice: 30 Gbit in each step of a second.
+        (model(2, 2), machine(link=40e9), ("strategy=ddp",)),
+        (model(2, 2), machine(link=20e9), HOOKED),
+        # Two thirds of 15 Gbit stay; alone the step of eight devices takes eight seconds.
+        (model(2, 2), machine(link=5e9), HOOKED),
+        (
+            model(2, 2),
+            machine(link=1e9),
+            ("strategy=single", "trainer.devices=1", f"{ACCUMULATE}8"),
+        ),
+        (model(2, 16), machine(), ("strategy=ddp", *CUT)),
+        (model(2, 16), machine(link=20e9), (*HOOKED, *CUT)),
+        # Too small for several devices.
+        (
+            model(0.001, 0.001, flops=1e9),
+            machine(),
+            ("strategy=single", "trainer.devices=1"),
+        ),
+        # One unit is too large to gather.
+        (
+            model(20, 1, unit=6 * GIB, blocks=blocks(*[(5 * GIB // 2, GIB // 8, GIB // 100)] * 8)),
+            machine(),
+            ("strategy=pipeline",),
+        ),
+        (
+            model(2, 2, blocks=blocks(*[(GIB // 4, GIB // 4, GIB // 10_000)] * 8)),
+            machine(link=1e9),
+            ("strategy=pipeline",),
+        ),
+    ],
+)
+def test_advice(found: MeasuredStep, on: Machine, expected: tuple[str, ...]) -> None:
+    assert advise(found, estimates(found, on), on).overrides == expected
 
 
-def test_ddp_if_it_fits() -> None:
-    assert advice(model(1, 8), machine()) == ("strategy=ddp",)
-
-
-def test_activations_are_no_reason_for_zero() -> None:
-    found = advise(model(1, 30), estimates(model(1, 30), machine()), machine())
-    assert found.overrides == (
-        "strategy=ddp",
-        "data.batch_size=2",
-        "trainer.accumulate_grad_batches=4",
-    )
-    assert "save nothing" in found.reason
-
-
-def test_what_partitions_comes_next() -> None:
-    """5 GiB x 3 are too many for 16, and 15 / 8 and three units are not."""
-    assert advice(model(5, 4), machine()) == ("strategy=fsdp",)
-    assert advice(model(14, 2), machine()) == ("strategy=fsdp",)
-    assert advice(model(400, 2), machine()) == ()
-
-
-def test_a_pipeline_where_a_unit_is_too_large_to_gather() -> None:
-    found = model(20, 1)
-    found.unit = 6 * GIB
-    found.blocks = blocks(*[(5 * GIB // 2, GIB // 8, GIB // 100)] * 8)
-    assert advice(found, machine()) == ("strategy=pipeline",)
-
-
-def test_a_slow_link() -> None:
-    """2 GiB of gradients; 7/8 of them twice: 30 Gbit in each step of a second."""
-    heavy = model(2, 2)
-    assert advice(heavy, machine(link=40e9)) == ("strategy=ddp",)
-    assert advice(heavy, machine(link=20e9)) == ("strategy=ddp", "strategy.comm_hook=bf16")
-    # Two thirds of 15 Gbit stay; alone the step of eight devices takes eight seconds.
-    slow = advise(heavy, estimates(heavy, machine(link=5e9)), machine(link=5e9))
-    assert slow.overrides == ("strategy=ddp", "strategy.comm_hook=bf16")
-    assert "strategy=local_sgd strategy.sync_every=32, about 1.2 s" in slow.reason
-    alone = "strategy=single", "trainer.devices=1", "trainer.accumulate_grad_batches=8"
-    assert advice(heavy, machine(link=1e9)) == alone
-    heavy.blocks = blocks(*[(GIB // 4, GIB // 4, GIB // 10_000)] * 8)
-    assert advice(heavy, machine(link=1e9)) == ("strategy=pipeline",)
-
-
-def test_a_slow_link_and_a_large_batch() -> None:
-    heavy = model(2, 16)
-    smaller = ("data.batch_size=4", "trainer.accumulate_grad_batches=2")
-    assert advice(heavy, machine()) == ("strategy=ddp", *smaller)
-    hook = "strategy.comm_hook=bf16"
-    assert advice(heavy, machine(link=20e9)) == ("strategy=ddp", hook, *smaller)
-
-
-def test_a_model_too_small_for_several_devices() -> None:
-    found = model(0.001, 0.001)
-    found.flops = 1e9
-    assert advice(found, machine()) == ("strategy=single", "trainer.devices=1")
+def test_reasons() -> None:
+    many, slow = model(1, 30), model(2, 2)
+    assert "save nothing" in advise(many, estimates(many, machine()), machine()).reason
+    on = machine(link=5e9)
+    reason = advise(slow, estimates(slow, on), on).reason
+    assert "strategy=local_sgd strategy.sync_every=32, about 1.2 s" in reason
 
 
 # --------------------------------------------------------------------------- the measured step
