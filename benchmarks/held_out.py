@@ -9,6 +9,7 @@ compares the page with what this prints.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,8 +51,13 @@ def fitted(series: Published, most: int = FITTED) -> Fit:
     """On the published points up to `most` GPUs; with nothing to fit, the setting as it is."""
     points = {n: s for n, s in series.seconds.items() if n <= most}
     if 1 in points and len(points) > 1:
-        return fit(series.setting, points)
+        return _fit(series.setting, tuple(points.items()))
     return Fit(series.setting, {}, ("nothing fitted",))
+
+
+@functools.cache
+def _fit(setting: Setting, points: tuple[tuple[int, float], ...]) -> Fit:
+    return fit(setting, dict(points))
 
 
 def held_out(series: Published, most: int = FITTED) -> list[Held]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distdl.benchmark.clock import PHASES
+from distdl.benchmark import PHASES
 from distdl.commands import _scale_members
 
 

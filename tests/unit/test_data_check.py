@@ -20,8 +20,8 @@ from PIL import Image
 
 from distdl.commands import _data_needs as needs
 from distdl.commands import _data_open, _data_rates
+from distdl.commands._data_check import gpu_of_this_machine
 from distdl.commands._data_images import look
-from distdl.commands.data import gpu_of_this_machine
 from distdl.data import StoredImages
 from distdl.errors import UserError
 from distdl.shards.format import MANIFEST

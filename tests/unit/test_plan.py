@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from distdl.commands import _plan_estimate as estimate
 from distdl.commands._plan_advice import advise
 from distdl.commands._plan_estimate import GIB, Estimate, Machine, estimates
-from distdl.commands._plan_measure import Block, Measured, measure
+from distdl.commands._plan_measure import MeasuredBlock, MeasuredStep, measure
 from tests.conftest import TINY
 
 # 7.5 billion parameters in 16 bit with Adam's 12 bytes each: figure 1 of the ZeRO paper, in GB.
-ZERO = Measured(
+ZERO = MeasuredStep(
     batch_size=8, weights=15, gradients=15, optimizer=90, activations=30, transient=2, unit=1
 )
 
@@ -22,7 +24,7 @@ def machine(
     return Machine(devices, memory * GIB, link, flops)
 
 
-def rows(found: Measured, on: Machine) -> dict[str, Estimate]:
+def rows(found: MeasuredStep, on: Machine) -> dict[str, Estimate]:
     return {row.name: row for row in estimates(found, on)}
 
 
@@ -55,7 +57,7 @@ def test_buffers_of_the_strategies() -> None:
 
 def test_bytes_sent() -> None:
     """Four ranks, gradients of 400 bytes, buffers of 40: 2 x 3/4 x 400, and so on."""
-    found = rows(Measured(4, weights=440, buffers=40, gradients=400, unit=100), machine(4))
+    found = rows(MeasuredStep(4, weights=440, buffers=40, gradients=400, unit=100), machine(4))
     assert found["single"].sent == 0
     assert found["ddp"].sent == 600 + 30
     assert found["ddp comm_hook=bf16"].sent == 300 + 30
@@ -67,20 +69,20 @@ def test_bytes_sent() -> None:
 
 def test_frozen_weights_are_shared_by_nobody() -> None:
     """100 bytes of which 40 are trained."""
-    found = rows(Measured(1, weights=100, gradients=40, optimizer=40, unit=10), machine(4))
+    found = rows(MeasuredStep(1, weights=100, gradients=40, optimizer=40, unit=10), machine(4))
     assert found["fsdp"].weights == 60 + 40 / 4
 
 
-def blocks(*sizes: tuple[int, int, int]) -> list[Block]:
+def blocks(*sizes: tuple[int, int, int]) -> list[MeasuredBlock]:
     return [
-        Block(f"b{i}", weights, weights, activations, output, flops=1.0)
-        for i, (weights, activations, output) in enumerate(sizes)
+        MeasuredBlock(weights, weights, activations, output, flops=1.0)
+        for weights, activations, output in sizes
     ]
 
 
 def test_a_pipeline_of_two() -> None:
     """Batches of 10 on two devices: 20 samples in 8 micro-batches, of which stage 0 holds two."""
-    found = Measured(
+    found = MeasuredStep(
         10, weights=30, gradients=30, optimizer=60, activations=1200, transient=80, flops=6.0
     )
     found.blocks = blocks((10, 800, 50), (20, 400, 5))
@@ -94,14 +96,14 @@ def test_a_pipeline_of_two() -> None:
 
 
 def test_a_pipeline_needs_a_block_per_stage() -> None:
-    found = Measured(1, blocks=blocks((1, 1, 1)))
+    found = MeasuredStep(1, blocks=blocks((1, 1, 1)))
     assert estimate.pipeline(found, 2).missing == "1 blocks for 2 stages"
-    assert estimate.pipeline(Measured(1, no_blocks="is no chain"), 2).missing == "is no chain"
+    assert estimate.pipeline(MeasuredStep(1, no_blocks="is no chain"), 2).missing == "is no chain"
 
 
 def test_time_counts_what_cannot_hide() -> None:
     """One second of work; DDP hides two thirds of a second behind its backward."""
-    found = Measured(1, flops=1e12)
+    found = MeasuredStep(1, flops=1e12)
     on = Machine(2, 1, link=8e9, flops=1e12)
     assert Estimate("ddp", sent=0.5e9).seconds(found, on) == 1.0
     assert Estimate("ddp", sent=1e9).seconds(found, on) == pytest.approx(1 + 1 / 3)
@@ -111,91 +113,72 @@ def test_time_counts_what_cannot_hide() -> None:
 # ------------------------------------------------------------------------------------ advice
 
 
-def model(gib: float, activations: float, batch: int = 8, **more: object) -> Measured:
+def model(gib: float, activations: float, batch: int = 8, **more: object) -> MeasuredStep:
     """Weights, gradients and momentum of `gib` GiB each; a step of one second."""
     size = int(gib * GIB)
-    return Measured(
-        batch,
-        weights=size,
-        gradients=size,
-        optimizer=size,
-        activations=int(activations * GIB),
-        flops=5e13,
-        unit=size // 10,
-        **more,  # type: ignore[arg-type]
-    )
+    fields: dict[str, Any] = {"flops": 5e13, "unit": size // 10, **more}
+    return MeasuredStep(batch, size, 0, size, size, activations=int(activations * GIB), **fields)
 
 
-def advice(found: Measured, on: Machine) -> tuple[str, ...]:
-    return advise(found, estimates(found, on), on).overrides
+ACCUMULATE = "trainer.accumulate_grad_batches="
+HOOKED = ("strategy=ddp", "strategy.comm_hook=bf16")
+CUT = ("data.batch_size=4", f"{ACCUMULATE}2")
 
 
-def test_one_device() -> None:
-    assert advice(model(1, 4), machine(1)) == ("strategy=single",)
-    assert advice(model(1, 20), machine(1)) == (
-        "strategy=single",
-        "data.batch_size=4",
-        "trainer.accumulate_grad_batches=2",
-    )
-    assert advice(model(6, 4), machine(1))[0] == "strategy=deepspeed_offload"
-    assert advice(model(20, 4), machine(1)) == ()
+@pytest.mark.parametrize(
+    ("found", "on", "expected"),
+    [
+        (model(1, 4), machine(1), ("strategy=single",)),
+        (model(1, 20), machine(1), ("strategy=single", *CUT)),
+        (model(6, 4), machine(1), ("strategy=deepspeed_offload", *CUT)),
+        (model(20, 4), machine(1), ()),
+        (model(1, 8), machine(), ("strategy=ddp",)),
+        (model(1, 30), machine(), ("strategy=ddp", "data.batch_size=2", f"{ACCUMULATE}4")),
+        # 5 GiB x 3 are too many for 16, and 15 / 8 and three units are not.
+        (model(5, 4), machine(), ("strategy=fsdp",)),
+        (model(14, 2), machine(), ("strategy=fsdp",)),
+        (model(400, 2), machine(), ()),
+        # 2 GiB of gradients; 7/8 of them twice: 30 Gbit in each step of a second.
+        (model(2, 2), machine(link=40e9), ("strategy=ddp",)),
+        (model(2, 2), machine(link=20e9), HOOKED),
+        # Two thirds of 15 Gbit stay; alone the step of eight devices takes eight seconds.
+        (model(2, 2), machine(link=5e9), HOOKED),
+        (
+            model(2, 2),
+            machine(link=1e9),
+            ("strategy=single", "trainer.devices=1", f"{ACCUMULATE}8"),
+        ),
+        (model(2, 16), machine(), ("strategy=ddp", *CUT)),
+        (model(2, 16), machine(link=20e9), (*HOOKED, *CUT)),
+        # Too small for several devices.
+        (
+            model(0.001, 0.001, flops=1e9),
+            machine(),
+            ("strategy=single", "trainer.devices=1"),
+        ),
+        # One unit is too large to gather.
+        (
+            model(20, 1, unit=6 * GIB, blocks=blocks(*[(5 * GIB // 2, GIB // 8, GIB // 100)] * 8)),
+            machine(),
+            ("strategy=pipeline",),
+        ),
+        (
+            model(2, 2, blocks=blocks(*[(GIB // 4, GIB // 4, GIB // 10_000)] * 8)),
+            machine(link=1e9),
+            ("strategy=pipeline",),
+        ),
+    ],
+)
+def test_advice(found: MeasuredStep, on: Machine, expected: tuple[str, ...]) -> None:
+    assert advise(found, estimates(found, on), on).overrides == expected
 
 
-def test_ddp_if_it_fits() -> None:
-    assert advice(model(1, 8), machine()) == ("strategy=ddp",)
-
-
-def test_activations_are_no_reason_for_zero() -> None:
-    found = advise(model(1, 30), estimates(model(1, 30), machine()), machine())
-    assert found.overrides == (
-        "strategy=ddp",
-        "data.batch_size=2",
-        "trainer.accumulate_grad_batches=4",
-    )
-    assert "save nothing" in found.reason
-
-
-def test_what_partitions_comes_next() -> None:
-    """5 GiB x 3 are too many for 16, and 15 / 8 and three units are not."""
-    assert advice(model(5, 4), machine()) == ("strategy=fsdp",)
-    assert advice(model(14, 2), machine()) == ("strategy=fsdp",)
-    assert advice(model(400, 2), machine()) == ()
-
-
-def test_a_pipeline_where_a_unit_is_too_large_to_gather() -> None:
-    found = model(20, 1)
-    found.unit = 6 * GIB
-    found.blocks = blocks(*[(5 * GIB // 2, GIB // 8, GIB // 100)] * 8)
-    assert advice(found, machine()) == ("strategy=pipeline",)
-
-
-def test_a_slow_link() -> None:
-    """2 GiB of gradients; 7/8 of them twice: 30 Gbit in each step of a second."""
-    heavy = model(2, 2)
-    assert advice(heavy, machine(link=40e9)) == ("strategy=ddp",)
-    assert advice(heavy, machine(link=20e9)) == ("strategy=ddp", "strategy.comm_hook=bf16")
-    # Two thirds of 15 Gbit stay; alone the step of eight devices takes eight seconds.
-    slow = advise(heavy, estimates(heavy, machine(link=5e9)), machine(link=5e9))
-    assert slow.overrides == ("strategy=ddp", "strategy.comm_hook=bf16")
-    assert "strategy=local_sgd strategy.sync_every=32, about 1.2 s" in slow.reason
-    alone = "strategy=single", "trainer.devices=1", "trainer.accumulate_grad_batches=8"
-    assert advice(heavy, machine(link=1e9)) == alone
-    heavy.blocks = blocks(*[(GIB // 4, GIB // 4, GIB // 10_000)] * 8)
-    assert advice(heavy, machine(link=1e9)) == ("strategy=pipeline",)
-
-
-def test_a_slow_link_and_a_large_batch() -> None:
-    heavy = model(2, 16)
-    smaller = ("data.batch_size=4", "trainer.accumulate_grad_batches=2")
-    assert advice(heavy, machine()) == ("strategy=ddp", *smaller)
-    hook = "strategy.comm_hook=bf16"
-    assert advice(heavy, machine(link=20e9)) == ("strategy=ddp", hook, *smaller)
-
-
-def test_a_model_too_small_for_several_devices() -> None:
-    found = model(0.001, 0.001)
-    found.flops = 1e9
-    assert advice(found, machine()) == ("strategy=single", "trainer.devices=1")
+def test_reasons() -> None:
+    many, slow = model(1, 30), model(2, 2)
+    assert "save nothing" in advise(many, estimates(many, machine()), machine()).reason
+    on = machine(link=5e9)
+    reason = advise(slow, estimates(slow, on), on).reason
+    assert "strategy=local_sgd strategy.sync_every=32, about 1.2 s" in reason
 
 
 # --------------------------------------------------------------------------- the measured step
@@ -326,14 +309,6 @@ def test_the_verb(capsys, without_stage_2, monkeypatch, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_little_is_not_nothing() -> None:
-    from distdl.commands.plan import digits
-
-    assert [digits(size) for size in (0, 0.00059, 0.0952, 1525.9)] == [
-        *("0.00", "0.0006", "0.10", "1525.90")
-    ]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -361,7 +336,7 @@ def test_refusals(words, said, without_stage_2, monkeypatch, tmp_path) -> None:
     ],
 )
 def test_how_many_devices(trainer, given, count, monkeypatch) -> None:
-    from distdl.commands.plan import how_many
+    from distdl.commands._plan_strategy import how_many
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found, note = how_many(trainer, given)

@@ -15,7 +15,7 @@ import markupsafe
 import pytest
 
 from distdl.commands import _report_data as data
-from distdl.commands import report
+from distdl.commands import _report_page, report
 from distdl.commands._report_plots import POINTS, Chart, charts, draw
 from distdl.errors import UserError
 from distdl.run_directory import RunDirectory
@@ -158,10 +158,10 @@ def test_a_later_attempt_replaces_what_it_did_again(tmp_path: Path) -> None:
 
 def test_many_points_are_drawn_as_few_with_their_extremes() -> None:
     n = 50_000
-    series = data.Series(list(range(n)), [0.0] * n, [float(i % 2) for i in range(n)])
+    series = data.MetricSeries(list(range(n)), [0.0] * n, [float(i % 2) for i in range(n)])
     svg, legend = draw(Chart("T", {"x": series}), 0.0)
     assert len(svg) < 200_000 and [label for label, _ in legend] == ["x"]
-    few, _ = draw(Chart("T", {"x": data.Series([0, 1], [0.0, 0.0], [1.0, 2.0])}), 0.0)
+    few, _ = draw(Chart("T", {"x": data.MetricSeries([0, 1], [0.0, 0.0], [1.0, 2.0])}), 0.0)
     assert "FillBetween" in svg and "FillBetween" not in few
     assert n > POINTS
 
@@ -170,7 +170,7 @@ def test_every_metric_is_in_one_chart_and_only_one() -> None:
     names = ["epoch", "train/loss", "val/loss", "train/acc", "val/acc", "lr-SGD", "perf/data_wait"]
     names += ["perf/other", "mine", "a/b/c", "system/gpu0_percent", "system/node2/gpu1_power_watts"]
     names += ["system/node2/strange", "system/memory_gib"]
-    found = charts({n: data.Series([1], [1.0], [1.0]) for n in names}, "img/s")
+    found = charts({n: data.MetricSeries([1], [1.0], [1.0]) for n in names}, "img/s")
     drawn = [n for chart in found for n in chart.lines]
     drawn += [n for chart in found if chart.second for n in [chart.second[0]]]
     assert sorted(drawn) == sorted(set(names) - {"epoch"})
@@ -245,10 +245,10 @@ def test_it_says_how_to_open_the_trackers(run: Path) -> None:
 
 
 def test_an_attempt_that_trained_nothing_is_called_what_it_was(run: Path) -> None:
-    assert "<th>task</th>" not in report.render(data.load(run)), "all of them trained"
+    assert "<th>task</th>" not in _report_page.render(data.load(run)), "all of them trained"
     before = dict(data.summary(data.load(run)))["duration"]
     where = "where: {task: {_target_: distdl.tasks.benchmark}}\n"
     attempt(run, 3, where, state="SUCCEEDED", started=5000.0, ended=9000.0)
-    page = report.render(data.load(run))
+    page = _report_page.render(data.load(run))
     assert "<th>task</th>" in page and "<td>benchmark</td>" in page
     assert dict(data.summary(data.load(run)))["duration"] == before

@@ -91,8 +91,8 @@ def benchmark(text: str) -> dict[str, Any]:
         "verdict": {"bound": text, "why": text, "remedies": [text]},
         "device": text,
         "memory_gib": 1.0,
-        "limits": {"matrix_flops": 1e12, "dtype": text, "copy_bytes": 1e9},
-        "model": {"mfu": 0.5, "flops_per_sample": 1e9},
+        "limits": {"matrix_flops": 1e12, "matrix_size": 1, "dtype": text, "copy_bytes": 1e9},
+        "model": {"mfu": 0.5, "flops_per_sample": 1e9, "bandwidth_use": None, "note": text},
     }
 
 

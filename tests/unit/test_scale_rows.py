@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 from omegaconf import OmegaConf
 
 from distdl.commands import _scale_plot, _scale_rows, _scale_table
 from distdl.commands._scale_rows import Rented
 from distdl.scaling import Link
 from tests.unit.scale_results import bench, member
+
+
+def weak(*measured: Any, rented: Rented | None = None) -> list[_scale_rows.ScalingRow]:
+    """Rows of weak scaling, of one device and what else was measured."""
+    return _scale_rows.rows([member(bench(), "single"), *measured], rented, None, ("weak",))
+
+
+@pytest.fixture
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Draws a plot, and keeps its figure open."""
+    import matplotlib.pyplot as plt
+
+    figures: list[Any] = []
+    close = plt.close
+    monkeypatch.setattr(plt, "close", figures.append)
+
+    def drawn(rows: Any, further: Any = None, published: bool = True) -> Any:
+        _scale_plot.draw(tmp_path / "scale.png", rows, further or {}, "Scaling", published)
+        return figures[-1]
+
+    yield drawn
+    for figure in figures:
+        close(figure)
 
 
 def test_efficiency_prediction_and_price() -> None:
@@ -70,11 +95,7 @@ def test_half_the_bytes_are_predicted_with_half_the_bytes() -> None:
 
 def test_advice() -> None:
     def of(*measured: Any, rented: Rented | None = None) -> str:
-        return "\n".join(
-            _scale_rows.advise(
-                _scale_rows.rows([member(bench(), "single"), *measured], rented, None, ("weak",))
-            )
-        )
+        return "\n".join(_scale_rows.advise(weak(*measured, rented=rented)))
 
     assert "more than one device" in of()
     assert "input first" in of(member(bench(2, bound="data-bound")))
@@ -91,17 +112,15 @@ def test_advice() -> None:
 def test_more_than_there_is_was_disturbed() -> None:
     """Neither advice nor a prediction is held against it."""
     two = member(bench(2, rate=230))
-    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+    rows = weak(two)
     (said,) = _scale_rows.disturbed(rows)
     assert said.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
     assert _scale_table.gaps(rows, {}) == []
 
 
-def test_others_numbers_stand_beside_their_own_model_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_others_numbers_are_shown_beside_their_own_model_only(
+    draw: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import matplotlib.pyplot as plt
-
     two = member(bench(2))
     for target, same in (
         ("torchvision.models.resnet50", True),
@@ -110,22 +129,16 @@ def test_others_numbers_stand_beside_their_own_model_only(
     ):
         two.config = OmegaConf.create({"model": {"network": {"_target_": target}}})
         assert two.is_resnet50 is same
-    drawn: list[Any] = []
-    monkeypatch.setattr(plt, "close", drawn.append)
-    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
-    _scale_plot.draw(tmp_path / "a.png", rows, {}, "Scaling", False)
-    monkeypatch.undo()
-    (axes,) = drawn[0].axes
+    (axes,) = draw(weak(two), published=False).axes
     assert not axes.texts and axes.get_xlim()[1] < 3
-    plt.close(drawn[0])
-    _scale_table.print_rows(rows, None)
+    _scale_table.print_rows(weak(two), None)
     assert "samples/s" in capsys.readouterr().out  # of data that are no images of distdl's
 
 
 def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys) -> None:
     """A column that is cut says nothing."""
     hook = member(bench(2, rate=160), "ddp strategy.comm_hook=bf16")
-    rows = _scale_rows.rows([member(bench(), "single"), hook], None, None, ("weak",))
+    rows = weak(hook)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for width, left_out in (("60", {"spread", "data", "verdict"}), ("100", {"spread", "data"})):
         monkeypatch.setenv("COLUMNS", width)
@@ -136,25 +149,10 @@ def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys) 
         assert left_out.isdisjoint(words) and ("compute-bound" in words) is (width == "100")
 
 
-def test_labels_of_the_reference_lines_do_not_touch(tmp_path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(11, 7), layout="constrained")
-    axes.set_ylim(0, 108)
-    ends = _scale_plot.references(axes)
-    _scale_plot.label_right(axes, ends)
-    figure.canvas.draw()
-    boxes = sorted((t.get_window_extent() for t in axes.texts), key=lambda b: b.y0)
-    assert len(boxes) == len(ends) == 8
-    assert all(a.y1 <= b.y0 + 0.5 for a, b in itertools.pairwise(boxes))
-    assert all(box.x1 <= figure.bbox.width for box in boxes)
-    plt.close(figure)
-
-
 def test_a_refuted_prediction_is_said() -> None:
-    def rows(efficiency: float) -> list[_scale_rows.Row]:
+    def rows(efficiency: float) -> list[_scale_rows.ScalingRow]:
         two = member(bench(2, rate=200 * efficiency))
-        return _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
+        return weak(two)
 
     guess = rows(1.0)[1].predicted
     assert guess and guess.efficiency > 0.5
@@ -170,44 +168,28 @@ def test_a_refuted_prediction_is_said() -> None:
     assert "do not believe what is predicted beyond 2 devices either" in text
 
 
-def test_nothing_is_cut_off_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib.pyplot as plt
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(plt, "close", drawn.append)
+def test_nothing_is_cut_off_the_plot(draw: Callable[..., Any]) -> None:
     # Faster together than alone, and a strategy with a long name.
-    two = member(bench(2, rate=260), "ddp strategy.comm_hook=bf16")
-    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
-    _scale_plot.draw(tmp_path / "scale.png", rows, {}, "Scaling on a CPU, 32-true", True)
-    monkeypatch.undo()
-    (figure,) = drawn
+    figure = draw(weak(member(bench(2, rate=260), "ddp strategy.comm_hook=bf16")))
     (axes,) = figure.axes
     assert axes.get_ylim()[1] > 130
     figure.canvas.draw()
-    texts = [*axes.texts, axes.title, *figure.legends[0].get_texts(), axes.xaxis.label]
-    for text in texts:
+    for text in (*axes.texts, axes.title, *figure.legends[0].get_texts(), axes.xaxis.label):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.y0 >= 0, text
         assert box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text
-    plt.close(figure)
+    # Labels of the published lines do not touch each other.
+    boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda b: b.y0)
+    assert len(boxes) == 8 and all(a.y1 <= b.y0 + 0.5 for a, b in itertools.pairwise(boxes))
 
 
-def test_the_plot_names_only_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib.pyplot as plt
-    from matplotlib.text import Text
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(plt, "close", drawn.append)
-    two = member(bench(2, rate=160))
-    rows = _scale_rows.rows([member(bench(), "single"), two], None, None, ("weak",))
-    _scale_plot.draw(tmp_path / "a.png", rows, {"ddp": {1: 1.0, 2: 0.8}}, "Scaling", True)
-    ahead = {2**i: 0.97**i for i in range(13)}
-    _scale_plot.draw(tmp_path / "b.png", rows, {"ddp": ahead}, "Scaling", True)
-    monkeypatch.undo()
-    near, far = drawn
-    legends = [[t.get_text() for t in f.legends[0].get_texts()] for f in drawn]
+def test_the_plot_names_only_what_is_in_it(draw: Callable[..., Any]) -> None:
+    rows = weak(member(bench(2, rate=160)))
+    beyond = {"ddp": {2**i: 0.97**i for i in range(13)}}
+    near, far = draw(rows, {"ddp": {1: 1.0, 2: 0.8}}), draw(rows, beyond)
+    legends = [[t.get_text() for t in f.legends[0].get_texts()] for f in (near, far)]
     assert [any("beyond" in text for text in each) for each in legends] == [False, True]
-    # To the labels lead rows of dots, and none of them across decades where nothing was published.
+    # Rows of dots lead to the labels, and none of them across decades without published numbers.
     for figure, reach in ((near, 32 * 1.2), (far, 32 * 2)):
         figure.canvas.draw()
         (axes,) = figure.axes
@@ -216,4 +198,3 @@ def test_the_plot_names_only_what_is_in_it(tmp_path: Path, monkeypatch: pytest.M
             start = Text.get_window_extent(text).x0  # an annotation's own has its arrow in it
             assert axes.transData.inverted().transform((start, 0))[0] < reach, text
             assert text.get_window_extent().x1 <= figure.bbox.width
-        plt.close(figure)

@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 
-DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
-COMMUNICATION, OTHER = "communication", "other"
-PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, OTHER)
+from distdl.benchmark import OTHER, PHASES
 
 
-class Clock:
+class DeviceClock:
     """Marks on the time line of a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +40,7 @@ class Clock:
         return first.elapsed_time(second) / 1000
 
     def finish(self) -> float:
-        """Waits until the device has done all it was given; then the time here, in seconds."""
+        """Waits until the device has done all it was given; then the host's time, in seconds."""
         if self._events:
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -65,7 +63,7 @@ class Timeline:
     `begin` and `end` do nothing before the first `step_done`, which opens the first step.
     """
 
-    clock: Clock
+    clock: DeviceClock
     _open: list[str] = field(default_factory=list)
     _marks: list[tuple[Any, str]] = field(default_factory=list)  # from here on, this phase
     _steps: list[list[tuple[Any, str]]] = field(default_factory=list)
@@ -90,14 +88,12 @@ class Timeline:
 
     def open_window(self) -> None:
         """The first step of a window begins here."""
-        self._steps = []
-        self._marks = [(self.clock.mark(), self._open[-1] if self._open else OTHER)]
+        self._steps, self._marks = [], [self._now()]
 
     def step_done(self) -> None:
-        now = self._open[-1] if self._open else OTHER
-        mark = self.clock.mark()
-        self._steps.append([*self._marks, (mark, now)])
-        self._marks = [(mark, now)]
+        now = self._now()
+        self._steps.append([*self._marks, now])
+        self._marks = [now]
 
     def close_window(self) -> list[Step]:
         """The steps since `open_window`. After `clock.finish`."""
@@ -105,12 +101,15 @@ class Timeline:
         self._steps, self._marks = [], []
         return steps
 
+    def _now(self) -> tuple[Any, str]:
+        return self.clock.mark(), self._open[-1] if self._open else OTHER
+
     def _mark(self) -> None:
         if self._marks:
-            self._marks.append((self.clock.mark(), self._open[-1] if self._open else OTHER))
+            self._marks.append(self._now())
 
     def _resolved(self, marks: Sequence[tuple[Any, str]]) -> Step:
         phases = dict.fromkeys(PHASES, 0.0)
-        for (here, phase), (there, _) in itertools.pairwise(marks):
-            phases[phase] += self.clock.between(here, there)
+        for (mark, phase), (following, _) in itertools.pairwise(marks):
+            phases[phase] += self.clock.between(mark, following)
         return Step(sum(phases.values()), phases)

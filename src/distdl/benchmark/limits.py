@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from distdl import cluster
-from distdl.benchmark.clock import Clock
+from distdl.benchmark.clock import DeviceClock
 
 SECONDS = 0.5  # for each measurement, at least
 REPEATS = 5
@@ -53,7 +54,7 @@ def measure(device: torch.device, precision: str) -> Limits:
             as torch is set (TF32 or not), which is how the training multiplies them.
     """
     dtype = DTYPES.get(str(precision)[:2], torch.float32)
-    clock = Clock(device)
+    clock = DeviceClock(device)
     big = device.type in ("cuda", "mps")
     rates = {}
     for size in (4096, 8192) if big else (512, 1024):
@@ -70,7 +71,7 @@ def measure(device: torch.device, precision: str) -> Limits:
     return Limits(str(dtype).split(".")[1], rates[size], size, 2 * len(source) / seconds)
 
 
-def best(clock: Clock, call: Callable[[], object]) -> float:
+def best(clock: DeviceClock, call: Callable[[], object]) -> float:
     """Seconds of a call in the fastest of `REPEATS` rounds: what disturbs only makes it slower."""
     call()
     clock.finish()
@@ -78,13 +79,13 @@ def best(clock: Clock, call: Callable[[], object]) -> float:
     call()
     once = max(clock.finish() - started, 1e-6)
     times = max(1, round(SECONDS / REPEATS / once))
-    found = []
+    rounds = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         for _ in range(times):
             call()
-        found.append((clock.finish() - started) / times)
-    return min(found)
+        rounds.append((clock.finish() - started) / times)
+    return min(rounds)
 
 
 def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
@@ -106,22 +107,26 @@ def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
     large = _all_reduce(torch.ones(size // 4, device=device), 10)
     small = _all_reduce(torch.ones(1, device=device), 50)
     messages = 2 * (ranks - 1)
-    latency = small / messages
-    bandwidth = messages * size / ranks / max(large - small, 1e-9)
-    found = {"ranks": ranks, "nodes": nodes, "bandwidth": bandwidth, "latency": latency}
-    return {**found, "bytes": size, "seconds": large}
+    return {
+        "ranks": ranks,
+        "nodes": nodes,
+        "bandwidth": messages * size / ranks / max(large - small, 1e-9),
+        "latency": small / messages,
+        "bytes": size,
+        "seconds": large,
+    }
 
 
 def _all_reduce(tensor: torch.Tensor, times: int) -> float:
-    clock = Clock(tensor.device)
+    clock = DeviceClock(tensor.device)
     for _ in range(3):
         dist.all_reduce(tensor)
-    found = []
+    seconds = []
     for _ in range(times):
         tensor.fill_(1)
         dist.barrier()
         started = clock.finish()
         dist.all_reduce(tensor)
-        found.append(clock.finish() - started)
-    # All of them have seen the same all-reduce; the slowest says when it was over.
-    return max(cluster.gather(sorted(found)[len(found) // 2]))
+        seconds.append(clock.finish() - started)
+    # The all-reduce is over when its slowest rank is done.
+    return max(cluster.gather(median(seconds)))

@@ -64,19 +64,14 @@ def count(config: DictConfig, global_batch: int) -> tuple[Counted | None, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _plan_measure.measure(config, global_batch)
+            measured = _plan_measure.measure(config, global_batch)
     except UserError as error:
         return None, error.problems[0].what
     except Exception as error:  # a step of the user's, away from its trainer
         return None, f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    if not found.flops:
+    if not measured.flops:
         return None, "no matrix product, convolution or attention in the step"
-    per_sample = found.activations / found.batch_size
-    counted = Counted(
-        found.flops / found.batch_size,
-        2 * per_sample,
-        found.gradients,
-        found.weights,
-        per_sample,
-    )
-    return counted, "; ".join(found.notes)
+    per_sample = measured.activations / measured.batch_size
+    flops = measured.flops / measured.batch_size
+    counted = Counted(flops, 2 * per_sample, measured.gradients, measured.weights, per_sample)
+    return counted, "; ".join(measured.notes)

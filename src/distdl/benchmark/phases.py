@@ -1,8 +1,8 @@
 """Which part of Lightning's loop is which phase of a step, under any strategy.
 
-Lightning tells its profiler the name of every hook that it calls; this one listens to a few of
-them. A pipeline's forward and backward are one hook to Lightning: there the stage's own calls tell
-them apart.
+Lightning reports the name of every hook that it calls to its profiler; this one uses a few of
+them. A pipeline's forward and backward are one hook to Lightning: there the stage's own calls
+distinguish them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch.profilers import Profiler
 
-from distdl.benchmark.clock import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, Timeline
+from distdl.benchmark import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER
+from distdl.benchmark.clock import Timeline
 
 # The end of the name of a hook of Lightning (2.6) -> phase.
 HOOKS = {
@@ -25,13 +27,13 @@ HOOKS = {
     ".backward": BACKWARD,
     ".optimizer_step": OPTIMIZER,
 }
-# Only these speak of the step as a whole; a module's own hook is called inside.
-SPEAKERS = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]")
+# Only these concern the step as such; a module's own hook is called inside.
+OWNERS = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]")
 PREFIX = "distdl::"
 
 
 class PhaseProfiler(Profiler):
-    """In the place of `trainer.profiler`: phases to a Timeline, and to a trace while one runs."""
+    """As `trainer.profiler`: reports phases to a Timeline, and to a trace while one runs."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -59,18 +61,18 @@ class PhaseProfiler(Profiler):
         if action not in self._known:
             ours = (phase for end, phase in HOOKS.items() if action.endswith(end))
             # A data module has a hook of the same name as the strategy's.
-            self._known[action] = next(ours, None) if action.startswith(SPEAKERS) else None
+            self._known[action] = next(ours, None) if action.startswith(OWNERS) else None
         return self._known[action]
 
 
 @contextmanager
-def stages_listened_to(timeline: Timeline) -> Iterator[None]:
+def pipeline_phases(timeline: Timeline) -> Iterator[None]:
     """A pipeline's forward and backward, and as communication what lies between them: messages
     and waiting for the neighbours, which is the bubble."""
     from distdl.strategies.pipeline.engine import Engine, Stage
     from distdl.strategies.pipeline.reduction import GradientReducer
 
-    listened: list[tuple[Any, str, str]] = [
+    calls: list[tuple[Any, str, str]] = [
         (Engine, "train", COMMUNICATION),
         (Stage, "forward_one_chunk", FORWARD),
         (Stage, "backward_one_chunk", BACKWARD),
@@ -78,10 +80,9 @@ def stages_listened_to(timeline: Timeline) -> Iterator[None]:
         (GradientReducer, "finish", COMMUNICATION),
     ]
     with ExitStack() as stack:
-        for owner, name, phase in listened:
-            own = vars(owner).get(name)
-            stack.callback(setattr if own else delattr, owner, name, *([own] if own else []))
-            setattr(owner, name, _timed(getattr(owner, name), timeline, phase))
+        for owner, name, phase in calls:
+            timed = _timed(getattr(owner, name), timeline, phase)
+            stack.enter_context(patch.object(owner, name, timed))
         yield
 
 

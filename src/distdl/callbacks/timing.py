@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distdl import cluster
 from distdl.benchmark.clock import Step, Timeline
-from distdl.benchmark.collectives import Exposed, Trace
+from distdl.benchmark.collectives import CollectiveTrace, Exposed
 from distdl.benchmark.input import Input
 from distdl.benchmark.phases import PhaseProfiler
 from distdl.callbacks.agreement import Agreement
@@ -35,7 +35,7 @@ class Segment:
 
 
 @dataclass
-class Window:
+class TimedWindow:
     """What was measured in one: seconds from rest to rest of the device, and its steps."""
 
     input: str
@@ -51,7 +51,7 @@ class Timing(Callback):
         plan: In order. To a warm-up on real input come the batches that worker processes have ready
             when it begins: what is timed then is their speed, and not their store.
         stop: Whether this process was asked to end.
-        tell: Given the windows one by one, on every rank.
+        report: Called with each window, on every rank.
     """
 
     plan: list[Segment]
@@ -59,15 +59,15 @@ class Timing(Callback):
     profiler: PhaseProfiler
     input: Input
     stop: StopRequest
-    tell: Callable[[Window], None]
-    windows: list[Window] = field(default_factory=list)
+    report: Callable[[TimedWindow], None]
+    windows: list[TimedWindow] = field(default_factory=list)
     exposed: Exposed | None = None
     batch_size: int | None = None
     epoch_batches: int | None = None
     # Of a batch, under manual optimization: such a step runs inside its trainer alone.
     live_flops: float | None = None
     _counter: FlopCounterMode | None = None
-    _trace: Trace | None = None
+    _trace: CollectiveTrace | None = None
 
     # Lightning puts callbacks into sets of their keys.
     __hash__ = object.__hash__
@@ -78,10 +78,9 @@ class Timing(Callback):
         self._agreement = Agreement(2)
         ready = max(cluster.gather(self.input.prefetched()))
         self.epoch_batches = max(cluster.gather(self.input.batches() or 0)) or None
-        accumulate = trainer.accumulate_grad_batches
-        store = -(-ready // accumulate)
+        more = -(-ready // trainer.accumulate_grad_batches)
         self._due = [
-            replace(s, steps=s.steps + store) if (s.kind, s.input) == (WARM, REAL) else s
+            replace(s, steps=s.steps + more) if (s.kind, s.input) == (WARM, REAL) else s
             for s in self.plan
         ]
         self._last_step = trainer.global_step
@@ -95,10 +94,7 @@ class Timing(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self.live_flops = float(self._counter.get_total_flops())
-            self._counter = None
+        self._stop_counting()
         if trainer.global_step == self._last_step:
             return  # half an optimizer step
         self._last_step = trainer.global_step
@@ -117,12 +113,18 @@ class Timing(Callback):
         else:
             trainer.should_stop = True
 
+    def _stop_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self.live_flops = float(self._counter.get_total_flops())
+            self._counter = None
+
     def _begin(self) -> None:
         segment = self._due[0]
         self._left = segment.steps
         self.input.held = segment.input == HELD
         if segment.kind == TRACE:
-            self._trace = Trace(self.timeline.clock)
+            self._trace = CollectiveTrace(self.timeline.clock)
             self.profiler.tracing = True
             self._trace.start()
         self._started = self.timeline.clock.finish()
@@ -133,17 +135,15 @@ class Timing(Callback):
         ended = self.timeline.clock.finish()
         steps = self.timeline.close_window()
         if segment.kind == WINDOW:
-            self.windows.append(Window(segment.input, ended - self._started, steps))
-            self.tell(self.windows[-1])
+            self.windows.append(TimedWindow(segment.input, ended - self._started, steps))
+            self.report(self.windows[-1])
         elif segment.kind == TRACE:
             assert self._trace is not None
             self.profiler.tracing = False
             self.exposed = self._trace.stop(segment.steps)
 
     def on_exception(self, *args: Any) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self._counter = None
+        self._stop_counting()
         if self._trace is not None and self.profiler.tracing:
             self.profiler.tracing = False
             self._trace.stop(1)

@@ -1,4 +1,4 @@
-"""Images looked at one by one: whether they are whole, how large they are, their colours."""
+"""Images looked at one by one: whether they are intact, how large they are, their colours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from distdl.commands._data_open import Found, Images, Reader
+from distdl.commands._data_open import DataAtUri, ImageReader, SplitImages
 from distdl.orphans import end_with_parent
 
 CHUNK = 64  # images that a process is given at a time
@@ -25,7 +25,7 @@ class Seen:
 
     Args:
         count: How many were looked at.
-        damaged: Those that are not whole: where they are, and why.
+        damaged: Those that are not intact: where they are, and why.
         sizes: [count, 2], width and height in pixels.
         mean: Sum over the images of each one's mean of red, green and blue, for values of 0 to 1.
         std: The same of each one's standard deviation.
@@ -50,11 +50,11 @@ class Seen:
         The std is the mean of the images' own, as torchvision's usual constants were made
         (https://github.com/pytorch/vision/pull/1965), so that they can be compared.
         """
-        whole = max(1, len(self.sizes))
-        return (self.mean / whole).tolist(), (self.std / whole).tolist()
+        count = max(1, len(self.sizes))
+        return (self.mean / count).tolist(), (self.std / count).tolist()
 
 
-def look(reader: Reader, indices: Sequence[int]) -> Seen:
+def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
     """Reads, compares and decodes (by PIL) the images of some indices."""
     from PIL import Image
 
@@ -87,18 +87,20 @@ def look(reader: Reader, indices: Sequence[int]) -> Seen:
     return seen
 
 
-def look_at_all(found: Found, processes: int, progress: Callable[[int], None]) -> dict[str, Seen]:
+def look_at_all(
+    found: DataAtUri, processes: int, progress: Callable[[int], None]
+) -> dict[str, Seen]:
     """Every image of every split, in several processes.
 
     Args:
         found: A data set; what lies in a store is downloaded shard by shard, and removed again.
         processes: How many look at images.
-        progress: Told how many were looked at since the last call.
+        progress: Called with how many were looked at so far.
 
     Raises:
         StoreError: A shard cannot be downloaded.
     """
-    result = {}
+    result: dict[str, Seen] = {}
     # Not forked: this process has threads (torch's, the bar's), whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
@@ -109,15 +111,15 @@ def look_at_all(found: Found, processes: int, progress: Callable[[int], None]) -
                     chunks = (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
                     for part in pool.map(_look, map(reader.part, chunks)):
                         seen.add(part)
-                        progress(part.count)
+                        progress(sum(each.count for each in result.values()))
     return result
 
 
-def _look(reader: Reader) -> Seen:
+def _look(reader: ImageReader) -> Seen:
     return look(reader, range(len(reader.images.where)))
 
 
-def _parts(found: Found, images: Images) -> Iterator[tuple[int | None, Any]]:
+def _parts(found: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:
     """Shard by shard what is in a store, all at once what is here."""
     if found.store is None:
         yield None, np.arange(len(images.labels))

@@ -46,11 +46,11 @@ class Need:
 
     Args:
         rate: Images per second.
-        said: Of what, and who says so.
+        source: Of what, and who measured it.
     """
 
     rate: float
-    said: str
+    source: str
 
 
 def need(model: str, gpu: str, rate: float | None) -> Need:
@@ -59,7 +59,7 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     Args:
         model: Of `MODELS`.
         gpu: Of `GPUS`.
-        rate: As measured by the user, in the place of what is known.
+        rate: As measured by the user, instead of what is known.
 
     Raises:
         UserError: Nothing is known of that model or GPU.
@@ -78,8 +78,9 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     if model == "resnet50":
         return Need(published, f"resnet50 on one {gpu.upper()} ({source})")
     factor = MODELS["resnet50"] / MODELS[model]
-    said = f"{model} on one {gpu.upper()}, estimated from resnet50's by GFLOP"
-    return Need(published * factor, said)
+    return Need(
+        published * factor, f"{model} on one {gpu.upper()}, estimated from resnet50's by GFLOP"
+    )
 
 
 def workers_for(rate: float, per_core: float) -> int:
@@ -108,7 +109,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FeedVerdict:
     """Whether the GPUs will be fed.
 
     Args:
@@ -124,7 +125,9 @@ class Verdict:
     before: str = ""
 
 
-def judge(wanted: Need, formats: list[Format], reading: float, cores: int, gpus: int) -> Verdict:
+def judge(
+    wanted: Need, formats: list[Format], reading: float, cores: int, gpus: int
+) -> FeedVerdict:
     """Compares what is needed with what this machine reads and decodes.
 
     Args:
@@ -140,12 +143,14 @@ def judge(wanted: Need, formats: list[Format], reading: float, cores: int, gpus:
         workers = workers_for(wanted.rate, per_core)
         several = "s" * (workers > 1)
         text = f"fed: {workers} worker{several} and the training itself, on {share:g} cores per GPU"
-        # Who waits for the disk takes no core: that is mended by more workers.
+        # Who waits for the disk takes no core: more workers repair that.
         waiting = math.ceil(wanted.rate * (BESIDES / per_core + 1 / reading))
         if waiting > workers:
             text += f"; {waiting} workers while the disk's cache is cold"
         default = loader_workers(int(share))
-        return Verdict(True, text, (f"data.num_workers={waiting}",) if waiting > default else ())
+        return FeedVerdict(
+            True, text, (f"data.num_workers={waiting}",) if waiting > default else ()
+        )
     # Whole processes, as in `needed`; rounded down, since what starves is never at 100 %.
     percent = int(100 * (int(share) - 1) * per_core / BESIDES / wanted.rate)
     text = f"starved: {share:g} core{'s' * (share != 1)} per GPU"
@@ -158,9 +163,9 @@ def judge(wanted: Need, formats: list[Format], reading: float, cores: int, gpus:
         enough = cores_for(wanted.rate, other.per_core)
         if enough <= share:
             text += f". {other.name[0].upper()}{other.name[1:]}, {enough} are enough"
-            return Verdict(False, text, before=other.how)
+            return FeedVerdict(False, text, before=other.how)
     text += ". Decode on the GPU (data.decoder=nvjpeg), or take a machine with more cores"
-    return Verdict(False, text, ("data.decoder=nvjpeg",))
+    return FeedVerdict(False, text, ("data.decoder=nvjpeg",))
 
 
 @dataclass(frozen=True)

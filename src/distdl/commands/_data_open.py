@@ -37,7 +37,7 @@ RAW = {
 
 
 @dataclass
-class Images:
+class SplitImages:
     """One split.
 
     Args:
@@ -56,7 +56,7 @@ class Images:
 
 
 @dataclass
-class Reader:
+class ImageReader:
     """Reads images from files on this machine, and checks their sha256 where it is known.
 
     Args:
@@ -64,7 +64,7 @@ class Reader:
         folder: Where the files are.
     """
 
-    images: Images
+    images: SplitImages
     folder: Path
     _files: Files = field(init=False)
 
@@ -97,14 +97,14 @@ class Reader:
         row = self.images.where[index]
         return None if isinstance(row, Sample) else bytes(row["sha256"])
 
-    def part(self, indices: Sequence[int]) -> Reader:
+    def part(self, indices: Sequence[int]) -> ImageReader:
         """A reader of those images only, which is small enough to be sent to another process."""
         images = self.images
         where = [images.where[int(index)] for index in indices]
         if images.names:
             where = images.where[indices]
-        kept = Images(images.labels[:0], images.sizes[:0], 0, where, images.names)
-        return Reader(kept, self.folder)
+        kept = SplitImages(images.labels[:0], images.sizes[:0], 0, where, images.names)
+        return ImageReader(kept, self.folder)
 
     def forget(self, indices: Sequence[int]) -> None:
         """Drops images from the page cache, so that reading them again reads the disk."""
@@ -117,7 +117,7 @@ class Reader:
 
 
 @dataclass
-class Found:
+class DataAtUri:
     """What lies at a URI.
 
     Args:
@@ -132,22 +132,27 @@ class Found:
     uri: str
     kind: str
     classes: Sequence[str]
-    splits: dict[str, Images]
+    splits: dict[str, SplitImages]
     store: Store | None = None
     folder: Path = Path()
     # Of what was downloaded, where files come from a store.
     downloaded_bytes: int = 0
     download_seconds: float = 0.0
 
+    @property
+    def count(self) -> int:
+        """Images of all splits."""
+        return sum(len(images.labels) for images in self.splits.values())
+
     @contextmanager
-    def reading(self, images: Images, shard: int | None) -> Iterator[Reader]:
+    def reading(self, images: SplitImages, shard: int | None) -> Iterator[ImageReader]:
         """A reader of one shard, or (None) of all of a split that is on this machine.
 
         Raises:
             StoreError: It cannot be downloaded.
         """
         if self.store is None:
-            yield Reader(images, self.folder)
+            yield ImageReader(images, self.folder)
             return
         assert shard is not None
         with tempfile.TemporaryDirectory(prefix="distdl-check-") as folder:
@@ -155,10 +160,10 @@ class Found:
             self.store.download(name, Path(folder, name))
             self.download_seconds += time.perf_counter() - start
             self.downloaded_bytes += Path(folder, name).stat().st_size
-            yield Reader(images, Path(folder))
+            yield ImageReader(images, Path(folder))
 
 
-def find(uri: str) -> Found:
+def find(uri: str) -> DataAtUri:
     """Looks at a URI: the manifest and the indexes, or the names in a folder.
 
     Raises:
@@ -179,7 +184,7 @@ def find(uri: str) -> Found:
         raise (UserError(*found) if (found := list(problems)) else error) from error
 
 
-def _shards(data: DataSet, remote: bool) -> Found:
+def _shards(data: DataSet, remote: bool) -> DataAtUri:
     store, splits = data.store, {}
     for name, split in data.manifest.splits.items():
         content = store.read(split.index.name)
@@ -194,14 +199,14 @@ def _shards(data: DataSet, remote: bool) -> Found:
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise UserError(Problem(store.uri, f"{shard.name} {state}", "copy it again"))
-        splits[name] = Images(rows["label"], rows["bytes"], len(names), rows, names)
+        splits[name] = SplitImages(rows["label"], rows["bytes"], len(names), rows, names)
     kind = "shards in a store" if remote else "shards"
     folder = Path() if remote else Path(store.uri)
     classes = data.manifest.classes
-    return Found(store.uri, kind, classes, splits, store if remote else None, folder)
+    return DataAtUri(store.uri, kind, classes, splits, store if remote else None, folder)
 
 
-def _folder(folder: Path) -> Found:
+def _folder(folder: Path) -> DataAtUri:
     if folder.is_file():
         what = "is a file: give the folder that holds train/ and val/, or dataset.json"
         raise UserError(Problem(str(folder), what))
@@ -229,5 +234,5 @@ def _folder(folder: Path) -> Found:
     for name in ("train", "val"):
         own = [sample for sample in samples if sample.split == name]
         labels, sizes = (np.array([getattr(s, key) for s in own]) for key in ("label", "bytes"))
-        splits[name] = Images(labels, sizes, len(own), own)
-    return Found(str(folder), "folders of images", source.classes, splits, folder=folder)
+        splits[name] = SplitImages(labels, sizes, len(own), own)
+    return DataAtUri(str(folder), "folders of images", source.classes, splits, folder=folder)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.commands._data_open import Reader
+from distdl.commands._data_open import ImageReader
 from distdl.prepare.images import Treatment
 
 SECONDS = 1.0  # of CPU time that each format is decoded for, at least
@@ -36,7 +36,7 @@ class Rates:
     decoder: str
 
 
-def measure(reader: Reader, indices: Sequence[int], image_size: int) -> Rates | None:
+def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rates | None:
     """Reads some images from the disk (not from its cache), then decodes them again and again.
 
     Returns:

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from distdl.commands._data_images import Seen
 from distdl.commands._data_needs import Format, Need, Shm, cores_for
-from distdl.commands._data_open import Found
+from distdl.commands._data_open import DataAtUri
 from distdl.commands._data_rates import Rates
-from distdl.commands.prepare import counted
 from distdl.prepare.bar import size
 
 
@@ -38,8 +37,9 @@ class Screen:
         self.console.print(Padding(table, (0, 0, 0, 9), expand=False))
 
 
-def contents(screen: Screen, found: Found) -> None:
-    classes = counted(len(found.classes), "class", "classes")
+def contents(screen: Screen, found: DataAtUri) -> None:
+    count = len(found.classes)
+    classes = f"{count:,} class{'es' * (count != 1)}"
     screen.line("data", f"{found.uri}  ({found.kind}, {classes})")
     rows = []
     for name, images in found.splits.items():
@@ -85,7 +85,7 @@ def images(screen: Screen, seen: dict[str, Seen], every: bool) -> None:
         screen.line("", f"... and {len(damaged) - len(shown)} more (--all names each)")
 
 
-def rates(screen: Screen, found: Found, rates: Rates, wanted: Need) -> None:
+def rates(screen: Screen, found: DataAtUri, rates: Rates, wanted: Need) -> None:
     mean = rates.reading_bytes / rates.reading
     if found.store is not None:
         speed = found.downloaded_bytes / max(found.download_seconds, 1e-9)
@@ -97,7 +97,7 @@ def rates(screen: Screen, found: Found, rates: Rates, wanted: Need) -> None:
     screen.line(
         "reading", f"{rates.reading:,.0f} img/s, {size(rates.reading_bytes)}/s by one process"
     )
-    screen.line("need", f"{wanted.rate:,.0f} img/s for each GPU: {wanted.said}")
+    screen.line("need", f"{wanted.rate:,.0f} img/s for each GPU: {wanted.source}")
 
 
 def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, gpus: int) -> None:

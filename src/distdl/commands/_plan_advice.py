@@ -5,167 +5,152 @@ On a link that makes DDP wait: whatever takes the least time, one device alone i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from distdl.commands._plan_estimate import GIB, Estimate, Machine
+from distdl.commands._plan_measure import MeasuredStep
 
-if TYPE_CHECKING:
-    from distdl.commands._plan_measure import Measured
-
-# Sending that adds less to a step than this is no reason for anything.
+# Sending that adds less than this share to a step is acceptable.
 SLOW = 0.25
 # Seconds of work in a step, below which the latency of any link is longer.
 LITTLE = 1e-3
-# A batch may be cut into so many, which are accumulated, before devices are kept too idle by it.
+# A batch is cut into at most so many parts, which are accumulated: more would idle the devices.
 MOST_PARTS = 16
 # Steps alone, as in DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
 MOST_APART = 512
+# When DDP does not fit, in this order.
+INSTEAD_OF_DDP = {
+    "fsdp": "weights, gradients and optimizer are shared out, for half as much traffic again",
+    "deepspeed_offload": "the optimizer has to go to host memory, which slows each step",
+    "pipeline": "each device has some layers, and only activations travel",
+}
 
 
 @dataclass(frozen=True)
-class Advice:
+class StrategyAdvice:
     """What to write, and why."""
 
     overrides: tuple[str, ...]
     reason: str
 
 
-def advise(found: Measured, rows: Sequence[Estimate], machine: Machine) -> Advice:
+def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -> StrategyAdvice:
     """The recommendation.
 
     Args:
-        found: The measured step.
         rows: From `estimates`, for the same machine.
     """
     by_name = {row.name: row for row in rows}
     single, memory = by_name["single"], _gib(machine.memory)
     if machine.devices == 1:
-        return _alone(found, single, by_name["deepspeed_offload"], machine)
-    ddp, work = by_name["ddp"], found.flops / machine.flops
+        return _alone(measured, single, by_name["deepspeed_offload"], machine)
+    ddp, work = by_name["ddp"], measured.flops / machine.flops
     if single.fits(machine) and work < LITTLE:
-        return Advice(
+        return StrategyAdvice(
             ("strategy=single", "trainer.devices=1"),
             f"a step is {1e6 * work:.2g} us of work: several devices would wait for each other. "
             "One of them, and a larger data.batch_size",
         )
-    slow = _too_slow(found, by_name, machine)
-    if slow is not None:
+    if slow := _too_slow(measured, by_name, machine):
         return slow
     if ddp.fits(machine):
-        return Advice(
+        return StrategyAdvice(
             ("strategy=ddp",),
-            f"{_gib(ddp.total)} of {memory} GiB hold everything, and the gradients travel while "
-            "the backward goes on: nothing is faster, or simpler. If the batch may grow, a larger "
+            f"{_gib(ddp.total)} of {memory} GiB hold everything, and the gradients travel during "
+            "the backward: nothing is faster, or simpler. If the batch may grow, a larger "
             "data.batch_size uses the devices better before more of them do",
         )
-    parts = _parts(found, ddp, machine)
-    if parts:
-        return Advice(
-            ("strategy=ddp", *_accumulated(found, parts)),
+    if smaller := _accumulated(measured, ddp, machine):
+        return StrategyAdvice(
+            ("strategy=ddp", *smaller),
             f"weights, gradients and optimizer take {_gib(ddp.fixed)} of {memory} GiB, the rest is "
             "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches",
         )
-    for name, why in (
-        ("fsdp", "weights, gradients and optimizer are shared out, for half as much traffic again"),
-        ("deepspeed_offload", "the optimizer has to go to host memory, which slows each step"),
-        ("pipeline", "each device has some layers, and only activations travel"),
-    ):
+    for name, why in INSTEAD_OF_DDP.items():
         row = by_name[name]
-        if row.missing:
-            continue
-        what = f"DDP would take {_gib(ddp.total)} of {memory} GiB; {why}"
+        reason = f"DDP would take {_gib(ddp.total)} of {memory} GiB; {why}"
         if row.fits(machine):
-            return Advice((f"strategy={name}",), f"{what} ({_gib(row.total)} GiB)")
-        parts = _parts(found, row, machine)
-        if parts and name != "pipeline":
-            return Advice((f"strategy={name}", *_accumulated(found, parts)), what)
-    fsdp = by_name["fsdp"]
-    return Advice(
+            return StrategyAdvice((f"strategy={name}",), f"{reason} ({_gib(row.total)} GiB)")
+        if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
+            return StrategyAdvice((f"strategy={name}", *smaller), reason)
+    return StrategyAdvice(
         (),
-        f"nothing fits {memory} GiB: fsdp, which shares most, takes {_gib(fsdp.total)}. More or "
-        "larger devices, a smaller batch, or activation checkpointing in the model",
+        f"nothing fits {memory} GiB: fsdp, which shares most, takes {_gib(by_name['fsdp'].total)}. "
+        "More or larger devices, a smaller batch, or activation checkpointing in the model",
     )
 
 
-def _alone(found: Measured, single: Estimate, offload: Estimate, machine: Machine) -> Advice:
+def _alone(
+    measured: MeasuredStep, single: Estimate, offload: Estimate, machine: Machine
+) -> StrategyAdvice:
     memory = _gib(machine.memory)
     if single.fits(machine):
-        return Advice(("strategy=single",), f"{_gib(single.total)} of {memory} GiB hold everything")
-    for row, name in ((single, "single"), (offload, "deepspeed_offload")):
-        parts = _parts(found, row, machine)
-        if parts:
-            return Advice(
-                (f"strategy={name}", *_accumulated(found, parts)),
-                f"everything at once takes {_gib(single.total)} of {memory} GiB: smaller batches, "
-                "accumulated" + (", and the optimizer in host memory" if row is offload else ""),
-            )
-    return Advice(
-        (), f"{_gib(single.fixed)} GiB before the first sample: several devices, and strategy=fsdp"
-    )
+        reason = f"{_gib(single.total)} of {memory} GiB hold everything"
+        return StrategyAdvice(("strategy=single",), reason)
+    reason = f"everything at once takes {_gib(single.total)} of {memory} GiB: smaller batches, "
+    reason += "accumulated"
+    if smaller := _accumulated(measured, single, machine):
+        return StrategyAdvice(("strategy=single", *smaller), reason)
+    if smaller := _accumulated(measured, offload, machine):
+        reason += ", and the optimizer in host memory"
+        return StrategyAdvice(("strategy=deepspeed_offload", *smaller), reason)
+    reason = f"{_gib(single.fixed)} GiB before the first sample: several devices, and strategy=fsdp"
+    return StrategyAdvice((), reason)
 
 
-def _too_slow(found: Measured, by_name: dict[str, Estimate], machine: Machine) -> Advice | None:
+def _too_slow(
+    measured: MeasuredStep, by_name: dict[str, Estimate], machine: Machine
+) -> StrategyAdvice | None:
     """For a link that makes DDP wait."""
-    work = found.flops / machine.flops
-    names = "single", "ddp", "ddp comm_hook=bf16", "pipeline"
-    single, ddp, half, staged = (by_name[name] for name in names)
-    parts = 1 if ddp.fits(machine) else _parts(found, ddp, machine)
-    if not parts:
+    ddp, half = by_name["ddp"], by_name["ddp comm_hook=bf16"]
+    smaller = () if ddp.fits(machine) else _accumulated(measured, ddp, machine)
+    if smaller is None:
         return None  # what to do about memory comes first
-    smaller = _accumulated(found, parts) if parts > 1 else ()
-    seconds = ddp.seconds(found, machine)
-    if seconds <= (1 + SLOW) * work:
+
+    def seconds(row: Estimate) -> float:
+        return row.seconds(measured, machine)
+
+    work = measured.flops / machine.flops
+    acceptable = (1 + SLOW) * work
+    if seconds(ddp) <= acceptable:
         return None
-    waits = f"on this link a DDP step takes {seconds:.2g} s, of which it works {work:.2g} s; "
-    if half.seconds(found, machine) <= (1 + SLOW) * work:
-        return Advice(
-            ("strategy=ddp", "strategy.comm_hook=bf16", *smaller),
-            waits + "half the bytes are few enough",
-        )
-    n = machine.devices
-    alone = "strategy=single", "trainer.devices=1", f"trainer.accumulate_grad_batches={n}"
-    choices = (
-        (single, alone, "one device that accumulates the same global batch sends nothing"),
-        (staged, ("strategy=pipeline",), "a pipeline sends activations only"),
-        (half, ("strategy=ddp", "strategy.comm_hook=bf16", *smaller), "half the bytes are best"),
-    )
-    fitting = [choice for choice in choices if choice[0].fits(machine) or choice[0] is half]
-    row, overrides, why = min(fitting, key=lambda choice: choice[0].seconds(found, machine))
-    reason = f"{waits}{why}, and takes {row.seconds(found, machine):.2g} s"
+    waits = f"on this link a DDP step takes {seconds(ddp):.2g} s, of which it works {work:.2g} s; "
+    hooked = ("strategy=ddp", "strategy.comm_hook=bf16", *smaller)
+    if seconds(half) <= acceptable:
+        return StrategyAdvice(hooked, waits + "half the bytes are few enough")
+    accumulate = f"trainer.accumulate_grad_batches={machine.devices}"
+    alone = ("strategy=single", "trainer.devices=1", accumulate)
+    choices = [(half, hooked, "half the bytes are best")]
+    if by_name["single"].fits(machine):
+        why = "one device that accumulates the same global batch sends nothing"
+        choices.insert(0, (by_name["single"], alone, why))
+    if by_name["pipeline"].fits(machine):
+        staged = (by_name["pipeline"], ("strategy=pipeline",), "a pipeline sends activations only")
+        choices.append(staged)
+    row, overrides, why = min(choices, key=lambda choice: seconds(choice[0]))
+    reason = f"{waits}{why}, and takes {seconds(row):.2g} s"
     if row.idle:
         reason += f", its bubble of {100 * row.idle:.0f} % included"
-    # As many steps alone as make the wait for one meeting small.
-    every = max(2, _power_of_two(8 * ddp.sent / machine.link / (SLOW * work)))
+    # As many steps alone as make the exchange small, rounded up to a power of two.
+    needed = 8 * ddp.sent / machine.link / (SLOW * work)
+    every = max(2, 1 << (math.ceil(needed) - 1).bit_length())
     if every <= MOST_APART:
         reason += (
             ". If you accept another algorithm, whose accuracy you compare: strategy=local_sgd "
-            f"strategy.sync_every={every}, about {(1 + SLOW) * work:.2g} s"
+            f"strategy.sync_every={every}, about {acceptable:.2g} s"
         )
-    return Advice(overrides, reason)
+    return StrategyAdvice(overrides, reason)
 
 
-def _parts(found: Measured, row: Estimate, machine: Machine) -> int:
-    """Into how many batches, accumulated, a batch must be cut to fit; 0: it cannot be."""
-    for parts in range(2, min(found.batch_size, MOST_PARTS) + 1):
-        if found.batch_size % parts == 0 and row.fixed + row.activations / parts <= machine.usable:
-            return parts
-    return 0
-
-
-def _accumulated(found: Measured, parts: int) -> tuple[str, ...]:
-    return (
-        f"data.batch_size={found.batch_size // parts}",
-        f"trainer.accumulate_grad_batches={parts}",
-    )
-
-
-def _power_of_two(value: float) -> int:
-    power = 1
-    while power < value:
-        power *= 2
-    return power
+def _accumulated(measured: MeasuredStep, row: Estimate, machine: Machine) -> tuple[str, ...] | None:
+    """The overrides that cut a batch into parts which fit; None where it cannot be cut so."""
+    size = measured.batch_size
+    for parts in range(2, min(size, MOST_PARTS) + 1):
+        if size % parts == 0 and row.fixed + row.activations / parts <= machine.usable:
+            return f"data.batch_size={size // parts}", f"trainer.accumulate_grad_batches={parts}"
+    return None
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Memory and traffic of each strategy, by formula from one measured step, and which to take.
+"""Memory and traffic of each strategy, by formula from one measured step.
 
 Sources, by the letters used below:
 
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
-if TYPE_CHECKING:
-    from distdl.commands._plan_measure import Block, Measured
+from distdl.commands._plan_measure import MeasuredBlock, MeasuredStep
 
 GIB = 2**30
 # The rest is for kernels' workspaces, the allocator's fragments and the CUDA context.
@@ -59,7 +57,7 @@ class Estimate:
     """One strategy: bytes on the fullest device, bytes that the busiest one sends per step.
 
     Args:
-        batches: Of `Measured.batch_size`, that a device works through in a step, one by one.
+        batches: Of `MeasuredStep.batch_size`, that a device works through in a step, one by one.
         other: Buckets and weights that are gathered for a while.
         overlap: The share of the computation behind which sending can hide.
         idle: The share of a step in which a device waits for another (a pipeline's bubble).
@@ -92,105 +90,87 @@ class Estimate:
     def fits(self, machine: Machine) -> bool:
         return not self.missing and self.total <= machine.usable
 
-    def seconds(self, found: Measured, machine: Machine) -> float:
+    def seconds(self, measured: MeasuredStep, machine: Machine) -> float:
         """A step, of which only what cannot hide behind the computation adds to it."""
-        work = found.flops / machine.flops
+        work = measured.flops / machine.flops
         sending = 8 * self.sent / machine.link
         return self.batches * work / (1 - self.idle) + max(0.0, sending - self.overlap * work)
 
 
-def estimates(found: Measured, machine: Machine) -> list[Estimate]:
-    """Every strategy at the same global batch: `found.batch_size` on each device, or one device
+def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
+    """Every strategy at the same global batch: `measured.batch_size` on each device, or one device
     that accumulates as many of them."""
     n = machine.devices
     once = (n - 1) / n  # what a ring's half sends of S bytes [R]
-    weights, gradients, state = found.weights, found.gradients, found.optimizer
-    buffers, acts = found.buffers, found.activations + found.transient
+    gradients, state = measured.gradients, measured.optimizer
     trained = gradients  # weights that are trained: as many bytes as their gradients
-    frozen = weights - trained  # and buffers: nobody partitions those
-    whole: dict[str, Any] = {"weights": weights, "activations": acts}
-    both: dict[str, Any] = {
-        "weights": frozen + trained / n,
-        "gradients": gradients / n,
-        "activations": acts,
-    }
-    rows = [Estimate("single", gradients=gradients, optimizer=state, batches=n, **whole)]
-    if n == 1:
-        # Alone, DeepSpeed's offload still takes the optimizer to the host.
-        return [*rows, _offload(found, 1, 0.0)]
-    all_reduce = 2 * once * gradients + once * buffers
-    ddp = Estimate("ddp", gradients=gradients, optimizer=state, sent=all_reduce, **whole)
-    bf16 = Estimate(
-        "ddp comm_hook=bf16",
-        gradients=gradients,
-        optimizer=state,
-        sent=once * gradients + once * buffers,
-        **whole,
+    frozen = measured.weights - trained  # and buffers: nobody partitions those
+    activations = measured.activations + measured.transient
+    buckets = 2 * DEEPSPEED_BUCKET if gradients else 0.0  # two, as `overlap_comm` needs
+    complete = Estimate(
+        "single", measured.weights, gradients, state, activations=activations, batches=n
     )
-    thrice = once * (2 * trained + gradients)
-    # DeepSpeed steps on a copy of a rank's partition, which counts as optimizer state here.
-    zero: dict[str, Any] = {"optimizer": (state + trained) / n, "sent": thrice}
-    zero1 = Estimate("deepspeed_zero1", gradients=gradients, **whole, **zero, other=_buckets(found))
-    zero2 = Estimate(
-        "deepspeed_zero2", gradients=gradients / n, **whole, **zero, other=_buckets(found)
-    )
-    gathered = 2 * found.unit + found.unit  # one in use, the next one, and a whole gradient
-    zero3 = Estimate(
-        "deepspeed_zero3",
-        optimizer=(state + trained) / n,
-        other=gathered + _buckets(found) / 2,
-        sent=thrice,
-        **both,
-    )
-    fsdp = Estimate(
-        "fsdp",
-        optimizer=state / n,
-        other=gathered,
-        sent=thrice,
-        overlap=1.0,
-        **both,
-    )
-    rows += [ddp, bf16, zero1, zero2, _offload(found, n, thrice), zero3, fsdp]
-    return [*rows, pipeline(found, n)]
-
-
-def _buckets(found: Measured) -> float:
-    """Two, as `overlap_comm` needs; DeepSpeed makes them as large as it is told, full or not."""
-    return 2 * DEEPSPEED_BUCKET if found.gradients else 0.0
-
-
-def _offload(found: Measured, n: int, sent: float) -> Estimate:
-    """ZeRO-2 with optimizer and gradients of the step on the host."""
-    return Estimate(
+    # Optimizer and gradients of the step are on the host.
+    offload = Estimate(
         "deepspeed_offload",
-        weights=found.weights,
-        activations=found.activations + found.transient,
-        other=_buckets(found),
-        sent=sent,
-        host=(2 * found.gradients + found.optimizer) / n,
+        measured.weights,
+        activations=activations,
+        other=buckets,
+        sent=once * (2 * trained + gradients),
+        host=(2 * gradients + state) / n,
     )
+    if n == 1:
+        return [complete, offload]
+    ddp = replace(complete, name="ddp", batches=1)
+    buffers = once * measured.buffers
+    # DeepSpeed steps on a copy of a rank's partition, which counts as optimizer state here.
+    zero1 = replace(
+        ddp,
+        name="deepspeed_zero1",
+        optimizer=(state + trained) / n,
+        other=buckets,
+        sent=offload.sent,
+    )
+    gathered = 3 * measured.unit  # one in use, the next one, and a complete gradient
+    zero3 = replace(
+        zero1,
+        name="deepspeed_zero3",
+        weights=frozen + trained / n,
+        gradients=gradients / n,
+        other=gathered + buckets / 2,
+    )
+    return [
+        complete,
+        replace(ddp, sent=2 * once * gradients + buffers),
+        replace(ddp, name="ddp comm_hook=bf16", sent=once * gradients + buffers),
+        zero1,
+        replace(zero1, name="deepspeed_zero2", gradients=gradients / n),
+        offload,
+        zero3,
+        replace(zero3, name="fsdp", optimizer=state / n, other=gathered, overlap=1.0),
+        pipeline(measured, n),
+    ]
 
 
-def pipeline(found: Measured, n: int) -> Estimate:
+def pipeline(measured: MeasuredStep, n: int) -> Estimate:
     """One pipeline of all devices with 1F1B, cut so that forward costs are even.
 
     Stage s of n holds at most n - s micro-batches [P]; each crosses a cut as an activation and
     comes back as its gradient.
     """
-    if found.no_blocks or len(found.blocks) < n:
-        few = f"{len(found.blocks)} blocks for {n} stages"
-        return Estimate("pipeline", missing=found.no_blocks or few)
+    if measured.no_blocks or len(measured.blocks) < n:
+        few = f"{len(measured.blocks)} blocks for {n} stages"
+        return Estimate("pipeline", missing=measured.no_blocks or few)
     from distdl.strategies.pipeline.balance import bubble, partition
 
-    costs = [block.flops or 1.0 for block in found.blocks]
-    cuts = partition(costs, n)
-    stages = [found.blocks[a:b] for a, b in itertools.pairwise(cuts)]
+    costs = [block.flops or 1.0 for block in measured.blocks]
+    stages = [measured.blocks[a:b] for a, b in itertools.pairwise(partition(costs, n))]
     micro_batches = MICRO_BATCHES_PER_STAGE * n
     # A pipeline is given what all its devices would be given.
     share = n / micro_batches
-    ratio = found.optimizer / found.gradients if found.gradients else 0.0
+    ratio = measured.optimizer / measured.gradients if measured.gradients else 0.0
 
-    def of_stage(number: int, stage: Sequence[Block]) -> Estimate:
+    def of_stage(number: int, stage: Sequence[MeasuredBlock]) -> Estimate:
         gradients = sum(block.gradients for block in stage)
         waiting = min(n - number, micro_batches) * share
         crossing = stage[-1].output if number + 1 < n else 0
@@ -201,20 +181,15 @@ def pipeline(found: Measured, n: int) -> Estimate:
             gradients=gradients,
             optimizer=ratio * gradients,
             activations=waiting * sum(block.activations for block in stage)
-            + share * found.transient,
+            + share * measured.transient,
             sent=crossing * n,
+            overlap=1.0,
         )
 
     each = [of_stage(number, stage) for number, stage in enumerate(stages)]
-    fullest = max(each, key=lambda stage: stage.total)
     flops = [sum(block.flops or 1.0 for block in stage) for stage in stages]
-    return Estimate(
-        "pipeline",
-        weights=fullest.weights,
-        gradients=fullest.gradients,
-        optimizer=fullest.optimizer,
-        activations=fullest.activations,
+    return replace(
+        max(each, key=lambda stage: stage.total),
         sent=max(stage.sent for stage in each),
-        overlap=1.0,
         idle=bubble("1f1b", flops, 1, micro_batches),
     )

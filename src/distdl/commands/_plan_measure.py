@@ -1,9 +1,9 @@
-"""What one training step needs, found out without a GPU and without its memory.
+"""What one training step needs, measured without a GPU and without its memory.
 
 The model is built without memory and its step runs on fake tensors (torch's FakeTensorMode), which
 have shapes, types and lifetimes, but no values. So what is counted is what the step itself would
 allocate at the full batch, in the run's precision. A step that looks at values cannot run so: it
-runs on the CPU then, on a few samples, and is scaled.
+then runs on the CPU with a few samples, and is scaled.
 
 Not counted: what kernels take for themselves (cuDNN's workspaces), the allocator's fragments, and
 the CUDA context. `_plan_estimate.USABLE` leaves room for them.
@@ -29,25 +29,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distdl import optim
 from distdl.build import configures_optimizers, make
-from distdl.commands import _plan_inputs as inputs
 from distdl.config import plain
 from distdl.errors import Problem, UserError
+from distdl.meta import WEIGHTS
+
+SAMPLES = 4  # that are loaded; fake ones fill the batch
+AUTOCAST = ("16-mixed", "bf16-mixed", "16", "bf16", "transformer-engine-float16")
+HALF = ("16-true", "bf16-true", "transformer-engine")
 
 
 @dataclass
-class Block:
-    """A part of the model that stays whole under a pipeline, and what its forward leaves behind.
+class MeasuredBlock:
+    """A part of the model that a pipeline does not cut.
 
     Args:
-        name: In the model.
         weights: Bytes of its parameters and buffers.
         gradients: Bytes.
         activations: Bytes that wait for the backward, of the whole batch.
-        output: Bytes of what it gives to the next block, of the whole batch.
+        output: Bytes that it gives to the next block, of the whole batch.
         flops: Of its forward.
     """
 
-    name: str
     weights: int
     gradients: int
     activations: int = 0
@@ -56,7 +58,7 @@ class Block:
 
 
 @dataclass
-class Measured:
+class MeasuredStep:
     """One training step on one device, in bytes.
 
     Args:
@@ -70,7 +72,7 @@ class Measured:
         transient: What the backward has more at its worst moment, gradients not counted.
         flops: Floating-point operations of forward and backward.
         unit: Weights of the largest part that FSDP gathers at once.
-        blocks: What a pipeline can cut between; empty if it cannot, and then `no_blocks` says why.
+        blocks: Between which a pipeline can cut; if it cannot, `no_blocks` says why.
         notes: How it was measured, where not as the module says.
     """
 
@@ -83,17 +85,12 @@ class Measured:
     transient: int = 0
     flops: float = 0.0
     unit: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[MeasuredBlock] = field(default_factory=list)
     no_blocks: str = ""
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def per_sample(self) -> float:
-        """Bytes that one more sample takes."""
-        return (self.activations + self.transient) / self.batch_size
 
-
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that are alive and were made under it, real or fake."""
 
     def __init__(self) -> None:
@@ -105,32 +102,33 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self.add(tensor)
+        for tensor in _tensors(output):
+            self.add(tensor)
         return output
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        size = storage.nbytes()
-        self.now += size
-        weakref.finalize(storage, self._gone, key, size)
-        self.most_beside_gradients = max(self.most_beside_gradients, self.now - self.gradients)
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            weakref.finalize(storage, self._gone, key, size)
+            self.most_beside_gradients = max(self.most_beside_gradients, self.now - self.gradients)
 
     def ignore(self, tensor: Tensor) -> None:
-        """Takes a tensor for one that was there before."""
+        """Does not count a tensor that was there before."""
         self._known.add(tensor.untyped_storage()._cdata)
+
+    def count_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradients += parameter.grad.untyped_storage().nbytes()
 
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
 
 
-def measure(config: DictConfig, global_batch: int) -> Measured:
+def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
     """Measures one training step of a validated config at `data.batch_size`.
 
     Args:
@@ -140,27 +138,101 @@ def measure(config: DictConfig, global_batch: int) -> Measured:
     Raises:
         UserError: The data gives no batch here, or the step fails on the CPU as well.
     """
-    samples, batch = inputs.a_batch(config)
+    samples, batch = a_batch(config)
     size = int((config.get("data") or {}).get("batch_size") or samples)
+
+    def stretched(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == samples:
+            shape[0] = size
+        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
     try:
-        module = inputs.in_precision(inputs.without_memory(config.model), config)
+        module = _in_precision(_without_memory(config.model), config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = inputs.as_fake_batch(batch, samples, size)
-            return step(inputs.as_fake(module), fake, size, config, global_batch)
+            fake = tree_map_only(Tensor, stretched, batch)
+            return _step(_as_fake(module), fake, size, config, global_batch)
     except Exception as error:  # it looks at values, or builds itself in its own way
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = f"{type(error).__name__}: {_first_line(error)}"
     try:
-        found = extrapolated(batch, samples, size, config, global_batch)
+        measured = _extrapolated(batch, samples, size, config, global_batch)
     except Exception as error:
-        what = f"a training step fails here: {type(error).__name__}: {first_line(error)}"
+        what = f"a training step fails here: {type(error).__name__}: {_first_line(error)}"
         raise UserError(Problem("model", what)) from error
-    found.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
-    return found
+    measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
+    return measured
 
 
-def extrapolated(
+def a_batch(config: DictConfig) -> tuple[int, Any]:
+    """How many samples were loaded, and they themselves, as the training step gets them."""
+    from distdl.callbacks.metrics import batch_size_of
+
+    try:
+        if config.get("data"):
+            node = plain(config.data)
+            if "batch_size" in node:
+                node["batch_size"] = min(SAMPLES, int(node["batch_size"]))
+            if "num_workers" in node:
+                node["num_workers"] = 0
+            source = make(node)
+            source.setup("fit")
+        else:
+            source = make(config.model)
+        batch = next(iter(source.train_dataloader()))
+        batch = source.on_before_batch_transfer(batch, 0)
+        batch = source.on_after_batch_transfer(batch, 0)
+    except Exception as error:
+        what = f"no batch can be loaded here: {type(error).__name__}: {error}"
+        remedy = "plan with random images of the same size: data=synthetic data.image_size=..."
+        raise UserError(Problem("data", what, remedy)) from error
+    return batch_size_of(batch) or 1, batch
+
+
+def _without_memory(node: DictConfig) -> Any:
+    """The module on the meta device, if it can be built there; else as it is, on the CPU."""
+
+    def stripped(value: Any) -> Any:
+        """Without what would download weights."""
+        if isinstance(value, dict):
+            return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
+        return value
+
+    bare = stripped(plain(node))
+    bare.pop("compile", None)
+    try:
+        with torch.device("meta"):
+            return make(bare)
+    except Exception:  # timm, for one, reads values while it builds
+        return make(bare)
+
+
+def _as_fake(module: Any) -> Any:
+    """Replaces all parameters and buffers by fake tensors on a fake CPU."""
+    fakes: dict[int, Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:  # shared ones stay shared
+                    empty = torch.empty_strided(
+                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, tensor.requires_grad)
+                    fakes[id(tensor)] = empty
+                tensors[name] = fakes[id(tensor)]
+    return module
+
+
+def _in_precision(module: Any, config: DictConfig) -> Any:
+    """float16 is as large as bfloat16, which CPUs support better."""
+    return module.to(torch.bfloat16) if config.trainer.get("precision") in HALF else module
+
+
+def _extrapolated(
     batch: Any, samples: int, size: int, config: DictConfig, global_batch: int
-) -> Measured:
+) -> MeasuredStep:
     """A real step with few samples and with half of them: some bytes depend on their number."""
     few = max(1, samples // 2)
 
@@ -169,158 +241,136 @@ def extrapolated(
         return tensor[:few].clone() if tensor.dim() and len(tensor) == samples else tensor
 
     less, more = (
-        step(inputs.in_precision(make(config.model), config), part, count, config, global_batch)
+        _step(_in_precision(make(config.model), config), part, count, config, global_batch)
         for part, count in ((tree_map_only(Tensor, first, batch), few), (batch, samples))
     )
     steps = (size - samples) / (samples - few) if samples > few else 0.0
-    for one, other in zip((less, *less.blocks), (more, *more.blocks), strict=True):
+    for small, large in zip((less, *less.blocks), (more, *more.blocks), strict=True):
         for name in ("activations", "transient", "output", "flops"):
-            if hasattr(other, name):
-                value = getattr(other, name)
-                grown = value + steps * (value - getattr(one, name))
-                setattr(other, name, grown if name == "flops" else int(grown))
+            if hasattr(large, name):
+                value = getattr(large, name)
+                setattr(large, name, round(value + steps * (value - getattr(small, name))))
     more.batch_size = size
     return more
 
 
-def step(module: Any, batch: Any, size: int, config: DictConfig, global_batch: int) -> Measured:
+def _step(
+    module: Any, batch: Any, size: int, config: DictConfig, global_batch: int
+) -> MeasuredStep:
     """Forward, backward and optimizer step of a module, real or fake."""
-    precision = inputs.precision_of(config)
-    if precision in inputs.HALF:
+    precision = str(config.trainer.get("precision") or "32-true")
+    if precision in HALF:
         batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
     module.train()
     trained = [p for p in module.parameters() if p.requires_grad]
-    found = Measured(
+    measured = MeasuredStep(
         size,
-        weights=total([*module.parameters(), *module.buffers()]),
-        buffers=total(module.buffers()),
-        gradients=total(trained),
+        weights=_total([*module.parameters(), *module.buffers()]),
+        buffers=_total(module.buffers()),
+        gradients=_total(trained),
     )
-    live, counter = Live(), FlopCounterMode(display=False)
+    live, counter, before = LiveBytes(), FlopCounterMode(display=False), _total(_tensors(batch))
     for tensor in (*module.parameters(), *module.buffers()):
         live.ignore(tensor)
     with ExitStack() as stack:
-        before = total(t for t in tree_leaves(batch) if isinstance(t, Tensor))
-        stack.enter_context(blocks_watched(module, found, before, live, counter))
+        stack.enter_context(_blocks_watched(module, measured, before, live, counter))
         for parameter in trained:
-            stack.callback(parameter.register_post_accumulate_grad_hook(_count(live)).remove)
+            hook = parameter.register_post_accumulate_grad_hook(live.count_gradient)
+            stack.callback(hook.remove)
         stack.enter_context(counter)
         stack.enter_context(live)
-        for tensor in tree_leaves(batch):
-            if isinstance(tensor, Tensor):
-                live.add(tensor)
-        autocast = torch.autocast("cpu", torch.bfloat16) if precision in inputs.AUTOCAST else None
-        with autocast or nullcontext():
+        for tensor in _tensors(batch):
+            live.add(tensor)
+        with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
             takes = len(inspect.signature(module.training_step).parameters)
             output = module.training_step(*(batch, 0)[:takes])
         loss = output["loss"] if isinstance(output, Mapping) else output
         del output
-        found.activations = live.now
+        measured.activations = live.now
         loss.backward()
-        found.transient = max(0, live.most_beside_gradients - found.activations)
-    found.flops = float(counter.get_total_flops())
-    found.optimizer = optimizer_state(module, config, global_batch, found)
-    found.unit = largest_unit(module, found)
-    return found
-
-
-def _count(live: Live) -> Callable[[Tensor], None]:
-    def count(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            live.gradients += parameter.grad.untyped_storage().nbytes()
-
-    return count
+        measured.transient = max(0, live.most_beside_gradients - measured.activations)
+    measured.flops = float(counter.get_total_flops())
+    measured.optimizer = _optimizer_state(module, config, global_batch, measured)
+    measured.unit = _largest_unit(module, measured)
+    return measured
 
 
 @contextmanager
-def blocks_watched(
-    module: Any, found: Measured, before: int, live: Live, counter: FlopCounterMode
+def _blocks_watched(
+    module: Any, measured: MeasuredStep, before: int, live: LiveBytes, counter: FlopCounterMode
 ) -> Iterator[None]:
-    """Fills `found.blocks` while the forward runs; `before` it there are so many bytes."""
+    """Fills `measured.blocks` while the forward runs; there are `before` bytes when it begins."""
     from distdl.strategies.pipeline.splitting import blocks_in
 
     try:
         stated = blocks_in(module)
     except UserError as error:
-        found.no_blocks = error.problems[0].what
+        measured.no_blocks = error.problems[0].what
         yield
         return
     seen: list[tuple[int, float]] = [(before, 0.0)]
-    handles = []
-    for stage in stated:
-        tensors = [t for part in stage.modules for t in (*part.parameters(), *part.buffers())]
-        trained = [t for t in tensors if t.requires_grad]
-        block = Block(stage.name, total(tensors), total(trained))
-        found.blocks.append(block)
-        # Steps without a name (a flatten) are no modules of the network: nobody calls them.
-        last = [part for name, part in stage.parts if name is not None][-1]
 
-        def after(_: nn.Module, __: Any, output: Any, block: Block = block) -> None:
+    def watch(block: MeasuredBlock) -> Callable[..., None]:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
             memory, flops = live.now, float(counter.get_total_flops())
             block.activations = max(0, memory - seen[-1][0])
             block.flops = flops - seen[-1][1]
-            block.output = total(t for t in tree_leaves(output) if isinstance(t, Tensor))
+            block.output = _total(_tensors(output))
             seen.append((memory, flops))
 
-        handles.append(last.register_forward_hook(after))
-    try:
+        return after
+
+    with ExitStack() as stack:
+        for stage in stated:
+            tensors = [t for part in stage.modules for t in (*part.parameters(), *part.buffers())]
+            block = MeasuredBlock(_total(tensors), _total(t for t in tensors if t.requires_grad))
+            measured.blocks.append(block)
+            # Steps without a name (a flatten) are no modules of the network: nobody calls them.
+            last = [part for name, part in stage.parts if name is not None][-1]
+            stack.callback(last.register_forward_hook(watch(block)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def optimizer_state(module: Any, config: DictConfig, global_batch: int, found: Measured) -> int:
+def _optimizer_state(
+    module: Any, config: DictConfig, global_batch: int, measured: MeasuredStep
+) -> int:
     """Bytes of the optimizer's state after a step."""
     try:
-        optimizers = optimizers_of(module, config, global_batch)
+        if configures_optimizers(module):
+            made = tree_leaves(module.configure_optimizers())
+            optimizers = [each for each in made if isinstance(each, Optimizer)]
+        else:
+            node = plain(config.optimizer)
+            optimizers = [optim.build_optimizer(module, node, global_batch=global_batch)]
         for optimizer in optimizers:
             optimizer.step()
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        return total(v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
+        states = _tensors([dict(optimizer.state) for optimizer in optimizers])
+        return _total(tensor for tensor in states if tensor.dim())
     except Exception as error:
-        found.notes.append(f"optimizer taken for Adam, since its step fails here: {error}")
-        return 2 * found.gradients
+        measured.notes.append(f"optimizer taken for Adam, since its step fails here: {error}")
+        return 2 * measured.gradients
 
 
-def optimizers_of(module: Any, config: DictConfig, global_batch: int) -> list[Optimizer]:
-    if not configures_optimizers(module):
-        node = plain(config.optimizer)
-        return [optim.build_optimizer(module, node, global_batch=global_batch)]
-    made = module.configure_optimizers()
-    found: list[Optimizer] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, Optimizer):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            collect(list(value.values()))
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                collect(item)
-
-    collect(made)
-    return found
-
-
-def largest_unit(module: nn.Module, found: Measured) -> int:
-    """The most weights that FSDP has whole at once (of `distdl.strategies.fsdp.units`)."""
+def _largest_unit(module: nn.Module, measured: MeasuredStep) -> int:
+    """The most weights that FSDP gathers at once (of `distdl.strategies.fsdp.units`)."""
     from distdl.strategies.fsdp import units
 
-    if found.no_blocks:  # it may have the method, which then refuses: found by size instead
+    if measured.no_blocks:  # it may have the method, which then refuses: found by size instead
         module = nn.Sequential(*module.children())
     inner = units(module, 1_000_000)
-    sizes = [total(unit.parameters()) for unit in inner]
     held = {id(p) for unit in inner for p in unit.parameters()}
-    rest = total(p for p in module.parameters() if id(p) not in held)
-    return max([rest, *sizes])
+    rest = _total(p for p in module.parameters() if id(p) not in held)
+    return max([rest, *(_total(unit.parameters()) for unit in inner)])
 
 
-def total(tensors: Any) -> int:
-    """Bytes of tensors, each storage once."""
-    seen = {id(t): t.numel() * t.element_size() for t in tensors}
-    return sum(seen.values())
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def first_line(error: Exception) -> str:
+def _total(tensors: Any) -> int:
+    """Bytes of tensors, each once."""
+    return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:120]

@@ -1,4 +1,4 @@
-"""What a report tells, read from a run directory. Everything may be absent."""
+"""What a report shows, read from a run directory. Everything may be absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distdl.tracking.records import journals, read
 
 
 @dataclass
-class Series:
+class MetricSeries:
     """One metric: optimizer steps, times (seconds since 1970) and values, in order."""
 
     steps: list[int] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Series:
 
 
 @dataclass
-class Attempt:
+class ReportedAttempt:
     """One start of the run; times are seconds since 1970. `task`: "" is the training."""
 
     number: int
@@ -42,16 +42,20 @@ class Attempt:
 
 
 @dataclass
-class Run:
-    """All of it. `series` holds what the latest attempt says about each step."""
+class ReportedRun:
+    """All of it. `series` holds the latest attempt's value of each step."""
 
     path: Path
     run_id: str
-    attempts: list[Attempt]
+    attempts: list[ReportedAttempt]
     provenance: dict[str, Any]
     config: str
-    series: dict[str, Series]
+    series: dict[str, MetricSeries]
     damage: list[str] = field(default_factory=list)  # one text for each file that is damaged
+
+    def values(self, name: str) -> list[float]:
+        """Of a metric; none where it was not logged."""
+        return self.series[name].values if name in self.series else []
 
     @property
     def state(self) -> str:
@@ -63,13 +67,13 @@ class Run:
         return unit_of(mapping(_parsed(self.config).get("data")).get("_target_"))
 
 
-def load(path: Path) -> Run:
+def load(path: Path) -> ReportedRun:
     """Read a run directory."""
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
-    launches = [_yaml(folder / "launch.yaml", path) for folder in folders]
+    launches = [_parsed(_read(folder / "launch.yaml", path)) for folder in folders]
     absolute = path.absolute()
     run_id = next((str(x["run_id"]) for x in reversed(launches) if x.get("run_id")), "")
-    return Run(
+    return ReportedRun(
         path=path,
         run_id=run_id or f"{absolute.parent.name}/{absolute.name}",
         attempts=[_attempt(f, launch, path) for f, launch in zip(folders, launches, strict=True)],
@@ -82,25 +86,26 @@ def load(path: Path) -> Run:
 
 def _damage(run: RunDirectory) -> list[str]:
     """What is wrong with each file that is there."""
-    config, provenance = run.path / "config.yaml", run.path / "provenance.json"
-    asks: list[tuple[Path, Callable[[], object]]] = [
-        (config, run.check_config) if run.exists else (provenance, run.provenance)
+    checks: list[tuple[Path, Callable[[], object]]] = [
+        (run.path / "config.yaml", run.check_config)
+        if run.exists
+        else (run.path / "provenance.json", run.provenance)
     ]
     for attempt in run.attempts():
-        asks.append((attempt.path / "launch.yaml", attempt.check_launch))
-        asks.append((attempt.path / "status.json", attempt.status))
-        asks.append((attempt.path / "job.json", attempt.job))
-    found = []
-    for path, ask in asks:
+        checks.append((attempt.path / "launch.yaml", attempt.check_launch))
+        checks.append((attempt.path / "status.json", attempt.status))
+        checks.append((attempt.path / "job.json", attempt.job))
+    damage = []
+    for path, check in checks:
         if _is_of(path, run.path):
             try:
-                ask()
-            except Damaged as damaged:
-                found.append(str(damaged))
-    return found
+                check()
+            except Damaged as error:
+                damage.append(str(error))
+    return damage
 
 
-def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> Attempt:
+def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt:
     status = read_json(folder / "status.json", run)
     error = status.get("error") or ""
     if isinstance(error, dict):
@@ -108,7 +113,7 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> Attempt:
     metrics = mapping(status.get("metrics"))
     task = mapping(mapping(launch.get("where")).get("task"))
     target = str(task.get("_target_") or TRAIN)
-    return Attempt(
+    return ReportedAttempt(
         number=int(folder.name),
         task="" if target == TRAIN else target.rpartition(".")[2],
         state=str(status.get("state") or "UNKNOWN"),
@@ -121,55 +126,48 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> Attempt:
     )
 
 
-def _series(run: Path) -> dict[str, Series]:
+def _series(run: Path) -> dict[str, MetricSeries]:
     """Every metric of every node.
 
     A crash makes steps happen twice. Where a later attempt covers a range of steps, its values
-    replace what the earlier ones say there, also where it logged at other steps of that range.
-    System metrics belong to a time and are kept whole.
+    replace those of earlier attempts in that range, also at other steps of it.
+    System metrics belong to a time, and all are kept.
     """
-    found: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name -> attempt -> points
+    logged: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
     for path in journals(run).values():
-        if not _is_of(path, run):
-            continue
-        for record in read(path):
+        for record in read(path) if _is_of(path, run) else ():
             for name, value in record.metrics.items():
-                points = found.setdefault(name, {}).setdefault(record.attempt, [])
+                points = logged.setdefault(name, {}).setdefault(record.attempt, [])
                 points.append((record.step, record.time, value))
     series = {}
-    for name, attempts in found.items():
+    for name, attempts in logged.items():
         kept: list[tuple[int, float, float]] = []
-        if name.startswith("system/"):
-            kept = sorted((p for points in attempts.values() for p in points), key=lambda p: p[1])
-        else:
-            for number in sorted(attempts):
-                points = list({p[0]: p for p in attempts[number]}.values())
-                first, last = min(p[0] for p in points), max(p[0] for p in points)
-                kept = [p for p in kept if not first <= p[0] <= last] + points
-            kept.sort()
-        series[name] = Series(*map(list, zip(*kept, strict=True)))
+        for _, points in sorted(attempts.items()):
+            if not name.startswith("system/"):
+                points = list({point[0]: point for point in points}.values())
+                first, last = min(points)[0], max(points)[0]
+                kept = [point for point in kept if not first <= point[0] <= last]
+            kept += points
+        kept.sort(key=lambda point: point[1] if name.startswith("system/") else point[0])
+        series[name] = MetricSeries(*map(list, zip(*kept, strict=True)))
     return series
 
 
-def summary(run: Run) -> list[tuple[str, str]]:
+def summary(run: ReportedRun) -> list[tuple[str, str]]:
     """The few lines that most people open a report for."""
     rows: list[tuple[str, str]] = []
     for name in ("val/acc1", "val/acc5", "val/acc", "val/loss", "train/loss"):
-        if name in run.series:
-            values = [v for v in run.series[name].values if v == v]
-            if values:
-                best = min(values) if "loss" in name else max(values)
-                rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
+        if values := [v for v in run.values(name) if v == v]:
+            best = min(values) if "loss" in name else max(values)
+            rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
     for counted in [a.parameters for a in run.attempts if a.parameters][-1:]:
         total, trainable = (_number(counted.get(name)) for name in ("total", "trainable"))
         if total is not None and trainable is not None:
             rows.append(("parameters", f"{total:,.0f} ({trainable:,.0f} trainable)"))
-    speed = run.series.get("perf/images_per_second")
-    if speed:
-        rows.append(("throughput", f"{_median(speed.values):,.0f} {run.unit} (median)"))
-    wait = run.series.get("perf/data_wait")
-    if wait:
-        rows.append(("data_wait", f"{100 * _median(wait.values):.1f} % of the time (median)"))
+    if speed := run.values("perf/images_per_second"):
+        rows.append(("throughput", f"{_median(speed):,.0f} {run.unit} (median)"))
+    if wait := run.values("perf/data_wait"):
+        rows.append(("data_wait", f"{100 * _median(wait):.1f} % of the time (median)"))
     trained = [a for a in run.attempts if not a.task]
     seconds = sum(end - a.started for a in trained if a.started and (end := _end(run, a)))
     if seconds:
@@ -177,8 +175,8 @@ def summary(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _end(run: Run, attempt: Attempt) -> float | None:
-    """When an attempt ended; of one that could not say so, the last thing that it logged."""
+def _end(run: ReportedRun, attempt: ReportedAttempt) -> float | None:
+    """When an attempt ended; of one that recorded no end, when it last logged."""
     if attempt.ended or attempt.state == "RUNNING":
         return attempt.ended or time.time()
     times = [t for s in run.series.values() for t in s.times[-1:]]
@@ -208,12 +206,12 @@ def _number(value: Any) -> float | None:
 
 
 def _moment(value: Any) -> float | None:
-    found = _number(value)
-    return found if found is not None and abs(found) < 1e11 else None  # what a clock can show
+    moment = _number(value)
+    return moment if moment is not None and abs(moment) < 1e11 else None  # what a clock can show
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A file's mapping; empty for whatever else stands there."""
+    """A file's mapping; empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
@@ -223,10 +221,6 @@ def read_json(path: Path, run: Path) -> dict[str, Any]:
         return mapping(json.loads(_read(path, run)))
     except (ValueError, RecursionError):
         return {}
-
-
-def _yaml(path: Path, run: Path) -> dict[str, Any]:
-    return _parsed(_read(path, run))
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -245,6 +239,6 @@ def _read(path: Path, run: Path) -> str:
 
 
 def _is_of(path: Path, run: Path) -> bool:
-    """Whether it is a file in the run's folder: a link that leads out would put somebody's own file
-    into a page that he may give away."""
+    """Whether it is a file in the run's folder. A link that leads out would put a private file of
+    the reader into a page that is passed on."""
     return path.is_file() and path.resolve().is_relative_to(run.resolve())

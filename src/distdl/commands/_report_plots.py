@@ -5,21 +5,23 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.commands._report_data import Series
+import numpy as np
+
+from distdl.colours import LINES
+from distdl.commands._report_data import MetricSeries
 
 POINTS = 600  # per line; more are averaged in buckets, with a band from the least to the greatest
-# Stand-ins that matplotlib draws with and the page then colours.
+# matplotlib draws with these; the page replaces them by its own colours.
 TEXT, GRID = "#123456", "#654321"
-LINES = ["#2f7ed8", "#e8743b", "#19a979", "#945ecf", "#d64577", "#848f1a", "#0f9ba8", "#8a6d3b"]
-
-
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
-    "svg.hashsalt": "distdl",
+    "svg.hashsalt": "distdl",  # else no two pages are alike
     "text.parse_math": False,  # a metric may be called a$b$
     "font.size": 11.0,
     "axes.grid": True,
@@ -47,72 +49,83 @@ class Chart:
     """
 
     title: str
-    lines: dict[str, Series]
+    lines: dict[str, MetricSeries]
     unit: str = ""
     scale: float = 1.0
     by_time: bool = False
-    second: tuple[str, Series, str, float] | None = None
+    second: tuple[str, MetricSeries, str, float] | None = None
 
 
-def charts(series: dict[str, Series], unit: str) -> list[Chart]:
+def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
     """Every metric in one chart: those that are known first, then the user's own, by prefix.
 
     Args:
         series: By name.
         unit: Of the throughput.
     """
-    left = {k: v for k, v in sorted(series.items()) if k not in ("epoch", "val/samples")}
-    # Single points, which have a section of their own.
-    left = {k: v for k, v in left.items() if not k.startswith("benchmark/")}
-    system = {k: left.pop(k) for k in list(left) if k.startswith("system/")}
-    found: list[Chart] = []
+    # A benchmark's single points have a section of their own.
+    names = [n for n in sorted(series) if not re.match(r"epoch$|val/samples$|benchmark/", n)]
+    system = [n for n in names if n.startswith("system/")]
+    left = [n for n in names if n not in system]
+    made: list[Chart] = []
 
-    def take(title: str, test: Callable[[str], bool], **options: Any) -> None:
-        lines = {k: left.pop(k) for k in list(left) if test(k)}
+    def take(title: str, pattern: str, **options: Any) -> None:
+        lines = {name: series[name] for name in left if re.match(pattern, name)}
         if lines:
-            found.append(Chart(title, lines, **options))
+            made.append(Chart(title, lines, **options))
+            left[:] = [name for name in left if name not in lines]
 
-    take("Loss", lambda k: k in ("train/loss", "val/loss"))
-    percent = [v for k, v in left.items() if k.startswith("val/acc")]
-    is_fraction = all(0 <= x <= 1 for s in percent for x in s.values if x == x)
-    options: dict[str, Any] = {"unit": "%", "scale": 100.0} if is_fraction else {}
-    take("Accuracy", lambda k: k.startswith("val/acc"), **options)
-    wait = left.get("perf/data_wait")
-    if "perf/images_per_second" in left and wait:
-        del left["perf/data_wait"]
-        second = ("data_wait (right)", wait, "% of the time", 100.0)
-        take("Throughput", lambda k: k == "perf/images_per_second", unit=unit, second=second)
-    take("Throughput", lambda k: k == "perf/images_per_second", unit=unit)
-    take("data_wait", lambda k: k == "perf/data_wait", unit="% of the time", scale=100.0)
-    take("Learning rate", _matches(r"lr$|lr[-/]"))
-    take("Device memory", lambda k: k == "perf/memory_gib", unit="GiB")
-    for prefix in dict.fromkeys(_prefix(k) for k in left):
-        take(prefix, _has_prefix(prefix))
+    take("Loss", r"(train|val)/loss$")
+    accuracies = [v for n in left if n.startswith("val/acc") for v in series[n].values]
+    fractions = all(0 <= v <= 1 for v in accuracies if v == v)
+    take("Accuracy", r"val/acc", **({"unit": "%", "scale": 100.0} if fractions else {}))
+    second = None
+    if {"perf/images_per_second", "perf/data_wait"} <= set(left):
+        left.remove("perf/data_wait")
+        second = ("data_wait (right)", series["perf/data_wait"], "% of the time", 100.0)
+    take("Throughput", r"perf/images_per_second$", unit=unit, second=second)
+    take("data_wait", r"perf/data_wait$", unit="% of the time", scale=100.0)
+    take("Learning rate", r"lr$|lr[-/]")
+    take("Device memory", r"perf/memory_gib$", unit="GiB")
+    for prefix in dict.fromkeys(name.split("/")[0] for name in left):
+        take(prefix, rf"{re.escape(prefix)}(/|$)")
     left = system
     for title, part, of in (
-        ("Processor, memory, disk", ("cpu_percent", "memory_percent", "disk_percent"), "%"),
-        ("GPU", (r"gpu\d+_percent",), "%"),
-        ("GPU memory", (r"gpu\d+_memory_gib",), "GiB"),
-        ("GPU power", (r"gpu\d+_power_watts",), "W"),
-        ("Network", (r"network_\w+",), "MB/s"),
-        ("Memory", ("memory_gib",), "GiB"),
-        ("Other system metrics", (".*",), ""),
+        ("Processor, memory, disk", "(cpu|memory|disk)_percent", "%"),
+        ("GPU", r"gpu\d+_percent", "%"),
+        ("GPU memory", r"gpu\d+_memory_gib", "GiB"),
+        ("GPU power", r"gpu\d+_power_watts", "W"),
+        ("Network", r"network_\w+", "MB/s"),
+        ("Memory", "memory_gib", "GiB"),
+        ("Other system metrics", ".*", ""),
     ):
-        pattern = rf"system/(node\d+/)?({'|'.join(part)})$"
-        take(title, _matches(pattern), unit=of, by_time=True)
-    return found
+        take(title, rf"system/(node\d+/)?{part}$", unit=of, by_time=True)
+    return made
 
 
-def _prefix(name: str) -> str:
-    return name.split("/")[0] if "/" in name else name
+@contextmanager
+def picture(title: str, height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """Axes to draw into, and a function that makes an `<svg>` element of them."""
+    import matplotlib
 
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    from cycler import cycler
 
-def _has_prefix(prefix: str) -> Callable[[str], bool]:
-    return lambda name: _prefix(name) == prefix
+    style = {**STYLE, "axes.prop_cycle": cycler(color=LINES)}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(6.4, height), layout="constrained")
+        axes.set_title(title, loc="left")
 
+        def finish() -> str:
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            return _for_page(buffer.getvalue(), title)
 
-def _matches(pattern: str) -> Callable[[str], bool]:
-    return lambda name: re.match(pattern, name) is not None
+        try:
+            yield axes, finish
+        finally:
+            plt.close(figure)
 
 
 def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
@@ -122,72 +135,52 @@ def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
         chart: What to draw.
         start: Time zero, in seconds since 1970.
     """
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    from cycler import cycler
-
-    style: Any = {
-        **STYLE,
-        "svg.hashsalt": chart.title,  # else no two pages are alike
-        "axes.prop_cycle": cycler(color=LINES),
-    }
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-        try:
-            for label, series in chart.lines.items():
-                _line(axes, label, series, chart, start, chart.scale)
-            axes.set_title(chart.title, loc="left")
-            axes.set_xlabel("minutes since the start" if chart.by_time else "optimizer step")
-            axes.set_ylabel(chart.unit)
-            drawn = list(axes.get_lines())
-            if chart.second:
-                label, series, unit, scale = chart.second
-                right = axes.twinx()
-                right.set_prop_cycle(color=LINES[len(drawn) :])
-                _line(right, label, series, chart, start, scale)
-                right.set_ylabel(unit)
-                right.set_ylim(bottom=0)
-                right.grid(False)
-                right.spines["right"].set_visible(True)
-                drawn += right.get_lines()
-            if chart.unit or chart.second:
-                low, high = axes.get_ylim()
-                axes.set_ylim(min(0.0, low), high + 0.05 * abs(high))
-            axes.locator_params(axis="x", nbins=6)
-            legend = [(str(line.get_label()), str(line.get_color())) for line in drawn]
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        finally:
-            plt.close(figure)
-    return _for_page(buffer.getvalue(), chart.title), legend
+    times_from = start if chart.by_time else None
+    with picture(chart.title, height=3.2) as (axes, finish):
+        for label, series in chart.lines.items():
+            _line(axes, label, series, times_from, chart.scale)
+        axes.set_xlabel("minutes since the start" if chart.by_time else "optimizer step")
+        axes.set_ylabel(chart.unit)
+        drawn = list(axes.get_lines())
+        if chart.second:
+            label, series, unit, scale = chart.second
+            right = axes.twinx()
+            right.set_prop_cycle(color=LINES[len(drawn) :])
+            _line(right, label, series, times_from, scale)
+            right.set_ylabel(unit)
+            right.set_ylim(bottom=0)
+            right.grid(False)
+            right.spines["right"].set_visible(True)
+            drawn += right.get_lines()
+        if chart.unit or chart.second:
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(0.0, low), high + 0.05 * abs(high))
+        axes.locator_params(axis="x", nbins=6)
+        return finish(), [(str(line.get_label()), str(line.get_color())) for line in drawn]
 
 
-def _line(axes: Any, label: str, series: Series, chart: Chart, start: float, scale: float) -> None:
-    x = [(t - start) / 60 for t in series.times] if chart.by_time else [*map(float, series.steps)]
-    y = [scale * v if math.isfinite(v) else math.nan for v in series.values]
-    low = high = y
-    if len(y) > POINTS:
-        x, y, low, high = _bucketed(x, y)
+def _line(
+    axes: Any, label: str, series: MetricSeries, times_from: float | None, scale: float
+) -> None:
+    """Draws over minutes since `times_from`; None: over optimizer steps."""
+    x = np.array(series.steps, dtype=float)
+    if times_from is not None:
+        x = (np.array(series.times) - times_from) / 60
+    y = scale * np.array(series.values)
+    y[~np.isfinite(y)] = math.nan
     marker = "o" if len(y) < 40 else ""
-    (drawn,) = axes.plot(x, y, label=label, marker=marker, markersize=3, linewidth=1.4)
-    if low is not y:
-        axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.18, linewidth=0)
-
-
-def _bucketed(
-    x: list[float], y: list[float]
-) -> tuple[list[float], list[float], list[float], list[float]]:
     size = math.ceil(len(y) / POINTS)
-    out: tuple[list[float], list[float], list[float], list[float]] = ([], [], [], [])
-    for i in range(0, len(y), size):
-        values = [v for v in y[i : i + size] if v == v] or [math.nan]
-        mean = sum(values) / len(values)
-        at = x[i : i + size]
-        for column, v in zip(out, (sum(at) / len(at), mean, min(values), max(values)), strict=True):
-            column.append(v)
-    return out
+    if size == 1:
+        axes.plot(x, y, label=label, marker=marker, markersize=3, linewidth=1.4)
+        return
+    # A row for each bucket; the last one is filled up with nothing.
+    filled = [np.append(each, [math.nan] * (-len(y) % size)).reshape(-1, size) for each in (x, y)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a bucket without a number
+        x, mean = (np.nanmean(each, axis=1) for each in filled)
+        low, high = np.nanmin(filled[1], axis=1), np.nanmax(filled[1], axis=1)
+    (drawn,) = axes.plot(x, mean, label=label, linewidth=1.4)
+    axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.18, linewidth=0)
 
 
 def _for_page(svg: str, title: str) -> str:

@@ -1,10 +1,11 @@
-"""Which runs a scaling measurement is made of: a size, a strategy and a batch each."""
+"""The runs of a scaling measurement: which they are, and starting those that are missing."""
 
 from __future__ import annotations
 
 import functools
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +13,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distdl import compose, jobs, resources
+from distdl import compose, dry_run, jobs, launch, planning, resources, sweeps
 from distdl import config as configs
+from distdl.benchmark import FILE
 from distdl.errors import Problem, UserError
 from distdl.job import JobState
-from distdl.run_directory import RunDirectory, read_json
+from distdl.run_directory import RunDirectory, read_json, shown
 
 WEAK, STRONG = "weak", "strong"
 MODES = (WEAK, STRONG)
-FILE = "benchmark.json"
 BASE = "single"
 RESNET50 = re.compile(r"(?<![a-z_])resnet50(?![a-z0-9_])", re.IGNORECASE)
-# Without them a result is none.
+# Keys of every result.
 NEEDED = {"device", "model", "setting", "real", "held", "verdict"}
 
 Wanted = tuple[str, int, int, str]  # strategy, nodes, devices of each, mode
@@ -34,14 +35,13 @@ class Member:
     """One run. Weak and strong scaling may share it.
 
     Args:
-        strategy: As given: an option of the group and what else it is to have.
+        strategy: As given: an option of the group and overrides of its settings.
         nodes, devices: Devices are per node.
         modes: Which of weak and strong it belongs to.
         config: As composed.
-        run: Where it lies, or will lie.
-        found: What it measured, once that was read.
-        under_way: It waits in a queue, or runs.
-        elsewhere: It has ended, and its result is still where it ran.
+        run: Its directory, which may not exist yet.
+        result: What it measured, once that was read.
+        lacking: Why there is no result: "not measured", "under way" or "not here".
     """
 
     strategy: str
@@ -50,9 +50,8 @@ class Member:
     modes: list[str]
     config: DictConfig
     run: RunDirectory
-    found: dict[str, Any] = field(default_factory=dict)
-    under_way: bool = False
-    elsewhere: bool = False
+    result: dict[str, Any] = field(default_factory=dict)
+    lacking: str = "not measured"
 
     @property
     def world_size(self) -> int:
@@ -63,56 +62,109 @@ class Member:
         return self.run.path.name
 
     @property
-    def is_resnet50(self) -> bool:
-        """Whether others' numbers of that network stand beside this one's."""
-        return bool(RESNET50.search(configs.to_yaml(self.config.model)))
+    def file(self) -> Path:
+        return self.run.path / FILE
 
-    def state(self) -> JobState | None:
-        """None: it was never started."""
-        last = self.run.last_attempt() if self.run.exists else None
-        return jobs.state(last) if last else None
+    @property
+    def is_resnet50(self) -> bool:
+        """Whether others' numbers of that network are shown beside this one's."""
+        return bool(RESNET50.search(configs.to_yaml(self.config.model)))
 
     def read(self) -> bool:
         """Takes in what the last attempt measured; False if there is nothing yet."""
-        found = self._result()
-        last = self.run.last_attempt() if found else None
-        # An older file is that of other settings, or was here before an attempt that failed.
-        stale = last is not None and found.get("attempt", last.number) != last.number
-        self.found = {} if stale else found
-        return bool(self.found)
+        result = _intact(self.file)
+        last = self.run.last_attempt() if result else None
+        # An older file belongs to other settings, or to an attempt before one that failed.
+        stale = last is not None and result.get("attempt", last.number) != last.number
+        self.result = {} if stale else result
+        return bool(self.result)
 
-    def _result(self) -> dict[str, Any]:
-        found = read_json(self.run.path / FILE)
-        return found if isinstance(found, dict) and found.keys() >= NEEDED else {}
-
-    def damaged(self) -> bool:
-        """Whether there is a file of a result, and none can be read from it."""
-        return (self.run.path / FILE).exists() and not self._result()
-
-    def set_damaged_aside(self) -> Path | None:
-        """Keeps a damaged file from being overwritten by a new attempt; where it is then."""
-        if not self.damaged():
-            return None
-        aside = self.run.path / f"{FILE}.damaged"
-        return (self.run.path / FILE).replace(aside)
-
-    def can_be_fetched(self) -> bool:
-        """Whether the last attempt ran where its files are not ours (`jobs fetch` brings them)."""
-        last = self.run.last_attempt()
-        return bool(last and last.job() and hasattr(jobs.of(last), "fetch"))
+    def is_damaged(self) -> bool:
+        return self.file.exists() and not _intact(self.file)
 
     def other_task(self) -> list[str]:
-        """What the last attempt's task was told otherwise than this one's: `task.steps=5`."""
+        """Settings of the last attempt's task that differ from this one's: `task.steps=5`."""
         last = self.run.last_attempt()
         where = (last.launch().get("where") if last else None) or {}
         then, now = where.get("task") or {}, configs.plain(self.config.task)
         return [f"task.{k}={then.get(k)}" for k in sorted(now) if then.get(k, now[k]) != now[k]]
 
+    def is_due(self) -> bool:
+        """Whether it is to be measured now; if not, a line says why.
+
+        Raises:
+            UserError: It was measured with another config.
+        """
+        last = self.run.last_attempt() if self.run.exists else None
+        state = jobs.state(last) if last else None
+        path = shown(self.run.path)
+        if state is not None and not configs.same_recipe(self.config, self.run.recipe()):
+            what = f"{path} was measured with another config"
+            raise UserError(Problem("name", what, "choose another name=, or leave it out"))
+        if self.is_damaged():
+            print(f"{self.name}: {shown(self.file)} could not be read")
+        if state in (JobState.PENDING, JobState.RUNNING):
+            print(f"{self.name}: {state.lower()}")
+            self.lacking = "under way"
+        elif last is None or state is not JobState.SUCCEEDED:
+            return True
+        elif other := self.other_task():
+            print(f"{self.name}: measured before, with {', '.join(other)}: once more")
+            return True
+        elif self.read():
+            print(f"{self.name}: measured before")
+        # An attempt that ran where its files are not ours has a job that fetches them.
+        elif last.job() and hasattr(jobs.of(last), "fetch"):
+            print(f"{self.name}: done, and not here: python -m distdl jobs fetch {path}")
+            self.lacking = "not here"
+        else:
+            print(f"{self.name}: done, and there is no {FILE} of it to read: once more")
+            return True
+        return False
+
+
+def _intact(path: Path) -> dict[str, Any]:
+    """A result; empty where there is none that can be read."""
+    result = read_json(path)
+    return result if isinstance(result, dict) and result.keys() >= NEEDED else {}
+
+
+def measure(members: Sequence[Member]) -> int:
+    """Starts what is missing, one after the other here, all at once on a cluster; an exit code."""
+    due = [member for member in members if member.is_due()]
+    # All are checked before the first one starts.
+    folder = members[0].run.path.parent.name
+    planned = [planning.plan(m.config, name=f"{folder}/{m.name}") for m in due]
+    for plan in planned:
+        planning.check_classes(plan, apart=True)
+    code = 0
+    for number, (member, plan) in enumerate(zip(due, planned, strict=True), 1):
+        if plan.config.dry_run:
+            print(f"\n# {member.name}\n{dry_run.render(plan)}")
+            continue
+        print(f"\n[{number}/{len(due)}] {member.name}", flush=True)
+        if member.is_damaged():
+            kept = member.file.replace(member.file.with_name(f"{FILE}.damaged"))
+            print(f"kept as {shown(kept)}", flush=True)
+        if not launch.goes_in_turn(plan.config):
+            _, job = launch.submit(plan, sys.argv)
+            member.lacking = "under way"
+            print(f"submitted  {job.handle}")
+            continue
+        plan.config.follow = True
+        state = sweeps.run_one(plan)
+        member.read()
+        if state is not JobState.SUCCEEDED:
+            code = code or 1
+        if state in (JobState.PREEMPTED, JobState.CANCELLED):
+            return state.exit_code
+    return code
+
 
 def sizes(devices: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
     """(nodes, devices per node): all numbers of devices in one node, then full nodes."""
-    found = [(1, d) for d in sorted(set(devices))]
-    return found + [(n, max(devices)) for n in sorted(set(nodes)) if n > 1]
+    inside = [(1, d) for d in sorted(set(devices))]
+    return inside + [(n, max(devices)) for n in sorted(set(nodes)) if n > 1]
 
 
 def members(
@@ -133,29 +185,29 @@ def members(
         for strategy in (strategies if nodes * devices > 1 else (BASE,))
         for mode in modes
     ]
-    found, problems = _composed(overrides, wanted)
+    made, problems = _composed(overrides, wanted)
     if problems:
         raise UserError(*problems)
-    return found
+    return made
 
 
-def kept(
-    overrides: Sequence[str], found: Sequence[Member], rows: Sequence[dict[str, Any]]
+def measured_before(
+    overrides: Sequence[str], members: Sequence[Member], rows: Sequence[dict[str, Any]]
 ) -> tuple[list[Member], list[str]]:
-    """What an earlier call measured in this folder and this one does not ask for; what to say.
+    """What an earlier call measured in this folder and this one does not ask for; and notes.
 
     Args:
         overrides: Of this call, and so of the folder.
-        found: What is asked for; gets the modes that it had before.
-        rows: Of the scale.json that lies there.
+        members: What is asked for; they get the modes that they had before.
+        rows: Of the scale.json in the folder.
     """
-    asked = {(m.strategy, m.nodes, m.devices, mode) for m in found for mode in m.modes}
+    asked = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
     then = [(r["strategy"], r["nodes"], r["devices"], r["mode"]) for r in rows]
-    same = {m.name: m for m in found}
+    by_name = {m.name: m for m in members}
     more, notes = [], []
     for member in _composed(overrides, [each for each in then if each not in asked])[0]:
-        if member.name in same:
-            same[member.name].modes += member.modes
+        if member.name in by_name:
+            by_name[member.name].modes += member.modes
         elif not member.run.exists or not member.read():
             notes.append(f"left out: {member.name}, there is no {FILE} of it any more")
         elif not configs.same_recipe(member.config, member.run.recipe()) or member.other_task():
@@ -171,41 +223,36 @@ def _composed(
     """A member for each run, and every problem once."""
     first = compose.compose(list(overrides))
     batch = (first.get("data") or {}).get("batch_size")
-    problems: list[Problem] = []
     if batch is None and any(mode == STRONG for *_, mode in wanted):
         what = "strong scaling needs a batch that can be divided, and the data names none"
         return [], [Problem("--mode", what, "--mode weak")]
     folder = first.name or f"scale-{configs.hash_of(chr(10).join(sorted(overrides)), 6)}"
     above = Path(first.output_dir).resolve() / str(first.experiment_name) / str(folder)
-    found: dict[str, Member] = {}
+    members: dict[str, Member] = {}
+    problems: dict[Problem, None] = {}
 
     @functools.cache
     def node_of(strategy: str) -> Any:
         return configs.plain(compose.compose([*overrides, *_chosen(strategy)]).strategy)
 
     for strategy, nodes, devices, mode in wanted:
+        chosen = ["task=benchmark", *overrides, *_chosen(strategy)]
+        chosen += [f"trainer.devices={devices}", f"trainer.num_nodes={nodes}"]
         try:
-            given = [
-                "task=benchmark",
-                *overrides,
-                *_chosen(strategy),
-                f"trainer.devices={devices}",
-                f"trainer.num_nodes={nodes}",
-            ]
             if batch is not None:
-                given.append(_batch(node_of(strategy), nodes * devices, mode, batch))
+                chosen.append(_batch(node_of(strategy), nodes * devices, mode, batch))
         except UserError as error:
-            problems += [p for p in error.problems if p not in problems]
+            problems.update(dict.fromkeys(error.problems))
             continue
-        config = compose.compose(given)
+        config = compose.compose(chosen)
         per = (config.get("data") or {}).get("batch_size")
         name = _slug(f"{strategy}-{nodes}x{devices}" + (f"-batch{per}" if per else ""))
-        if name in found:
-            found[name].modes.append(mode)
+        if name in members:
+            members[name].modes.append(mode)
         else:
             run = RunDirectory(above / name)
-            found[name] = Member(strategy, nodes, devices, [mode], config, run)
-    return list(found.values()), problems
+            members[name] = Member(strategy, nodes, devices, [mode], config, run)
+    return list(members.values()), list(problems)
 
 
 def _refuse(overrides: Sequence[str]) -> None:
@@ -236,17 +283,12 @@ def _batch(node: Any, world: int, mode: str, batch: int) -> str:
     """The override of a rank's batch, for a strategy's node."""
     # The ranks of a pipeline share one batch.
     shares = resources.replicas(node, world)
-    whole = batch * world if mode == WEAK else batch
-    if whole % shares:
-        above = -(-whole // shares) * shares
-        raise UserError(
-            Problem(
-                "data.batch_size",
-                f"a global batch of {whole} does not divide by {shares} (strong scaling)",
-                f"data.batch_size={above}, or --mode weak",
-            )
-        )
-    return f"data.batch_size={whole // shares}"
+    total = batch * world if mode == WEAK else batch
+    if total % shares:
+        what = f"a global batch of {total} does not divide by {shares} (strong scaling)"
+        remedy = f"data.batch_size={-(-total // shares) * shares}, or --mode weak"
+        raise UserError(Problem("data.batch_size", what, remedy))
+    return f"data.batch_size={total // shares}"
 
 
 def _slug(text: str) -> str:

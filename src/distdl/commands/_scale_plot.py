@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distdl.commands import _report_plots as plots
-from distdl.commands._scale_rows import Row
+from distdl.colours import LINES
+from distdl.commands._scale_rows import ScalingRow
 from distdl.scaling import published
 
 GREY = "#8a94a0"
@@ -18,8 +18,8 @@ DOTS = (0, (1, 5))
 
 def draw(
     path: Path,
-    rows: Sequence[Row],
-    ahead: dict[str, dict[int, float]],
+    rows: Sequence[ScalingRow],
+    further: dict[str, dict[int, float]],
     title: str,
     published_too: bool,
 ) -> None:
@@ -28,7 +28,7 @@ def draw(
     Args:
         path: Where to.
         rows: Measured; those without an efficiency are not in it.
-        ahead: Strategy to devices to predicted efficiency (weak scaling), beyond what was measured.
+        further: Strategy to devices to the predicted efficiency beyond (weak scaling).
         title: Above it.
         published_too: Whether Azure's numbers, which are of ResNet-50, are of this model.
     """
@@ -52,7 +52,7 @@ def draw(
         figure, axes = plt.subplots(figsize=(11.0, 7.0), layout=layout)
         try:
             ends = references(axes) if published_too else []
-            counts = measured(axes, rows) | predicted(axes, rows, ahead)
+            counts = measured(axes, rows) | predicted(axes, rows, further)
             most = max([*counts, *(int(last) for last, _, _ in ends)])
             ticks = [2**i for i in range(most.bit_length()) if 2**i <= most]
             ticks = sorted({*ticks, *counts}) if len(ticks) < 8 else ticks
@@ -74,12 +74,12 @@ def draw(
             plt.close(figure)
 
 
-def measured(axes: Any, rows: Sequence[Row]) -> set[int]:
+def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
     """A line for each strategy and mode, with predictions of the same sizes beside it."""
     counts: set[int] = set()
     lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
     for number, (strategy, mode) in enumerate(lines):
-        colour = plots.LINES[number % len(plots.LINES)]
+        colour = LINES[number % len(LINES)]
         own = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)]
         points = {1: 100.0, **{r.world_size: 100 * r.efficiency for r in own if r.efficiency}}
         axes.plot(*_xy(points), color=colour, marker="o", label=f"{strategy}, {mode}: measured")
@@ -96,17 +96,19 @@ def measured(axes: Any, rows: Sequence[Row]) -> set[int]:
     return counts
 
 
-def predicted(axes: Any, rows: Sequence[Row], ahead: dict[str, dict[int, float]]) -> set[int]:
+def predicted(
+    axes: Any, rows: Sequence[ScalingRow], further: dict[str, dict[int, float]]
+) -> set[int]:
     lines = list(dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1))
-    for strategy, found in ahead.items():
+    for strategy, found in further.items():
         mine = [i for i, (name, _) in enumerate(lines) if name == strategy]
-        colour = plots.LINES[(mine or [len(lines)])[0] % len(plots.LINES)]
+        colour = LINES[(mine or [len(lines)])[0] % len(LINES)]
         if max(found) <= max((r.world_size for r in rows if r.strategy == strategy), default=1):
             continue  # no network is known to go on with
         points = {n: 100 * efficiency for n, efficiency in found.items()}
         label = f"{strategy}, weak: predicted beyond"
         axes.plot(*_xy(points), color=colour, linestyle=":", linewidth=2.0, label=label)
-    return {n for found in ahead.values() for n in found}
+    return {n for found in further.values() for n in found}
 
 
 def references(axes: Any) -> list[tuple[float, float, str]]:

@@ -1,14 +1,23 @@
-"""The table of a scaling measurement, and what is to be said of it."""
+"""The table of a scaling measurement, its notes and files."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from distdl.commands._scale_rows import Rented, Row, at, dollars
+from distdl.commands import _scale_plot
+from distdl.commands._scale_members import Member
+from distdl.commands._scale_rows import Rented, ScalingRow, dollars
+from distdl.run_directory import shown, write_json
+from distdl.scaling import Prediction
+
+FILE, PLOT = "scale.json", "scale.png"
 
 # Share of one device: measured and predicted are taken to agree, beside the spread.
 CLOSE = 0.05
@@ -26,7 +35,7 @@ GIVE_WAY = (
 NAME = 20  # characters of a strategy's in one line, where there is no room for more
 
 
-def print_rows(rows: Sequence[Row], rented: Rented | None) -> None:
+def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
     """A table for each mode."""
     # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
@@ -79,32 +88,67 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def gaps(rows: Sequence[Row], ahead: Mapping[str, Mapping[int, float]]) -> list[str]:
+def gaps(rows: Sequence[ScalingRow], further: Mapping[str, Mapping[int, object]]) -> list[str]:
     """Where the measurement refutes the prediction: the worst of each strategy and mode.
 
     Args:
-        rows: All of them.
-        ahead: Strategy to devices to what is predicted beyond (weak scaling).
+        further: Strategy to devices to what is predicted beyond (weak scaling).
     """
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for row in rows:
         if row.predicted is None or row.efficiency is None or row.is_disturbed:
             continue
-        gap, key = abs(row.efficiency - row.predicted.efficiency), (row.strategy, row.mode)
+        expected, key = row.predicted.efficiency, (row.strategy, row.mode)
+        gap = abs(row.efficiency - expected)
         if gap <= row.spread * row.efficiency + CLOSE or gap <= worst.get(key, (0.0, ""))[0]:
             continue
         most = max(r.world_size for r in rows if (r.strategy, r.mode) == key)
-        beyond = row.mode == "weak" and max(ahead.get(row.strategy, {1: 1.0})) > most
-        said = (
-            f"do not believe what is predicted beyond {most} devices either"
-            if beyond
-            else "what slows it here is not in the prediction"
-            if row.efficiency < row.predicted.efficiency
-            else "the prediction is too careful here"
-        )
-        text = (
-            f"{at(row)}: measured {percent(row.efficiency)}, predicted "
-            f"{percent(row.predicted.efficiency)}, {100 * gap:.0f} points apart: {said}"
-        )
-        worst[key] = gap, text
+        if row.mode == "weak" and max(further.get(row.strategy, {1: None})) > most:
+            meaning = f"do not believe what is predicted beyond {most} devices either"
+        elif row.efficiency < expected:
+            meaning = "what slows it here is not in the prediction"
+        else:
+            meaning = "the prediction is too careful here"
+        text = f"{row}: measured {percent(row.efficiency)}, predicted {percent(expected)}"
+        worst[key] = gap, f"{text}, {100 * gap:.0f} points apart: {meaning}"
     return [text for _, text in worst.values()]
+
+
+def write(
+    members: Sequence[Member],
+    before: Sequence[Member],
+    rows: Sequence[ScalingRow],
+    further: Mapping[str, Mapping[int, Prediction]],
+    **more: Any,
+) -> None:
+    """Writes table and plot beside the runs.
+
+    Args:
+        members: What was asked for.
+        before: What else was measured in that folder.
+        further: As in `gaps`.
+        more: For the JSON file.
+    """
+    folder = members[0].run.path.parent
+    first = next(m for m in (*members, *before) if m.result)
+    efficiencies = {
+        strategy: {1: 1.0, **{n: guess.efficiency for n, guess in guesses.items()}}
+        for strategy, guesses in further.items()
+    }
+    record = {
+        "time": time.time(),
+        "device": first.result["device"],
+        "rows": [asdict(row) for row in rows],
+        "predicted": efficiencies,
+        **more,
+        "missing": [m.name for m in members if not m.result],
+    }
+    write_json(folder / FILE, record)
+    print(f"table   {shown(folder / FILE)}")
+    if any(row.world_size > 1 and row.efficiency for row in rows):
+        precision = first.result["setting"]["precision"]
+        title = f"Scaling on {first.result['device']}, {precision}"
+        _scale_plot.draw(folder / PLOT, rows, efficiencies, title, first.is_resnet50)
+        print(f"plot    {shown(folder / PLOT)}")
+    else:  # an older one shows what is no longer in the table
+        (folder / PLOT).unlink(missing_ok=True)

@@ -6,9 +6,12 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distdl.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from distdl.commands._plan_strategy import StrategyPlan
 
 EPILOG = """\
 The same overrides as a run. One training step is measured on fake tensors, so no GPU and little
@@ -46,118 +49,70 @@ def main(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise UserError(*problems)
-    return plan(options)
-
-
-def plan(options: argparse.Namespace) -> int:
-    from distdl import batches, compose, own_code, validate
-    from distdl.job import Resources
-    from distdl.planning import root_of
-
-    config = compose.compose(options.overrides)
-    devices, note = how_many(config.trainer, options.devices)
-    size = Resources(1, devices, "gpu")
-    root = root_of(config)
-    notes, facts = validate.validate(config, size, project_root=str(root))
-    if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
-        raise UserError(Problem("optimizer", "there is none", "choose one, e.g. optimizer=sgd"))
-    config.pop("hydra", None)
-    own_code.make_importable(own_code.own_folders(root))
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from distdl.commands import _plan_advice, _plan_estimate, _plan_measure
+        from distdl.commands import _plan_strategy
 
-        global_batch = batches.global_batch_size(config, size) or devices
-        found = _plan_measure.measure(config, global_batch)
-    machine = _plan_estimate.Machine(
-        devices, options.device_memory * 2**30, options.link * 1e9, options.tflops * 1e12
-    )
-    rows = _plan_estimate.estimates(found, machine)
-    advice = _plan_advice.advise(found, rows, machine)
-    show(found, rows, machine, advice, [*([note] if note else []), *notes, *found.notes], options)
+        machine = (options.device_memory * 2**30, options.link * 1e9, options.tflops * 1e12)
+        plan = _plan_strategy.plan_strategy(options.overrides, options.devices, *machine)
+    show(plan, options)
     return 0
 
 
-def digits(size: float) -> str:
-    """Two after the point, or as many as show that it is not nothing."""
-    return f"{size:.2f}" if size >= 0.005 or not size else f"{size:.1g}"
-
-
-def how_many(trainer: Any, given: int | None) -> tuple[int, str]:
-    """Devices of the run: as told, as the config says, as there are here, or 8; and a note."""
-    from distdl import resources
-
-    if given:
-        return given, ""
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
-    if isinstance(devices, int) and devices > 0:
-        return devices * int(nodes), ""
-    if devices is not None and not isinstance(devices, (str, int)):
-        return len(devices) * int(nodes), ""
-    gpus = resources.visible_gpus()
-    return (gpus, "") if gpus else (8, "8 devices are taken, since none are here (--devices)")
-
-
-def show(
-    found: Any,
-    rows: Sequence[Any],
-    machine: Any,
-    advice: Any,
-    notes: Sequence[str],
-    options: argparse.Namespace,
-) -> None:
+def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
     """The table on the screen."""
     from rich.console import Console
     from rich.table import Table
 
     from distdl.traffic import in_words
 
-    gib = 2**30
+    measured, machine, rows, gib = plan.measured, plan.machine, plan.rows, 2**30
     # A small model has nothing to show in GiB.
     unit, scale = ("GiB", gib) if rows[0].total >= gib else ("MiB", 2**20)
     # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(
-        f"step    batch {found.batch_size} per device, {found.flops / 1e12:.3g} TFLOP, "
-        f"{found.flops / machine.flops:.3g} s of work on each device",
-        f"size    {found.gradients / scale:.3g} {unit} trained weights, "
-        f"{found.activations / scale:.3g} {unit} activations",
-        f"on      {machine.devices} devices of {machine.memory / gib:g} GiB, "
+        f"step    batch {measured.batch_size} per device, {measured.flops / 1e12:.3g} TFLOP, "
+        f"{measured.flops / machine.flops:.3g} s of work on each device",
+        f"size    {measured.gradients / scale:.3g} {unit} trained weights, "
+        f"{measured.activations / scale:.3g} {unit} activations",
+        f"on      {machine.devices} devices of {options.device_memory:g} GiB, "
         f"{options.link:g} Gbit/s, {options.tflops:g} TFLOP/s",
         sep="\n",
-        highlight=False,
     )
     title = f"{unit} on the fullest device"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    columns = "weights", "gradients", "optimizer", "activations", "other", "total", "fits"
-    for name in (*columns, "sent per step", "step, s"):
+    columns = "weights", "gradients", "optimizer", "activations", "other", "total"
+    for name in (*columns, "fits", "sent per step", "step, s"):
         table.add_column(name, justify="right", no_wrap=name != "fits")
+    notes = [f"single: {machine.devices} batches, accumulated: one step of all the others"]
+    notes = notes if machine.devices > 1 else []
     for row in rows:
         if row.missing:
-            table.add_row(row.name, *"-" * (len(columns) + 2))
+            table.add_row(row.name, *"-" * 9)
+            notes.append(f"{row.name}: {row.missing}")
             continue
-        parts = (row.weights, row.gradients, row.optimizer, row.activations, row.other, row.total)
-        sizes = [digits(part / scale) for part in parts]
+        if row.host:
+            notes.append(
+                f"{row.name}: {row.host / scale:.2f} {unit} of host memory per device; each step "
+                "takes its gradients there and its weights back"
+            )
+        sizes = [digits(getattr(row, name) / scale) for name in columns]
         fits = "yes" if row.fits(machine) else "[bold]no[/bold]"
-        seconds = f"{row.seconds(found, machine):.3g}"
+        seconds = f"{row.seconds(measured, machine):.3g}"
         table.add_row(row.name, *sizes, fits, in_words(row.sent), seconds)
-    console.print(table, highlight=False)
-    hosted = [
-        f"{row.name}: {row.host / scale:.2f} {unit} of host memory per device; each step takes its "
-        "gradients there and its weights back"
-        for row in rows
-        if row.host
-    ]
-    missing = [f"{row.name}: {row.missing}" for row in rows if row.missing]
-    several = machine.devices > 1
-    accumulates = [f"single: {machine.devices} batches, accumulated: one step of all the others"]
-    for note in (*(accumulates if several else ()), *hosted, *missing, *notes):
-        console.print(f"note    {note}", highlight=False, markup=False)
-    chosen = " ".join(advice.overrides)
-    command = f"python -m distdl {' '.join(options.overrides)} {chosen}".replace("  ", " ")
-    console.print(f"\n[bold]advice  {chosen or 'none'}[/bold]", highlight=False)
-    console.print(f"        {advice.reason}.", highlight=False, markup=False)
+    console.print(table)
+    for note in (*notes, *plan.notes):
+        console.print(f"note    {note}", markup=False)
+    chosen = " ".join(plan.advice.overrides)
+    console.print(f"\n[bold]advice  {chosen or 'none'}[/bold]")
+    console.print(f"        {plan.advice.reason}.", markup=False)
     if chosen:
-        console.print(f"        {command}", highlight=False, markup=False, soft_wrap=True)
+        command = " ".join(["python -m distdl", *options.overrides, chosen])
+        console.print(f"        {command}", markup=False, soft_wrap=True)
+
+
+def digits(size: float) -> str:
+    """Two after the point, or as many as show that it is not nothing."""
+    return f"{size:.2f}" if size >= 0.005 or not size else f"{size:.1g}"

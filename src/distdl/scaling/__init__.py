@@ -1,13 +1,13 @@
 """How fast a step would be on more devices than there are: a model on paper (docs/scaling.md).
 
-Standard library and numpy only, so that a prediction costs no start-up time.
+It imports no torch.
 
     from distdl.scaling import Link, Links, Setting, predict, table
 """
 
 from distdl.scaling.fit import Fit, fit
 from distdl.scaling.links import Link, Links
-from distdl.scaling.predict import Prediction, Row, predict, table
+from distdl.scaling.predict import PredictedRow, Prediction, predict, table
 from distdl.scaling.setting import STRATEGIES, Setting
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Fit",
     "Link",
     "Links",
+    "PredictedRow",
     "Prediction",
-    "Row",
     "Setting",
     "fit",
     "predict",

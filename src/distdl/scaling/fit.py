@@ -1,9 +1,8 @@
 """The links that a machine really has, from a few measured steps.
 
-Two numbers are found from the measurements inside one node, which is all they can tell: the
-bandwidth that one device gets there, and the overhead of any step with several devices. What
-reaches over several nodes, if anything was measured there, gives the bandwidth between nodes.
-Otherwise that stays as the setting says: nothing inside a node tells of it.
+Measurements inside one node give two numbers: the bandwidth that one device gets there, and the
+overhead of any step with several devices. Measurements over several nodes, if there are any, give
+the bandwidth between nodes. Otherwise that stays as the setting says.
 
 Least squares of relative errors; no bandwidth above the one that the setting names is considered,
 and among equally good ones the highest is taken: where all communication hides, any is.
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distdl.errors import Problem, UserError
-from distdl.scaling.checks import FROM_1, amiss
+from distdl.scaling.fields import Above0, Count, checked
 from distdl.scaling.links import Link
 from distdl.scaling.predict import predict
 from distdl.scaling.setting import Setting
@@ -55,27 +54,18 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     Raises:
         UserError: Too little was measured, or a time is not positive, or no number.
     """
-    measured = _checked(measured)
+    measured = dict(sorted(checked(dict[Count, Above0], measured, "measured").items()))
     inside = {n: s for n, s in measured.items() if 1 < n <= setting.devices_per_node}
     across = {n: s for n, s in measured.items() if n > setting.devices_per_node}
-    problems = [
-        Problem("measured", f"{n} devices: a step takes more than 0 s, not {s!r}")
-        for n, s in measured.items()
-        if amiss(s)
-    ]
+    problems = []
     if 1 not in measured:
         problems.append(Problem("measured", "one device is missing", "measure it alone, too"))
     if not inside:
-        problems.append(
-            Problem(
-                "measured",
-                "several devices of one node are missing",
-                f"measure 2 to {setting.devices_per_node} devices in one node",
-            )
-        )
+        what = "several devices of one node are missing"
+        remedy = f"measure 2 to {setting.devices_per_node} devices in one node"
+        problems.append(Problem("measured", what, remedy))
     if problems:
         raise UserError(*problems)
-    notes = []
     alone = replace(setting, step_seconds=measured[1], overhead_seconds=0.0)
 
     def with_inside(bandwidth: float) -> Setting:
@@ -83,40 +73,22 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
         candidate = replace(alone, links=replace(setting.links, inside=link))
         return replace(candidate, overhead_seconds=_overhead(candidate, inside))
 
-    found = _best(with_inside, setting.links.inside.bandwidth, inside)
+    def with_between(bandwidth: float) -> Setting:
+        link = Link(bandwidth, setting.links.between.latency)
+        return replace(fitted, links=replace(fitted.links, between=link))
+
+    notes = []
+    fitted = _best(with_inside, setting.links.inside.bandwidth, inside)
     if len(inside) == 1:
         notes.append(
             "one number of devices in a node cannot tell overhead from bandwidth: all is overhead"
         )
     if across:
-
-        def with_between(bandwidth: float) -> Setting:
-            link = Link(bandwidth, setting.links.between.latency)
-            return replace(found_inside, links=replace(found_inside.links, between=link))
-
-        found_inside = found
-        found = _best(with_between, setting.links.between.bandwidth, across)
+        fitted = _best(with_between, setting.links.between.bandwidth, across)
     else:
         notes.append("nothing was measured between nodes: that link is taken as it was given")
-    return Fit(
-        found,
-        {n: s / predict(found, n).step_seconds - 1 for n, s in measured.items()},
-        tuple(notes),
-    )
-
-
-def _checked(measured: Mapping[int, float]) -> dict[int, float]:
-    """By the number of devices, which must be one before it can be sorted by."""
-    if not isinstance(measured, Mapping):
-        what = f"must be seconds of a step by the number of devices, not {measured!r}"
-        raise UserError(Problem("measured", what, "{1: 0.104, 2: 0.106}"))
-    said = {n: amiss(n, FROM_1, whole=True) for n in measured}
-    problems = [
-        Problem("measured", f"a number of devices {what}") for what in said.values() if what
-    ]
-    if problems:
-        raise UserError(*problems)
-    return {int(n): measured[n] for n in sorted(measured)}
+    errors = {n: s / predict(fitted, n).step_seconds - 1 for n, s in measured.items()}
+    return Fit(fitted, errors, tuple(notes))
 
 
 def _overhead(setting: Setting, measured: Mapping[int, float]) -> float:

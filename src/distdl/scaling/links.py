@@ -18,61 +18,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distdl.errors import Problem, UserError
-from distdl.scaling.checks import FROM_0, MORE_THAN_0, amiss
+from distdl.scaling.fields import Above0, Checked, From0
 
 RING, HIERARCHICAL, TREE = "ring", "hierarchical", "tree"
 ALGORITHMS = (RING, HIERARCHICAL, TREE)
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Checked):
     """One kind of link.
 
     Args:
         bandwidth: Bytes per second in each direction, as sustained.
         latency: Seconds that an empty message takes.
-
-    Raises:
-        UserError: A value makes no sense.
     """
 
-    bandwidth: float
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        said = {
-            "Link.bandwidth": amiss(self.bandwidth, MORE_THAN_0),
-            "Link.latency": amiss(self.latency, FROM_0),
-        }
-        problems = [Problem(name, what) for name, what in said.items() if what]
-        if problems:
-            raise UserError(*problems)
+    bandwidth: Above0
+    latency: From0 = 0.0
 
 
 @dataclass(frozen=True)
-class Links:
+class Links(Checked):
     """The two kinds there are.
 
     Args:
         inside: Between the devices of a node; what *one device* sends.
         between: Between nodes; what *one node* sends, all its adapters together.
-
-    Raises:
-        UserError: One of them is no Link.
     """
 
     inside: Link
     between: Link
-
-    def __post_init__(self) -> None:
-        problems = [
-            Problem(f"Links.{name}", f"must be a Link, not {value!r}", "Link(bandwidth, latency)")
-            for name, value in (("inside", self.inside), ("between", self.between))
-            if not isinstance(value, Link)
-        ]
-        if problems:
-            raise UserError(*problems)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 Weak scaling: each device keeps the batch whose step was measured. For strong scaling, give the step
 time of the smaller batch.
 
-    step(n) = step(1) + overhead + what of the communication nothing hides + bubble + waiting
+    step(n) = step(1) + overhead + exposed communication + bubble + waiting
 
 Sources: `distdl.scaling.links` (collectives, overlap); what each strategy sends, and why ZeRO-1 and
-2 send as much as ZeRO-3, is said at the top of `distdl.commands._plan_estimate`; the bubble is
+2 send as much as ZeRO-3, stands at the top of `distdl.commands._plan_estimate`; the bubble is
 `distdl.strategies.pipeline.balance.bubble`; waiting for the slowest of n: E max <= sigma
 sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013, "Concentration
 Inequalities", theorem 2.5).
@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distdl.errors import Problem, UserError
-from distdl.scaling.checks import FROM_1, amiss
+from distdl.scaling.fields import Count, checked
 from distdl.scaling.links import Group, all_reduce, exposed, fastest
-from distdl.scaling.setting import FASTEST, Setting
+from distdl.scaling.setting import Setting
 from distdl.strategies.pipeline.balance import bubble
 
-# A loss below this share of the step is not worth a word.
-WORTH_SAYING = 0.005
+# A loss below this share of the step is not named.
+SMALL = 0.005
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRow:
     """Of a table: a prediction, or why there is none."""
 
     devices: int
@@ -58,12 +58,11 @@ class Row:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Seconds that a step takes longer, and why; of them communication, and sending in all."""
+    """Seconds that a step takes longer, and why; seconds of sending, where it is communication."""
 
     seconds: float
     why: str
-    waiting: bool = False
-    sending: float = 0.0
+    sending: float | None = None
 
 
 def predict(setting: Setting, num_devices: int) -> Prediction:
@@ -72,9 +71,7 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
     Raises:
         UserError: So many do not fill nodes, or do not divide into pipelines; it is no number.
     """
-    if what := amiss(num_devices, FROM_1, whole=True):
-        raise UserError(Problem("num_devices", what))
-    num_devices = int(num_devices)
+    num_devices = checked(Count, num_devices, "num_devices")
     group = _group(setting, num_devices)
     if num_devices == 1:
         return Prediction(setting.step_seconds, 1.0, 0.0, 0.0, "one device")
@@ -86,37 +83,35 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
     late = setting.spread_seconds * math.sqrt(2 * math.log(num_devices))
     losses.append(_Loss(late, f"waiting for the slowest of {num_devices}"))
     seconds = setting.step_seconds + sum(loss.seconds for loss in losses)
-    said = [
+    sent = [loss for loss in losses if loss.sending is not None]
+    reasons = [
         f"{loss.why}: {100 * loss.seconds / seconds:.1f} %"
         for loss in sorted(losses, key=lambda loss: -loss.seconds)
-        if loss.seconds > WORTH_SAYING * seconds
+        if loss.seconds > SMALL * seconds
     ]
     return Prediction(
         step_seconds=seconds,
         efficiency=setting.step_seconds / seconds,
-        communication_share=sum(loss.seconds for loss in losses if loss.waiting) / seconds,
-        communication_seconds=sum(loss.sending for loss in losses),
-        why="; ".join(said) or "all of it hides behind the computation",
+        communication_share=sum(loss.seconds for loss in sent) / seconds,
+        communication_seconds=sum(loss.sending or 0.0 for loss in sent),
+        why="; ".join(reasons) or "all of it hides behind the computation",
     )
 
 
-def table(setting: Setting, counts: Iterable[int]) -> list[Row]:
-    """A row for each number of devices, with the reason where there is no prediction.
-
-    Raises:
-        UserError: It is one number, and not several.
-    """
-    # Text would be taken digit by digit.
-    if isinstance(counts, (str, bytes)) or not isinstance(counts, Iterable):
-        what = f"must be several numbers of devices, not {counts!r}"
-        raise UserError(Problem("counts", what, "[8, 64]"))
+def table(setting: Setting, counts: Iterable[int]) -> list[PredictedRow]:
+    """A row for each number of devices, with the reason where there is no prediction."""
     rows = []
     for count in counts:
         try:
-            rows.append(Row(count, predict(setting, count)))
+            rows.append(PredictedRow(count, predict(setting, count)))
         except UserError as error:
-            rows.append(Row(count, None, error.problems[0].what))
+            rows.append(PredictedRow(count, None, error.problems[0].what))
     return rows
+
+
+def _sent(parts: int, seconds: float, window: float, why: str) -> _Loss:
+    """`parts` messages of so many seconds each, behind a computation of `window` seconds."""
+    return _Loss(exposed(parts, seconds, window), why, parts * seconds)
 
 
 def _data_parallel(setting: Setting, group: Group) -> Iterator[_Loss]:
@@ -129,64 +124,43 @@ def _data_parallel(setting: Setting, group: Group) -> Iterator[_Loss]:
     where = _where(group, name)
     if setting.strategy in ("fsdp", "deepspeed_zero3"):
         forward = setting.step_seconds - backward
-        yield _Loss(
-            exposed(parts, gather, forward),
-            f"gathering weights for the forward {where}",
-            True,
-            parts * gather,
-        )
+        yield _sent(parts, gather, forward, f"gathering weights for the forward {where}")
         both = gather + reduce / 2
-        yield _Loss(
-            exposed(parts, both, backward),
-            f"weights and gradients during the backward {where}",
-            True,
-            parts * both,
-        )
+        yield _sent(parts, both, backward, f"weights and gradients during the backward {where}")
         return
-    yield _Loss(
-        exposed(parts, reduce, backward), f"gradients that wait {where}", True, parts * reduce
-    )
+    yield _sent(parts, reduce, backward, f"gradients that wait {where}")
     if setting.strategy.startswith("deepspeed"):
-        yield _Loss(
-            parts * gather, f"gathering weights after the step {where}", True, parts * gather
-        )
+        gathering = parts * gather  # nothing hides it
+        yield _Loss(gathering, f"gathering weights after the step {where}", gathering)
 
 
 def _pipeline(setting: Setting, group: Group, count: int) -> Iterator[_Loss]:
     stages, micro = setting.stages, setting.micro_batches or 4 * setting.stages
-    pieces = setting.pieces_per_stage
+    pieces, working = setting.pieces_per_stage, setting.step_seconds
     idle = bubble(setting.schedule, [1.0] * stages, pieces, micro)
-    working = setting.step_seconds
     yield _Loss(working / (1 - idle) - working, f"bubble of {stages} stages, {micro} micro-batches")
-    # A pipeline is given what all its devices would be given; each of its cuts sees all of that.
-    neighbours = setting.devices_per_node % stages == 0
-    link = setting.links.inside if neighbours else setting.links.between
-    hop = link.latency + stages * setting.activation_bytes / micro / link.bandwidth
-    filling = 2 * (stages - 1) * hop  # the first micro-batch's way there, the last one's back
-    slower = micro * max(0.0, pieces * hop - working / micro)
     if stages > 1:
-        yield _Loss(
-            filling + slower,
-            f"activations between stages {'inside a node' if neighbours else 'between nodes'}",
-            True,
-            2 * micro * pieces * hop,
-        )
+        # A pipeline is given what all its devices would be given; each of its cuts sees all of it.
+        neighbours = setting.devices_per_node % stages == 0
+        link = setting.links.inside if neighbours else setting.links.between
+        hop = link.latency + stages * setting.activation_bytes / micro / link.bandwidth
+        filling = 2 * (stages - 1) * hop  # the first micro-batch's way there, the last one's back
+        slower = micro * max(0.0, pieces * hop - working / micro)
+        where = "inside a node" if neighbours else "between nodes"
+        why = f"activations between stages {where}"
+        yield _Loss(filling + slower, why, 2 * micro * pieces * hop)
     if count > stages:
         # A stage's gradients are complete with the last micro-batch's backward only.
         window = setting.backward_share * working / micro
         share = setting.gradient_bytes / stages
         parts = max(1, math.ceil(share / setting.bucket_bytes))
         reduce, name = _all_reduce(setting, share / parts, group)
-        yield _Loss(
-            exposed(parts, reduce, window),
-            f"gradients of {count // stages} pipelines that wait {_where(group, name)}",
-            True,
-            parts * reduce,
-        )
+        why = f"gradients of {count // stages} pipelines that wait {_where(group, name)}"
+        yield _sent(parts, reduce, window, why)
 
 
 def _all_reduce(setting: Setting, size: float, group: Group) -> tuple[float, str]:
-    if setting.algorithm == FASTEST:
+    if setting.algorithm == "fastest":
         return fastest(size, group, setting.links)
     return all_reduce(size, group, setting.links, setting.algorithm), setting.algorithm
 
@@ -197,23 +171,15 @@ def _where(group: Group, algorithm: str) -> str:
 
 def _group(setting: Setting, count: int) -> Group:
     """Those that average gradients with each other."""
-    problems = []
     stages = setting.stages if setting.strategy == "pipeline" else 1
     per_node = min(setting.devices_per_node, count)
-    if count % per_node:
-        problems.append(
-            Problem(
-                "num_devices",
-                f"{count} devices do not fill nodes of {per_node}",
-                f"{count // per_node * per_node} or {(count // per_node + 1) * per_node}",
-            )
-        )
-    elif count % stages:
-        problems.append(
-            Problem("num_devices", f"{count} devices are no pipelines of {stages} stages")
-        )
-    if problems:
-        raise UserError(*problems)
-    # Ranks that follow each other are the stages of one pipeline (strategies/pipeline/place.py).
+    full = count // per_node * per_node
+    if count != full:
+        what = f"{count} devices do not fill nodes of {per_node}"
+        raise UserError(Problem("num_devices", what, f"{full} or {full + per_node}"))
+    if count % stages:
+        what = f"{count} devices do not divide into pipelines of {stages} stages"
+        raise UserError(Problem("num_devices", what))
+    # Consecutive ranks are the stages of one pipeline (strategies/pipeline/place.py).
     together = per_node // stages if per_node % stages == 0 else 1
     return Group(count // stages, together, sharing=per_node // together)

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from distdl import cluster
-from distdl.benchmark import limits, model, result, screen
-from distdl.benchmark.clock import Clock, Timeline
+from distdl.benchmark import FILE, limits, model, result, screen
+from distdl.benchmark.clock import DeviceClock, Timeline
 from distdl.benchmark.input import Input
-from distdl.benchmark.phases import PhaseProfiler, stages_listened_to
+from distdl.benchmark.phases import PhaseProfiler, pipeline_phases
 from distdl.build import Built
 from distdl.callbacks import Checkpointer, Progress, StepMetrics
-from distdl.callbacks.timing import HELD, REAL, TRACE, WARM, WINDOW, Segment, Timing, Window
+from distdl.callbacks.timing import HELD, REAL, TRACE, WARM, WINDOW, Segment, TimedWindow, Timing
 from distdl.errors import Problem
 from distdl.run_directory import write_json
 from distdl.tasks.train import train
 
 log = logging.getLogger(__name__)
 
-# The smallest values: p95 of one step is no p95.
+# The smallest values: one step has no p95.
 LEAST = {"warmup": 1, "windows": 1, "steps": 2, "trace": 0}
 # Steps between two kinds of input: the queue on the device runs empty and fills again.
 SETTLE = 3
-# Left out: they write, or end a training. What ours cost is measured by benchmarks/overhead.py.
+# These write, or end a training. What ours cost is measured by benchmarks/overhead.py.
 NOT_TIMED = (Checkpointer, Checkpoint, EarlyStopping, Timer, Progress, StepMetrics)
 
 
@@ -51,9 +51,8 @@ def benchmark(
         The main numbers, as `benchmark/...`.
     """
     trainer, precision = context.trainer, str(context.config.trainer.get("precision") or "32-true")
-    staged = hasattr(trainer.strategy, "data_share")
-    # A pipeline's phases tell its communication already.
-    traced = trace if trainer.world_size > 1 and not staged else 0
+    # A pipeline's phases show its communication already.
+    traced = trace if trainer.world_size > 1 and not _is_pipeline(trainer) else 0
     plan = [
         Segment(WARM, REAL, warmup),
         # In turn, so that a machine that gets slower or faster does so for both.
@@ -69,49 +68,47 @@ def benchmark(
     ]
     timing = timed_fit(context, plan)
     device = trainer.strategy.root_device
-    mine = {
-        **result.of_rank(timing, device),
-        "limits": vars(limits.measure(device, precision)),
-    }
+    mine = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
     link = limits.measure_link(device, trainer.num_nodes)
     ranks = cluster.gather(mine)
-    found: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     if trainer.is_global_zero:
-        size = result.size(context, timing)
+        size = result.batch_size(context, timing)
         if context.module.automatic_optimization:
             counted = model.count(context.config, size.global_batch)
         else:
             counted = model.from_a_live_step(context.module, timing.live_flops, size.batch)
-        found = result.assemble(context, timing, ranks, link, counted)
-        write_json(context.run.path / result.FILE, found)
-        screen.show(found)
+        made = result.assemble(context, timing, ranks, link, counted)
+        write_json(context.run.path / FILE, made)
+        screen.show(made)
         for logger in trainer.loggers:
-            logger.log_metrics(result.metrics(found), 0)
-    return result.main_metrics(cluster.tell_all(found))
+            logger.log_metrics(result.metrics(made), 0)
+    return result.metrics(cluster.tell_all(made), result.MAIN)
+
+
+def _is_pipeline(trainer: Any) -> bool:
+    return hasattr(trainer.strategy, "data_share")
 
 
 def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     """Trains as long as the plan says, without whatever writes."""
-    trainer = context.trainer
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    stop = next(c.stop for c in callbacks if isinstance(c, Checkpointer))
-    timeline, source = Timeline(Clock(trainer.strategy.root_device)), Input()
+    trainer: Any = context.trainer
+    stop = next(c.stop for c in trainer.callbacks if isinstance(c, Checkpointer))
+    timeline, source = Timeline(DeviceClock(trainer.strategy.root_device)), Input()
     profiler = PhaseProfiler(timeline)
     windows = sum(segment.kind == WINDOW for segment in plan) // 2
 
-    def tell(window: Window) -> None:
+    def report(window: TimedWindow) -> None:
         if trainer.is_global_zero:
             number = sum(one.input == window.input for one in timing.windows)
             each = 1000 * window.seconds / len(window.steps)
-            said = "%s input, window %d of %d: %.4g ms a step"
-            log.info(said, window.input, number, windows, each)
+            text = "%s input, window %d of %d: %.4g ms a step"
+            log.info(text, window.input, number, windows, each)
 
-    timing = Timing(plan, timeline, profiler, source, stop, tell)
-    kept = [c for c in callbacks if not isinstance(c, NOT_TIMED)]
-    trainer.callbacks = [*kept, timing]  # type: ignore[attr-defined]
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger()]
-    trainer.profiler = profiler  # type: ignore[attr-defined]
+    timing = Timing(plan, timeline, profiler, source, stop, report)
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]
+    loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
+    trainer.profiler = profiler
     # The plan says how long, and epochs do not end.
     trainer.limit_train_batches, trainer.limit_val_batches = 1.0, 0
     loop = trainer.fit_loop
@@ -119,11 +116,11 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     loop.min_epochs = loop.epoch_loop.min_steps = None
     loop.epoch_loop.max_steps = -1
     source.install(trainer)
-    with ExitStack() as stack:
-        stack.callback(source.remove)
-        if hasattr(trainer.strategy, "data_share"):
-            stack.enter_context(stages_listened_to(timeline))
-        trainer.fit(context.module, datamodule=context.datamodule)
+    try:
+        with pipeline_phases(timeline) if _is_pipeline(trainer) else nullcontext():
+            trainer.fit(context.module, datamodule=context.datamodule)
+    finally:
+        source.remove()
     trainer.loggers = loggers
     return timing
 
