@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from distdl import walltime
 from distdl.errors import Problem, UserError
-from distdl.job import JobSpec, JobState
+from distdl.job import Job, JobSpec, JobState
 from distdl.ranges import AboveZero, Count, Positive
 
 __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
@@ -248,11 +248,7 @@ def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
         pause = min(pause * 1.3, max(shortest, longest))
 
 
-class HasState(Protocol):
-    def state(self) -> JobState: ...
-
-
-def wait_until_ended(job: HasState, seconds: float) -> JobState:
+def wait_until_ended(job: Job, seconds: float) -> JobState:
     """Looks at a job of this machine every so many seconds until it has ended."""
     while not (state := job.state()).ended:
         time.sleep(seconds)

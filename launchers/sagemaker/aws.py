@@ -77,5 +77,6 @@ def explained() -> Iterator[None]:
         refused = f"AWS refuses {error.operation_name}. {what}"
         raise UserError(Problem("launcher", refused)) from None
     except (BotoCoreError, Boto3Error) as error:
-        key, remedy = ABOUT.get(type(error).__name__, ("launcher", ""))
-        raise UserError(Problem(key, f"AWS: {error}", remedy)) from None
+        about = ABOUT.get(type(error).__name__, ("launcher", ""))
+        prefix = "no AWS credentials" if about is _SIGN_IN else "AWS"
+        raise UserError(Problem(about[0], f"{prefix}: {error}", about[1])) from None

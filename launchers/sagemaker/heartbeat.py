@@ -105,7 +105,7 @@ class Heartbeat:
             return
 
     def _talk(self, link: socket.socket, name: str) -> None:
-        """Beats in a thread of its own, and listens until the other has ended."""
+        """Sends the heartbeat in a thread, and reads until the other has ended."""
         link.settimeout(PATIENCE_SECONDS)
         with self._lock:
             self._links.append(link)

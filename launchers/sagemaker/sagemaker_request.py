@@ -200,7 +200,7 @@ def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     source = {
         "S3DataType": "S3Prefix",
         "S3Uri": str(entry["path"]),
-        # Every host sees all of it: which rank reads what is for the data module to say.
+        # Every host sees all of it: the data module decides which rank reads what.
         "S3DataDistributionType": "FullyReplicated",
     }
     data = {"DataSource": {"S3DataSource": source}}

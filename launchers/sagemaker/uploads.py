@@ -56,13 +56,13 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
 
     key, mine = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
     try:
-        found = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
+        theirs = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
     except ClientError as error:
         # Without s3:ListBucket AWS answers 403 for what does not exist.
         if code_of(error) in ("NoSuchKey", "404", "AccessDenied", "403"):
             return
         raise
-    if found != mine.read_bytes():
+    if theirs != mine.read_bytes():
         what = f"{request.uri(request.key)} holds a run of the same name and another config"
         raise UserError(Problem("launcher.prefix", what, "choose another name or launcher.prefix"))
 

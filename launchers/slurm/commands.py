@@ -19,7 +19,7 @@ TIMEOUT = 60  # seconds; a command waits for an absent controller for 10 to 20
 NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
 # How Slurm's commands find their cluster.
 CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER")
-# A user's defaults, which hold where the launcher's settings say nothing: sbatch prefers a variable
+# A user's defaults, for what the launcher's settings leave open: sbatch prefers a variable
 # to a line of the script.
 DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
@@ -64,7 +64,7 @@ class Look:
     """How a job stands.
 
     Args:
-        state: Slurm's own word, `RUNNING`.
+        state: In Slurm's terms, `RUNNING`.
         reason: Why it waits or ended, `Resources`; empty if unknown.
         log: Where its output goes.
     """
@@ -152,8 +152,8 @@ def look(number: str) -> Look:
         return Look(state[1], reason[1] if reason else "", path)
     if "invalid job id" not in done.stderr.lower():
         raise Unreachable(done.stderr.strip() or "scontrol prints nothing")
-    if found := remembered([number]):
-        return found[number]
+    if looks := remembered([number]):
+        return looks[number]
     raise forgotten(number)
 
 
@@ -163,21 +163,21 @@ def look_at(numbers: Sequence[str]) -> dict[str, Look]:
     Raises:
         Unreachable: Slurm does not answer.
     """
-    found: dict[str, Look] = {}
+    looks: dict[str, Look] = {}
     for some in in_questions(numbers):
         done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ",".join(some))
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise Unreachable(done.stderr.strip() or "squeue prints nothing")
         for line in done.stdout.splitlines():
             number, state, reason = line.split("|", 2)
-            found[number] = Look(state, "" if reason == "None" else reason)
-    return remembered([number for number in numbers if number not in found]) | found
+            looks[number] = Look(state, "" if reason == "None" else reason)
+    return remembered([number for number in numbers if number not in looks]) | looks
 
 
 def remembered(numbers: Sequence[str]) -> dict[str, Look]:
     """What the accounting knows of jobs that the controller has forgotten (MinJobAge, 5 minutes);
     empty where no accounting is kept. Source: https://slurm.schedmd.com/sacct.html"""
-    found = {}
+    looks = {}
     for some in in_questions(numbers):
         try:
             done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", ",".join(some))
@@ -186,8 +186,8 @@ def remembered(numbers: Sequence[str]) -> dict[str, Look]:
         for line in done.stdout.splitlines() if done.returncode == 0 else ():
             number, _, state = line.partition("|")  # of one number the last line is the newest
             if words := state.split():  # "CANCELLED by 1000"
-                found[number] = Look(words[0])
-    return found
+                looks[number] = Look(words[0])
+    return looks
 
 
 def in_questions(numbers: Sequence[str]) -> Iterator[Sequence[str]]:

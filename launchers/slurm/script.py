@@ -44,12 +44,12 @@ def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> st
         "requeue": requeue(settings),
     }
     lines = TEMPLATE.read_text(encoding="utf-8").splitlines()
-    # Where there is nothing to fill in, no hole stays.
-    given = [
-        line for line in lines if not (found := PLACEHOLDER.fullmatch(line)) or values[found[1]]
+    # A line with nothing to fill in is left out.
+    filled = [
+        line for line in lines if not (match := PLACEHOLDER.fullmatch(line)) or values[match[1]]
     ]
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join([*given, ""]))
-    return PLACEHOLDER.sub(lambda found: values[found[1]], text)
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join([*filled, ""]))
+    return PLACEHOLDER.sub(lambda match: values[match[1]], text)
 
 
 def quote(text: str) -> str:

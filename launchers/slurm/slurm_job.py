@@ -38,7 +38,7 @@ STATES = {
 }
 # Ends that Slurm brings about, and that a rank at most sees as a signal.
 KILLS = ("BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
-# In the log, what the batch script says at each start, and what srun says of each task that ends
+# In the log, the batch script's line at each start, and srun's line for each task that ends
 # badly, in this order: "srun: error: n2: task 1: Killed".
 START = re.compile(r"slurm job \d+, start \d+, on ")
 TASK_END = re.compile(
@@ -75,12 +75,12 @@ class SlurmJob(AskedJob):
     @classmethod
     def _listed(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
         try:
-            found = commands.look_at([job.number for job in jobs])
+            looks = commands.look_at([job.number for job in jobs])
         except commands.Unreachable as error:
             yield from ((job, error) for job in jobs)
             return
         for job in jobs:
-            yield job, found.get(job.number) or commands.forgotten(job.number)
+            yield job, looks.get(job.number) or commands.forgotten(job.number)
 
     def _meaning(self, answer: commands.Look) -> JobState:
         self.killed = f"ended by Slurm: {answer}" if answer.state in KILLS else ""
@@ -88,7 +88,7 @@ class SlurmJob(AskedJob):
         return STATES.get(answer.state, JobState.UNKNOWN)
 
     def first_end(self, logs: Path) -> tuple[int, int, str] | None:
-        """The rank that ended badly before all others, by srun's word in the log: it ends them
+        """The rank that ended badly before all others, by srun's line in the log: it ends them
         with SIGKILL, and a rank that is killed can record nothing.
 
         Args:
@@ -96,7 +96,7 @@ class SlurmJob(AskedJob):
 
         Returns:
             The rank, its exit code (-N for signal N) and its host; None if Slurm ended the job, or
-            nothing is said.
+            the log does not name one.
         """
         log = logs / f"slurm-{self.number}.log"
         if not self.failed or not log.is_file():

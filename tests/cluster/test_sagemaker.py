@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Hosts, why_not
-from tests.conftest import TINY, environment, last_step, losses
+from tests.conftest import TINY, UNCHECKED, environment, last_step, losses
 
 pytestmark = pytest.mark.xdist_group("sagemaker")
 
@@ -103,7 +103,7 @@ class Cloud:
 
     def distdl(self, *arguments: str) -> str:
         done = self.on_aws(
-            "-m", "distdl", *arguments, cwd=self.folder / "project", SAMPLE_API_KEY=CANARY
+            *UNCHECKED, *arguments, cwd=self.folder / "project", SAMPLE_API_KEY=CANARY
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -294,7 +294,7 @@ def test_an_interrupted_job_goes_on(cloud, run, containers) -> None:
     assert len(lines) < 30 + saved, "it began anew"
     assert not (second.opt_ml["algo-1"] / "output/failure").exists()
 
-    # Who was born where, on the network that SageMaker named.
+    # The table of ranks, on the network that SageMaker named.
     log = second.log("algo-1")
     assert "distdl: host algo-1, 1 of 2, primary algo-1, interface eth0, 1 ranks" in log
     for row in (

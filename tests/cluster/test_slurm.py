@@ -93,9 +93,19 @@ def started(cluster: SlurmCluster, cwd: Path, *arguments: str, **more: str) -> s
     return line.split("slurm://")[1].split()[0]
 
 
-def verb(cluster: SlurmCluster, cwd: Path, *arguments: str) -> tuple[int, str]:
-    done = distdl("jobs", *arguments, cwd=cwd, env=env(cluster))
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def verb(
+    slurm: SlurmCluster, command: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
+    """`python -m distdl jobs ...` on the cluster, in this process."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        for name, value in env(slurm).items():
+            monkeypatch.setenv(name, value)
+        said = command("jobs", *arguments)
+        return said.code, said.out + said.err
+
+    return run
 
 
 def whole_log(run: Path) -> str:
@@ -124,6 +134,7 @@ def test_two_nodes_train_as_two_processes_here(
         "launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS,CANARY]",
         cwd=folder,
         env=env(slurm, CANARY=SECRET, **STALE),
+        module=UNCHECKED,
     )
     assert done.returncode == 0, done.stdout + done.stderr + slurm.logs()
     assert here.wait() == 0, here.output()
@@ -150,7 +161,7 @@ def test_two_nodes_train_as_two_processes_here(
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
-def test_goes_on_where_it_was_taken_away(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_goes_on_where_it_was_taken_away(slurm: SlurmCluster, tmp_path: Path, verb) -> None:
     """Requeued by hand, preempted by a more important job, and cancelled in the end."""
     arguments = ("name=b", "trainer.num_nodes=2", "trainer.max_epochs=200", "tracking=mlflow")
     job = started(slurm, tmp_path, *arguments)
@@ -182,11 +193,11 @@ def test_goes_on_where_it_was_taken_away(slurm: SlurmCluster, tmp_path: Path) ->
     second = last_step(run)
     reach(second + 2)
     assert status(run)["restarts"] == 2
-    code, said = verb(slurm, tmp_path, "status", "outputs/default/b")
+    code, said = verb("status", "outputs/default/b")
     assert (code, "RUNNING, restarted 2 times" in said) == (0, True), said
 
-    assert verb(slurm, tmp_path, "cancel", "outputs/default/b")[0] == 0
-    code, said = verb(slurm, tmp_path, "wait", "outputs/default/b")
+    assert verb("cancel", "outputs/default/b")[0] == 0
+    code, said = verb("wait", "outputs/default/b")
     assert (code, said.split()) == (130, ["CANCELLED", f"slurm://{job}"])
     log = whole_log(run)
     assert f"slurm job {job}, start 3, on n[1-2]" in log
@@ -250,7 +261,7 @@ def test_what_slurm_refuses(
     assert " is DOWN\n" in said.err and not Path("outputs/default/down").exists()
 
 
-def test_a_sweep_is_one_array(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_sweep_is_one_array(slurm: SlurmCluster, tmp_path: Path, verb) -> None:
     done = distdl(
         *(*TINY, *SLURM, "-m", "name=s", "seed=1,2", "launcher.max_parallel=2"),
         *("data.train_samples=24", "trainer.max_epochs=1"),
@@ -263,13 +274,13 @@ def test_a_sweep_is_one_array(slurm: SlurmCluster, tmp_path: Path) -> None:
     handles = {json.loads((run / JOB).read_text())["handle"] for run in runs}
     number = min(handles)[8:].partition("_")[0]
     assert handles == {f"slurm://{number}_0", f"slurm://{number}_1"}
-    code, said = verb(slurm, tmp_path, "wait", "outputs/default/s")
+    code, said = verb("wait", "outputs/default/s")
     assert (code, said.count("SUCCEEDED")) == (0, 2), said
     for run in runs:
         assert status(run)["state"] == "SUCCEEDED" and len(losses(run)) == 3
         assert f"run     {run.relative_to(tmp_path)}" in whole_log(run)
     assert slurm.show(f"{number}_1")["ArrayTaskThrottle"] == "2"
-    code, said = verb(slurm, tmp_path, "logs", f"slurm://{number}_1")
+    code, said = verb("logs", f"slurm://{number}_1")
     second = next(run for run in runs if f"{number}_1" in (run / JOB).read_text())
     assert code == 0 and said.strip() == whole_log(second).strip()
 
@@ -311,5 +322,6 @@ def test_the_list_asks_slurm_once(
     assert command("jobs", "status", "outputs/e/held").out.count("PENDING") == 1
     slurm.run("scancel", held, array)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
+    monkeypatch.setattr(commands, "TIMEOUT", 1)  # squeue asks DNS for another one, for minutes
     gone = {"held": "UNKNOWN", "task": "UNKNOWN"}
     assert listed() == states | gone and asked == ["squeue"], "not for each of them"

@@ -1,8 +1,7 @@
 """launcher=sagemaker: what is sent, and what is refused before.
 
 Request bodies are checked by botocore's Stubber against the service's own model. What happens to
-them at the place: test_sagemaker_jobs.py; on the hosts: test_sagemaker_hosts.py, and for real in
-tests/cluster/test_sagemaker.py.
+them on AWS and in the container: test_sagemaker_jobs.py, and for real tests/cluster.
 """
 
 from __future__ import annotations
@@ -25,30 +24,27 @@ from tests.unit.sagemaker_account import EVERYTHING, NODE, REGION, spec
 
 aws, moto, run = account.aws, account.moto, account.run  # fixtures
 
-GOLDEN = ROOT / "tests/golden/launchers"
-ONE_GPU = {"num_nodes": 1, "devices": 1, "world_size": 1, "accelerator": "gpu", "local": False}
+ONE_GPU = {"num_nodes": 1, "devices": 1, "accelerator": "gpu"}
 
 
-@pytest.mark.parametrize(
-    ("name", "node"), [("sagemaker", NODE), ("sagemaker_everything", EVERYTHING)]
-)
-def test_golden(name, node, pytestconfig: pytest.Config) -> None:
-    launcher = SageMakerLauncher(**node)
-    text = launcher.request(spec(forward_env=tuple(node.get("forward_env", ())))).render() + "\n"
-    file = GOLDEN / f"{name}.txt"
-    check_golden(pytestconfig, file, text)
-
-
-@pytest.mark.parametrize("node", [NODE, EVERYTHING], ids=["plain", "everything"])
-def test_the_services_own_model_takes_the_request(node, run, aws, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["sagemaker", "sagemaker_everything"])
+def test_the_request_as_printed_and_as_the_services_own_model_takes_it(
+    name: str, run, aws, monkeypatch, pytestconfig: pytest.Config
+) -> None:
     """Stubber checks names and types of all members; patterns are checked here."""
     import boto3
     from botocore.stub import Stubber
 
+    node = EVERYTHING if name.endswith("everything") else NODE
+    names = tuple(node.get("forward_env", ()))
     monkeypatch.setenv("WANDB_API_KEY", "canary-7c1")
     launcher = SageMakerLauncher(**node)
     vars(launcher)["aws"] = aws
-    request = launcher.request(spec(run, forward_env=tuple(node.get("forward_env", ()))))
+    text = launcher.request(spec(forward_env=names)).render() + "\n"
+    check_golden(pytestconfig, ROOT / f"tests/golden/launchers/{name}.txt", text)
+    assert text == launcher.request(spec(forward_env=names)).render() + "\n"
+
+    request = launcher.request(spec(run, forward_env=names))
     aws.clients["sagemaker"] = client = boto3.client("sagemaker", region_name=REGION)
     with Stubber(client) as stub:
         absent = ("describe_training_job", "ValidationException", "Requested resource not found.")
@@ -60,60 +56,41 @@ def test_the_services_own_model_takes_the_request(node, run, aws, monkeypatch) -
     assert submitted.handle == f"sagemaker://{REGION}/{request.name}"
     assert submitted.url.endswith(f"?region={REGION}#/jobs/{request.name}")
     assert "canary" not in json.dumps(request.body()) + request.render()
-    matches_the_model(client.meta.service_model, request.body())
+    shape = client.meta.service_model.operation_model("CreateTrainingJob").input_shape
+    assert matched(shape, request.body()) > 10
 
 
-def matches_the_model(model: Any, body: dict[str, Any]) -> None:
-    """Every string against the pattern and length that the model states."""
-    checked = 0
-
-    def walk(shape: Any, value: Any) -> None:
-        nonlocal checked
-        if shape.type_name == "structure":
-            for key, item in value.items():
-                walk(shape.members[key], item)
-        elif shape.type_name == "list":
-            for item in value:
-                walk(shape.member, item)
-        elif shape.type_name == "map":
-            for key, item in value.items():
-                walk(shape.key, key)
-                walk(shape.value, item)
-        elif shape.type_name == "string":
-            limit, pattern = shape.metadata.get("max"), shape.metadata.get("pattern")
-            assert limit is None or len(value) <= limit, (shape.name, value)
-            if pattern and r"\p" not in pattern:  # Python knows no \p{L}
-                assert re.fullmatch(pattern, value), (shape.name, value)
-                checked += 1
-            assert not shape.enum or value in shape.enum, (shape.name, value)
-
-    walk(model.operation_model("CreateTrainingJob").input_shape, body)
-    assert checked > 10
-
-
-def test_the_same_spec_gives_the_same_request() -> None:
-    launcher = SageMakerLauncher(**NODE)
-    assert launcher.request(spec()) == launcher.request(spec())
-    assert launcher.request(spec()).render() == launcher.request(spec()).render()
+def matched(shape: Any, value: Any) -> int:
+    """Checks every string against what the model states; returns how many had a pattern."""
+    if shape.type_name == "structure":
+        return sum(matched(shape.members[key], item) for key, item in value.items())
+    if shape.type_name == "list":
+        return sum(matched(shape.member, item) for item in value)
+    if shape.type_name == "map":
+        return sum(matched(shape.key, k) + matched(shape.value, v) for k, v in value.items())
+    if shape.type_name != "string":
+        return 0
+    limit, pattern = shape.metadata.get("max"), shape.metadata.get("pattern")
+    assert limit is None or len(value) <= limit, (shape.name, value)
+    assert not shape.enum or value in shape.enum, (shape.name, value)
+    if not pattern or r"\p" in pattern:  # Python knows no \p{L}
+        return 0
+    assert re.fullmatch(pattern, value), (shape.name, value)
+    return 1
 
 
 @pytest.mark.parametrize("run_id", ["a/b", "x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
-def test_job_names_obey_the_rules(run_id) -> None:
-    rule = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
-    settings = SageMakerLauncher(**NODE)
-    requests = [SageMakerRequest(spec(name=run_id, attempt=n), settings, m) for n, m in
-                ((1, 0), (2, 0), (1, 1))]  # fmt: skip
-    names = [request.name for request in requests]
-    assert all(rule.fullmatch(name) for name in names), names
-    assert len(set(names)) == 3
-    elsewhere = SageMakerLauncher(**{**NODE, "bucket": "other"}).request(spec(name=run_id))
-    assert elsewhere.name not in names
+def test_job_names_obey_the_rules_and_differ(run_id: str) -> None:
+    launcher, other = SageMakerLauncher(**NODE), SageMakerLauncher(**{**NODE, "bucket": "other"})
+    tries = [(launcher, 1, 0), (launcher, 2, 0), (launcher, 1, 1), (other, 1, 0)]
+    names = [SageMakerRequest(spec(name=run_id, attempt=n), it, m).name for it, n, m in tries]
+    assert all(re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name) for name in names), names
+    assert len(set(names)) == 4
 
 
 def test_a_variable_that_is_too_long_is_refused() -> None:
-    launcher = SageMakerLauncher(**NODE, env={"LONG": "x" * 513})
     with pytest.raises(UserError, match="LONG: 513 characters"):
-        launcher.request(spec())
+        SageMakerLauncher(**NODE, env={"LONG": "x" * 513}).request(spec())
 
 
 def refusals(**changes: Any) -> dict[str, str]:
@@ -122,35 +99,26 @@ def refusals(**changes: Any) -> dict[str, str]:
     return {problem.path: f"{problem.what} | {problem.remedy}" for problem in found}
 
 
-def test_a_right_node_is_not_refused() -> None:
-    assert refusals() == {}
-    assert refusals(**EVERYTHING) == {}
+def test_what_is_right_is_not_refused() -> None:
+    assert refusals() == refusals(**EVERYTHING) == {}
     assert refusals(instance_type="ml.m5.large", context={"accelerator": "cpu"}) == {}
-
-
-def test_what_is_required_is_said_at_once() -> None:
-    found = refusals(role=None, image=None, instance_type=None, bucket=None)
-    assert set(found) == {"role", "image", "instance_type", "bucket"}
-    assert all(text.startswith("missing | launcher.") for text in found.values())
+    assert "ml.trn1.32xlarge" not in instances()
+    assert refusals(instance_type="ml.trn1.32xlarge") == {}, "boto3 knows it"
 
 
 @pytest.mark.parametrize(
     ("changes", "path", "text"),
     [
+        *(({key: None}, key, "missing | launcher.") for key in ("image", "instance_type")),
+        *(({key: None}, key, "missing | launcher.") for key in ("role", "bucket")),
         ({"role": "train"}, "role", "not the ARN"),
         ({"bucket": "s3://my-bucket/x"}, "bucket", "launcher.bucket=my-bucket"),
         ({"instance_type": "ml.g5.12xlarg"}, "instance_type", "did you mean ml.g5.12xlarge?"),
         ({"instance_type": "p4d.24xlarge"}, "instance_type", "did you mean ml.p4d.24xlarge?"),
         ({"instance_type": "ml.m5.large"}, "instance_type", "has no GPU"),
-        (
-            {"context": {"devices": 8}},
-            "instance_type",
-            "ml.g5.12xlarge has 4 A10G, and trainer.devices=8 | trainer.devices=4",
-        ),
+        ({"context": {"devices": 8}}, "instance_type", "has 4 A10G, and trainer.devices=8 | trai"),
         ({"context": {"devices": 8}}, "instance_type", "launcher.instance_type=ml.g5.48xlarge"),
-        ({"walltime": "1 day"}, "walltime", "'1 day' is no time"),
         ({"walltime": 700}, "walltime", "28 days"),
-        ({"walltime": 0}, "walltime", "0 is no time at all"),
         ({"walltime": None}, "walltime", "None is no time"),
         ({"max_wait": 48}, "max_wait", "only spot jobs wait"),
         ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime is 86400 s already"),
@@ -176,14 +144,10 @@ def test_what_is_required_is_said_at_once() -> None:
         ({"inputs": {"a": {"path": "s3://b", "mod": 1}}}, "inputs.a.mod", "did you mean mode?"),
         ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "takes 19"),
     ],
-)  # fmt: skip
+)
 def test_refusals(changes, path, text) -> None:
-    assert text in refusals(**changes).get(path, "nothing was refused"), refusals(**changes)
-
-
-def test_a_type_that_only_boto3_knows_is_let_through() -> None:
-    assert "ml.trn1.32xlarge" not in instances()
-    assert refusals(instance_type="ml.trn1.32xlarge") == {}
+    found = refusals(**changes)
+    assert list(found) == [path] and text in found[path]
 
 
 def test_the_file_of_instance_types_holds_names_that_exist() -> None:
@@ -191,18 +155,14 @@ def test_the_file_of_instance_types_holds_names_that_exist() -> None:
 
     enum = Session().get_service_model("sagemaker").shape_for("TrainingInstanceType").enum
     assert set(instances()) <= set(enum)
-    families = {"ml.p3.", "ml.p4d.", "ml.p5.", "ml.g4dn.", "ml.g5.", "ml.g6."}
-    missing = {n for n in enum if any(n.startswith(f) for f in families)} - set(instances())
-    assert missing == set()
+    families = ("ml.p3.", "ml.p4d.", "ml.p5.", "ml.g4dn.", "ml.g5.", "ml.g6.")
+    assert {name for name in enum if name.startswith(families)} <= set(instances())
 
 
-def test_devices_are_counted_by_the_type() -> None:
+def test_devices_are_counted_by_the_type_and_waste_is_noted() -> None:
     assert SageMakerLauncher.devices({"instance_type": "ml.p4d.24xlarge"}) == (8, "gpu")
     assert SageMakerLauncher.devices({"instance_type": "ml.m5.large"}) == (1, "cpu")
     assert SageMakerLauncher.devices({"instance_type": "ml.trn1.32xlarge"}) is None
-
-
-def test_what_is_allowed_and_hardly_meant_is_noted() -> None:
     few = SageMakerLauncher(**NODE).request(spec(resources=Resources(1, 2, "gpu")))
     assert [*few.notes()] == ["ml.g5.12xlarge has 4 GPUs, and 2 of them are used"]
     slow = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
@@ -211,17 +171,9 @@ def test_what_is_allowed_and_hardly_meant_is_noted() -> None:
     assert not [*SageMakerLauncher(**NODE).request(spec()).notes()]
 
 
-def test_the_command_line_refuses(command, tmp_path) -> None:
-    said = command("launcher=sagemaker", "launcher.instance_type=ml.g5.12xlarg")
-    assert said.code == 2
-    for text in ("launcher.role: missing", "did you mean ml.g5.12xlarge?"):
-        assert text in said.err
-    assert os.listdir(tmp_path) == []
-
-
 def test_the_command_line_shows(command, without_stage_2, tmp_path) -> None:
-    given = [f"launcher.{key}={value}" for key, value in NODE.items()]
-    said = command("launcher=sagemaker", *given, "dry_run=true", "trainer.num_nodes=2")
+    arguments = [f"launcher.{key}={value}" for key, value in NODE.items()]
+    said = command("launcher=sagemaker", *arguments, "dry_run=true", "trainer.num_nodes=2")
     assert said.code == 0, said
     assert "resources  2 x 4 gpu" in said.out  # trainer.devices=auto
     assert "TrainingJobName: default-" in said.out

@@ -1,4 +1,4 @@
-"""launcher=sagemaker at its place: uploads, secrets, states, logs, errors. AWS is moto, by http."""
+"""launcher=sagemaker on AWS (moto, by http), and its hosts in the container: who takes part."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 import tarfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.aws import Aws
+from distdl.launchers.sagemaker.entry import Hosts
+from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import NODE, REGION, keys, spec
 
@@ -37,7 +42,7 @@ def test_without_credentials(monkeypatch, tmp_path, run) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     launcher = SageMakerLauncher(**NODE)
-    with pytest.raises(UserError, match=r"locate credentials\n.*AWS_PROFILE"):
+    with pytest.raises(UserError, match=r"no AWS credentials: .*\n.*AWS_PROFILE"):
         launcher.submit(launcher.request(spec(run)))
     with pytest.raises(UserError, match=r"launcher.region: .*specify a region"):
         SageMakerLauncher(**{**NODE, "region": None}).submit(launcher.request(spec(run)))
@@ -87,11 +92,6 @@ def test_submit_uploads_creates_and_hides(launcher, aws, run, monkeypatch) -> No
     assert again.describe()["CheckpointConfig"] == described["CheckpointConfig"]
     secret = aws("secretsmanager").get_secret_value(SecretId="distdl/resnet50_ddp/x/SAMPLE_KEY")
     assert secret["SecretString"] == "canary-52"
-
-
-def test_a_name_is_never_taken_twice(launcher, run) -> None:
-    first, second = (launcher.submit(launcher.request(spec(run))) for _ in range(2))
-    assert second.name == f"{first.name}-1"
 
 
 def test_a_foreign_run_of_the_same_name_is_not_gone_on_with(launcher, aws, run) -> None:
@@ -158,28 +158,25 @@ def test_states(status, further, state) -> None:
     )
 
 
-def test_status_and_list_from_a_later_shell(launcher, run, aws) -> None:
-    submitted = launcher.submit(launcher.request(spec(run)))
-    later = SageMakerLauncher().attach(submitted.handle)  # moto: completed at once
-    assert later.state() is JobState.SUCCEEDED and later.wait() is JobState.SUCCEEDED
-    gone = SageMakerLauncher().attach(f"sagemaker://{REGION}/never-was")
-    assert gone.state() is JobState.UNKNOWN
-    with pytest.raises(UserError, match="knows no such job"):
-        gone.wait()
-
-
-def test_several_are_asked_for_at_once(launcher, run, aws, monkeypatch) -> None:
-    names = [launcher.submit(launcher.request(spec(run))).handle for _ in range(3)]
+def test_states_from_a_later_shell_one_by_one_and_at_once(launcher, run, monkeypatch) -> None:
+    submitted = [launcher.submit(launcher.request(spec(run))) for _ in range(3)]
+    assert submitted[1].name == f"{submitted[0].name}-1", "a name is never taken twice"
     later = SageMakerLauncher()
-    found = [later.attach(handle) for handle in (*names, f"sagemaker://{REGION}/never-was")]
+    handles = [*(job.handle for job in submitted), f"sagemaker://{REGION}/never-was"]
+    found = [later.attach(handle) for handle in handles]
+    assert found[0].wait() is JobState.SUCCEEDED  # moto: completed at once
     asked, really = [], sagemaker_job.SageMakerJob.describe
     monkeypatch.setattr(
-        sagemaker_job.SageMakerJob, "describe", lambda one: (asked.append(one.name), really(one))[1]
+        sagemaker_job.SageMakerJob,
+        "describe",
+        lambda one: (asked.append(one.name), really(one))[1],
     )
     jobs.ask(found)
     assert [one.state() for one in found] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
     assert asked == ["never-was"] and len({id(one.aws) for one in found}) == 1
-    assert found[0].state() is JobState.SUCCEEDED and len(asked) == 2, "the next look is a new one"
+    assert "knows no such job" in found[3].why
+    with pytest.raises(UserError, match="knows no such job"):
+        found[3].wait()
 
 
 def test_a_place_that_cannot_be_reached_is_unknown(launcher, run, aws, monkeypatch) -> None:
@@ -296,3 +293,64 @@ def test_fetch_copies_the_store(launcher, run, aws, tmp_path, capsys) -> None:
     submitted.fetch(tmp_path / "here")
     assert (tmp_path / "here/attempts/001/status.json").read_text() == "{}"
     assert (tmp_path / "here/checkpoints/a.ckpt").stat().st_ino == before
+
+
+# ---- the hosts of a job, in their containers ----------------------------------------------------
+
+
+def test_hosts_are_counted_the_same_everywhere(tmp_path: Path) -> None:
+    config = {"current_host": "algo-2", "hosts": ["algo-10", "algo-2", "algo-1"]}
+    (tmp_path / "input/config").mkdir(parents=True)
+
+    def read(**fields: str) -> Hosts:
+        file = tmp_path / "input/config/resourceconfig.json"
+        file.write_text(json.dumps({**config, **fields}))
+        return Hosts.read(tmp_path)
+
+    found = read(network_interface_name="eth0")
+    assert found.names == ("algo-1", "algo-2", "algo-10")
+    assert (found.number, found.primary) == (1, "algo-1")
+    assert found.environment() == {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    efa = read(current_instance_type="ml.p4d.24xlarge")
+    assert efa.environment() == {"FI_PROVIDER": "efa"}
+
+
+def until(condition: Callable[[], Any], timeout: float = 240) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeat, Heartbeat]:
+    """Two hosts that hear each other."""
+    monkeypatch.setattr("distdl.launchers.sagemaker.heartbeat.BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("distdl.launchers.sagemaker.heartbeat.PATIENCE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    second = Heartbeat(("localhost", "other"), "other", port)  # before the primary one is there
+    time.sleep(0.1)
+    first = Heartbeat(("localhost", "other"), "localhost", port)
+    until(lambda: first._links and second._links)
+    return first, second
+
+
+def test_hosts_hear_how_the_others_end_and_no_stranger(both) -> None:
+    first, second = both
+    with socket.create_connection(("localhost", first.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert stranger.recv(10) == b""
+    time.sleep(0.7)  # longer than the patience: the heartbeat keeps it
+    assert first.ends() == second.ends() == {}
+    second.report_end(HostEnd(0))
+    until(lambda: first.ends() == {"other": HostEnd(0)})
+    failed = HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)
+    first.report_end(failed)
+    until(lambda: second.ends() == {"localhost": failed})
+
+
+def test_hosts_notice_silence(both, monkeypatch) -> None:
+    first, second = both
+    monkeypatch.setattr(first._over, "wait", lambda _: time.sleep(60))  # its beats stop
+    until(lambda: second.ends() == {"localhost": HostEnd(VANISHED, "localhost vanished")})
