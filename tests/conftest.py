@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import Popen
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
@@ -123,16 +126,20 @@ def distdl(
     env: dict[str, str] | None = None,
     module: tuple[str, ...] = DISTDL,
     timeout: float = 240,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m distdl ...` to its end, or what else `module` says."""
-    return subprocess.run(
-        [sys.executable, *module, *arguments],
-        cwd=cwd,
-        env=environment(**(env or {})),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """Runs `python -m distdl ...` to its end, or what else `module` says: in a fork of a process
+    that has imported torch (tests/warm.py), or `fresh`, for tests of the start-up itself."""
+    kind = subprocess.Popen if fresh else Popen
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = [sys.executable, *module, *arguments]
+    with kind(words, cwd=cwd, env=environment(**(env or {})), text=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def trained(*arguments: str, cwd: Path) -> str:
@@ -140,6 +147,19 @@ def trained(*arguments: str, cwd: Path) -> str:
     done = distdl(*TINY, *arguments, cwd=cwd, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def free_port() -> int:
+    """A port that is free, and so is the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+                return port
+            except (OSError, OverflowError):
+                continue
 
 
 def filled(value: Any, words: dict[str, str]) -> Any:
@@ -225,9 +245,11 @@ class Background:
         cwd: Path,
         env: dict[str, str] | None = None,
         module: tuple[str, ...] = DISTDL,
+        fresh: bool = False,
     ) -> None:
         self.log = (cwd / f"background-{time.monotonic_ns()}.log").open("w+")
-        self.process = subprocess.Popen(
+        kind = subprocess.Popen if fresh else Popen
+        self.process = kind(
             [sys.executable, *module, *arguments],
             cwd=cwd,
             env=environment(**(env or {})),
