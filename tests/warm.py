@@ -6,6 +6,9 @@ code; `ps` shows the command and `/proc/PID/environ` its variables. Only the imp
 done. Python processes that distdl starts from there (the child that validates, the agent's ranks,
 the members of a sweep) are started the same way.
 
+`interpreter()` is a `python` for whatever starts one itself: srun, mpirun, a shell in the
+namespaces of another host. It has a fork made there, passes signals on to it and ends as it does.
+
 This file is also the program of the server, `python -P warm.py SOCKET`. It imports torch, Lightning
 and distdl, none of which starts a thread, and waits. For each request it clones itself with
 CLONE_PARENT, so that the copy is a child of whoever asked. Each copy first forks a server of its
@@ -26,6 +29,9 @@ import inspect
 import json
 import multiprocessing.util
 import os
+import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -47,6 +53,7 @@ SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
 # Read when Python or a library starts: with other values a fork would not be the same.
 AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
 PATH = "PYTHONPATH"  # but these folders are added, unless something in them would be imported first
+LATER = (PATH, "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 SPAWN = multiprocessing.util.spawnv_passfds
@@ -56,8 +63,9 @@ LIBC = ctypes.PyDLL(None, use_errno=True)
 class Server:
     """The server from the side of the process that asks."""
 
-    def __init__(self, connection: socket.socket, log: str) -> None:
+    def __init__(self, connection: socket.socket, log: str, folder: str = "") -> None:
         self.connection, self.log, self.owner = connection, log, os.getpid()
+        self.folder = Path(folder)
         self.lock = threading.Lock()
         self.at_start = at_start(os.environ)
 
@@ -65,9 +73,11 @@ class Server:
     def start(cls, env: Mapping[str, str]) -> Server:
         """A server for this process, which ends with it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.NamedTemporaryFile(prefix="warm-", delete=False) as log:
+        folder = tempfile.mkdtemp(prefix="warm-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        with theirs, open(f"{folder}/log.txt", "w") as log:
             subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM],
+                [sys.executable, "-P", __file__, str(theirs.fileno()), folder, " " * ROOM],
                 # pyarrow's allocator would start a thread.
                 env={**env, "ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
                 pass_fds=[theirs.fileno()],
@@ -75,15 +85,14 @@ class Server:
                 stdout=log,
                 stderr=log,
             )
-        atexit.register(os.unlink, log.name)
-        server = cls(ours, log.name)
+        server = cls(ours, log.name, folder)
         server.at_start = at_start(env)
         return server
 
     def serves(self, env: Mapping[str, str]) -> bool:
         return (
             os.getpid() == self.owner
-            and at_start(env) == self.at_start
+            and at_start(env).items() <= self.at_start.items()
             and not any(shadows(folder) for folder in added(env))
         )
 
@@ -106,7 +115,7 @@ class Server:
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    names = (name for name in env if name.startswith(AT_START) and name != PATH)
+    names = (name for name in env if name.startswith(AT_START) and name not in LATER)
     return {name: env[name] for name in names}
 
 
@@ -119,6 +128,7 @@ def shadows(folder: str) -> bool:
     """Whether a folder has a module of the name of another one, or what Python imports first."""
     found = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
     names = {path.stem for path in found if path.is_dir() or path.suffix in (".py", ".so")}
+    names = {name for name in names - {"distdl"} if name.isidentifier()}
     elsewhere = [path for path in sys.path if path not in (folder, "", str(ROOT))]
     return "sitecustomize" in names or any(
         name in sys.stdlib_module_names or PathFinder.find_spec(name, elsewhere) for name in names
@@ -132,13 +142,55 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *given: Any) -> None:
         env, words = named(given)["env"], named(given)["args"]
-        if CLONE and Popen.server is None:
-            plain = {k: v for k, v in env.items() if not k.startswith(AT_START)}
-            Popen.server = Server.start({**plain, **at_start(os.environ), "OMP_NUM_THREADS": "1"})
-        if words[1] in ("-m", "-c") and Popen.server and Popen.server.serves(env):
+        start_server()
+        plain = words[1] in ("-m", "-c") or not words[1].startswith("-")
+        if plain and words[0] == sys.executable and Popen.server and Popen.server.serves(env):
             execute(self, Popen.server, named(given))
         else:
             EXECUTE(self, *given)
+
+
+def start_server() -> None:
+    if CLONE and Popen.server is None:
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(PATH)}
+        Popen.server = Server.start({**plain, "OMP_NUM_THREADS": "1"})
+
+
+def interpreter() -> str:
+    """The path of a `python` whose commands are forks as well."""
+    start_server()
+    if Popen.server is None:
+        return sys.executable
+    path = Popen.server.folder / "python"
+    words = [sys.executable, "-I", "-S", __file__, "--through", str(path.with_name("socket"))]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def through(address: str, words: Sequence[str]) -> NoReturn:
+    """The program of that `python`: the command `words` by a fork of the server."""
+    plain = words[0] in ("-m", "-c", "-P") or not words[0].startswith("-")
+    env = dict(os.environ)
+    other = any(name != "OMP_NUM_THREADS" for name in at_start(env))
+    if not plain or other or any(shadows(folder) for folder in added(env)):
+        os.execv(sys.executable, [sys.executable, *words])
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(address)
+    request = {"command": [sys.executable, *words], "cwd": os.getcwd(), "env": env}
+    request |= {"new_session": True, "files": [0, 1, 2], "like": os.getpid()}
+    socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+    pid = int(connection.recv(ROOM))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    code = int(connection.recv(ROOM))
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def named(given: Sequence[Any]) -> dict[str, Any]:
@@ -203,6 +255,9 @@ def start_warm(server: Server) -> None:
 
 def main() -> NoReturn:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    others = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    others.bind(f"{sys.argv[2]}/socket")
+    others.listen(64)
     # The program has no part in what the forks see.
     sys.modules["warm"] = sys.modules.pop("__main__")
     import hydra.core.override_parser.overrides_parser as hydras
@@ -226,27 +281,48 @@ def main() -> NoReturn:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would have none of {threads}"
     gc.freeze()
-    serve(connection)
+    serve(connection, others)
 
 
-def serve(connection: socket.socket) -> NoReturn:
-    """Clones this process for each request until nobody is left who could ask."""
+def serve(connection: socket.socket, others: socket.socket | None = None) -> NoReturn:
+    """Clones this process for each request until nobody is left who could ask.
+
+    Args:
+        connection: From the process whose children they will be.
+        others: Where any other process may ask, for a child of this one.
+    """
     heard = {n: signal.getsignal(n) for n in SIGNALS}
     for number in heard:
         signal.signal(number, signal.SIG_IGN)
+    asking: dict[int, socket.socket] = {}  # by the child that was made for it
     while True:
-        message, files, _, _ = socket.recv_fds(connection, 1 << 20, 64)
-        if not message:
-            os._exit(0)
-        pid = clone()
-        if not pid:
-            connection.close()
-            for number, handler in heard.items():
-                signal.signal(number, handler)
-            become(json.loads(message), files)
-        for number in files:
-            os.close(number)
-        connection.send(str(pid).encode())
+        sockets = [each for each in (connection, others, *asking.values()) if each]
+        ready = select.select(sockets, [], [], 0.02 if asking else None)[0]
+        for pid, asker in [*asking.items()]:
+            if asker in ready:  # it is gone
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(OSError):
+                    asker.send(str(os.waitstatus_to_exitcode(status)).encode())
+                asking.pop(pid).close()
+        for each in {connection, others} & {*ready}:
+            asker = each.accept()[0] if each is others else each
+            message, files, _, _ = socket.recv_fds(asker, 1 << 20, 64)
+            if not message:
+                os._exit(0)
+            pid = clone() if each is connection else os.fork()
+            if not pid:
+                for each in {*sockets, asker}:
+                    each.close()
+                for number, handler in heard.items():
+                    signal.signal(number, handler)
+                become(json.loads(message), files)
+            for number in files:
+                os.close(number)
+            asker.send(str(pid).encode())
+            if asker is not connection:
+                asking[pid] = asker
 
 
 def clone() -> int:
@@ -269,6 +345,8 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """
     code = 70
     try:
+        if "like" in request:
+            enter(request["like"])
         if request["new_session"]:
             os.setsid()
         server = own_server(files) if "distdl.binding" not in request["command"] else None
@@ -297,6 +375,16 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def enter(pid: int) -> None:
+    """Puts this process where another one is: its network, its host name, its mounts."""
+    for kind in ("net", "uts", "mnt"):
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
+            file = os.open(theirs, os.O_RDONLY)
+            assert LIBC.setns(file, 0) == 0, f"{theirs}: {os.strerror(ctypes.get_errno())}"
+            os.close(file)
 
 
 def own_server(files: Sequence[int]) -> Server:
@@ -332,7 +420,8 @@ def show(request: Mapping[str, Any]) -> None:
 def open_streams() -> None:
     """stdin, stdout and stderr for what is open there now."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        lines = 1 if number == 2 or os.isatty(number) else -1
+        at_once = number == 2 or os.isatty(number) or "PYTHONUNBUFFERED" in os.environ
+        lines = 1 if at_once else -1
         errors = "backslashreplace" if number == 2 else None
         stream = open(number, mode, lines, errors=errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -343,11 +432,17 @@ def exit_code(words: list[str]) -> int:
     """Runs what stands after `python` on its command line."""
     sys.modules["__main__"] = main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__builtins__=__builtins__, __annotations__={})
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
     sys.path[:0] = added(os.environ)
+    if any(Path(folder, "distdl").is_dir() for folder in added(os.environ)):  # the copy of a job
+        for name in [name for name in sys.modules if name.partition(".")[0] == "distdl"]:
+            del sys.modules[name]
     if words[0] == "-P":
         words.pop(0)
     else:
         sys.path.insert(0, os.getcwd() if words[0] == "-m" else "")
+    if words[0] not in ("-c", "-m"):
+        words.insert(0, "script")
     kind, what, *arguments = words
     sys.argv = ["-c" if kind == "-c" else what, *arguments]
     try:
@@ -361,7 +456,9 @@ def exit_code(words: list[str]) -> int:
         elif kind == "-c":
             exec(what, main_module.__dict__)
         else:
-            raise SystemExit(f"{kind}: neither -m nor -c")
+            sys.path[0] = str(Path(what).parent.absolute())
+            main_module.__dict__["__file__"] = what
+            exec(compile(Path(what).read_bytes(), what, "exec"), main_module.__dict__)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
@@ -374,4 +471,6 @@ def exit_code(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--through":
+        through(sys.argv[2], sys.argv[3:])
     main()
