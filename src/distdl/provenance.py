@@ -79,7 +79,9 @@ def project_root(given: str | None) -> Path:
 
 
 def packages() -> list[str]:
-    found = {(d.metadata["Name"] or ""): d.version for d in importlib.metadata.distributions()}
+    # A distribution reads its file anew for each question.
+    read = (each.metadata for each in importlib.metadata.distributions())
+    found = {each["Name"] or "": each["Version"] for each in read}
     return [f"{name}=={version}" for name, version in sorted(found.items()) if name]
 
 
