@@ -225,6 +225,17 @@ def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage must not be reached."""
+
+    def reached(request: str) -> None:
+        raise AssertionError("something was imported to find this out")
+
+    monkeypatch.setattr("distdl.validate._ask_child", reached)
+    monkeypatch.setattr("distdl.validate._ask_here", reached)
+
+
+@pytest.fixture
 def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are laid down and "succeed", and no worker starts."""
     from distdl.job import JobState

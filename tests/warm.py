@@ -8,6 +8,7 @@ the members of a sweep) are started the same way.
 
 `interpreter()` is a `python` for whatever starts one itself: srun, mpirun, a shell in the
 namespaces of another host. It has a fork made there, passes signals on to it and ends as it does.
+The forks themselves have it as sys.executable, so that the jobs they submit are run by it.
 
 This file is also the program of the server, `python -P warm.py SOCKET`. It imports torch, Lightning
 and distdl, none of which starts a thread, and waits. For each request it clones itself with
@@ -38,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -57,6 +59,7 @@ LATER = (PATH, "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 SPAWN = multiprocessing.util.spawnv_passfds
+PYTHON = sys.executable
 LIBC = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -162,15 +165,14 @@ def interpreter() -> str:
     if Popen.server is None:
         return sys.executable
     path = Popen.server.folder / "python"
-    words = [sys.executable, "-I", "-S", __file__, "--through", str(path.with_name("socket"))]
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    path.chmod(0o755)
+    while not os.access(path, os.X_OK):
+        time.sleep(0.01)
     return str(path)
 
 
 def through(address: str, words: Sequence[str]) -> NoReturn:
     """The program of that `python`: the command `words` by a fork of the server."""
-    plain = words[0] in ("-m", "-c", "-P") or not words[0].startswith("-")
+    plain = words and (words[0] in ("-m", "-c", "-P") or not words[0].startswith("-"))
     env = dict(os.environ)
     other = any(name != "OMP_NUM_THREADS" for name in at_start(env))
     if not plain or other or any(shadows(folder) for folder in added(env)):
@@ -218,7 +220,7 @@ def execute(process: Any, server: Server, given: Mapping[str, Any]) -> None:
 def is_ours(command: Sequence[Any]) -> bool:
     """Whether Python runs a part of distdl, or a function of it in a spawned process."""
     words = [str(word) for word in command]
-    if words[:1] != [sys.executable]:
+    if not words or words[0] not in (sys.executable, PYTHON):
         return False
     if words[1] == "-P":
         words.pop(1)
@@ -258,6 +260,10 @@ def main() -> NoReturn:
     others = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     others.bind(f"{sys.argv[2]}/socket")
     others.listen(64)
+    path = Path(sys.argv[2], "python")
+    words = [sys.executable, "-I", "-S", __file__, "--through", f"{sys.argv[2]}/socket"]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
     # The program has no part in what the forks see.
     sys.modules["warm"] = sys.modules.pop("__main__")
     import hydra.core.override_parser.overrides_parser as hydras
@@ -281,6 +287,7 @@ def main() -> NoReturn:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would have none of {threads}"
     gc.freeze()
+    sys.executable = str(path)
     serve(connection, others)
 
 

@@ -24,6 +24,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import TINY, environment, last_step, losses
+from tests.warm import interpreter
 
 pytestmark = pytest.mark.xdist_group("sagemaker")
 
@@ -142,7 +143,12 @@ class Containers:
         hosts, algorithm = self.cloud.hosts, self.request["AlgorithmSpecification"]
         hosts.bind(host, self.opt_ml[host], "/opt/ml")
         env = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": os.pathsep.join(
+                [
+                    *(str(Path(p).parent) for p in (interpreter(), sys.executable)),
+                    os.environ["PATH"],
+                ]
+            ),
             "OMP_NUM_THREADS": "1",
             **{k: v for k, v in self.cloud.variables.items() if k != "AWS_DEFAULT_REGION"},
             **self.request["Environment"],
