@@ -260,10 +260,10 @@ def main() -> NoReturn:
     others = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     others.bind(f"{sys.argv[2]}/socket")
     others.listen(64)
-    path = Path(sys.argv[2], "python")
+    python = Path(sys.argv[2], "python")
     words = [sys.executable, "-I", "-S", __file__, "--through", f"{sys.argv[2]}/socket"]
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    path.chmod(0o755)
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    python.chmod(0o755)
     # The program has no part in what the forks see.
     sys.modules["warm"] = sys.modules.pop("__main__")
     import hydra.core.override_parser.overrides_parser as hydras
@@ -287,7 +287,7 @@ def main() -> NoReturn:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would have none of {threads}"
     gc.freeze()
-    sys.executable = str(path)
+    sys.executable = str(python)
     serve(connection, others)
 
 
