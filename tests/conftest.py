@@ -120,26 +120,33 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
 
 
-def distdl(
-    *arguments: str,
+def python(
+    *words: str,
     cwd: Path,
     env: dict[str, str] | None = None,
-    module: tuple[str, ...] = DISTDL,
+    input: str = "",
     timeout: float = 240,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m distdl ...` to its end, or what else `module` says: in a fork of a process
-    that has imported torch (tests/warm.py), or `fresh`, for tests of the start-up itself."""
+    """Runs `python ...` to its end: in a fork of a process that has imported torch (tests/warm.py),
+    or `fresh`, for tests of the start-up itself."""
     kind = subprocess.Popen if fresh else Popen
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    words = [sys.executable, *module, *arguments]
-    with kind(words, cwd=cwd, env=environment(**(env or {})), text=True, **pipes) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command, variables = [sys.executable, *words], environment(**(env or {}))
+    with kind(command, cwd=cwd, env=variables, text=True, **pipes) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def distdl(
+    *arguments: str, cwd: Path, module: tuple[str, ...] = DISTDL, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m distdl ...`, or what else `module` says; `more` is for `python`."""
+    return python(*module, *arguments, cwd=cwd, **more)
 
 
 def trained(*arguments: str, cwd: Path) -> str:

@@ -154,7 +154,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def start_server() -> None:
-    if CLONE and Popen.server is None:
+    # Whatever asked the driver for its GPUs before a fork would keep the fork from using them.
+    if CLONE and Popen.server is None and not Path("/dev/nvidiactl").exists():
         plain = {k: v for k, v in os.environ.items() if not k.startswith(PATH)}
         Popen.server = Server.start({**plain, "OMP_NUM_THREADS": "1"})
 
@@ -271,8 +272,6 @@ def main() -> NoReturn:
     import torchvision  # noqa: F401
     from hydra.core.plugins import Plugins
 
-    from distdl.tracking import run_client  # noqa: F401
-
     for top, package in ((ROOT / "src", "distdl"), (ROOT / "launchers", "distdl.launchers")):
         for path in sorted(top.rglob("*.py")):
             words = [w for w in path.relative_to(top).with_suffix("").parts if w != "__init__"]
@@ -316,8 +315,11 @@ def serve(connection: socket.socket, others: socket.socket | None = None) -> NoR
         for each in {connection, others} & {*ready}:
             asker = each.accept()[0] if each is others else each
             message, files, _, _ = socket.recv_fds(asker, 1 << 20, 64)
-            if not message:
+            if not message and each is connection:
                 os._exit(0)
+            if not message:
+                asker.close()
+                continue
             pid = clone() if each is connection else os.fork()
             if not pid:
                 for each in {*sockets, asker}:
@@ -356,7 +358,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
             enter(request["like"])
         if request["new_session"]:
             os.setsid()
-        server = own_server(files) if "distdl.binding" not in request["command"] else None
+        server = own_server(files)
         # Out of the way of the numbers that they shall have.
         high = [os.dup2(number, 500 + place) for place, number in enumerate(files)]
         for old, new in zip(high, request["files"], strict=True):
@@ -368,8 +370,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         os.environ.update(request["env"])
         show(request)
         open_streams()
-        if server:
-            start_warm(server)
+        start_warm(server)
         code = exit_code(request["command"][1:])
     except BaseException:
         traceback.print_exc()
@@ -454,7 +455,9 @@ def exit_code(words: list[str]) -> int:
     sys.argv = ["-c" if kind == "-c" else what, *arguments]
     try:
         if kind == "-m":  # as runpy does it, which warns of what is imported already
-            spec = importlib.util.find_spec(f"{what}.__main__" if what == "distdl" else what)
+            spec = importlib.util.find_spec(what)
+            if spec and spec.submodule_search_locations:
+                spec = importlib.util.find_spec(f"{what}.__main__")
             assert spec and spec.loader and spec.origin, what
             sys.argv[0] = spec.origin
             here = {"__spec__": spec, "__file__": spec.origin, "__package__": spec.parent}

@@ -13,7 +13,7 @@ import pytest
 
 from distdl import launch, planning
 from distdl.run_directory import RunDirectory
-from tests.conftest import TINY, environment, losses, status
+from tests.conftest import TINY, environment, losses, python, status
 from tests.warm import Popen
 
 MODEL = """
@@ -116,10 +116,8 @@ def test_a_rank_fails_with_its_own_code_on_every_node(bundle: Path, tmp_path: Pa
 def test_a_store_of_another_run_is_refused(bundle: Path, tmp_path: Path) -> None:
     store = tmp_path / "taken"
     RunDirectory(store).create("seed: 1\n", {})
-    command = [sys.executable, "-m", "distdl.worker", str(bundle), str(store), "--attempt", "1"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, cwd=tmp_path / "elsewhere"
-    )
+    worker = ("-m", "distdl.worker", str(bundle), str(store), "--attempt", "1")
+    done = python(*worker, cwd=tmp_path / "elsewhere")
     assert done.returncode == 2
     assert "belongs to another run" in done.stderr and "Traceback" not in done.stderr
     assert (store / "config.yaml").read_text() == "seed: 1\n"

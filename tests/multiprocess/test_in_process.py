@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.conftest import TINY, distdl
 
-from tests.conftest import TINY, environment
+MINE = """
+from distdl.models import ImageClassifier
+class Mine(ImageClassifier):
+    def training_step(self, batch, batch_idx):
+        marker = 40 + 2
+        breakpoint()
+        return super().training_step(batch, batch_idx)
+"""
 
 
 def test_pdb_works(tmp_path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from distdl.models import ImageClassifier\n"
-        "class Mine(ImageClassifier):\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        marker = 40 + 2\n"
-        "        breakpoint()\n"
-        "        return super().training_step(batch, batch_idx)\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "distdl",
-        *TINY,
-        "model._target_=mine.Mine",
-        "debug=step",
-        "trainer.max_epochs=1",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment(),
-        input="p 'marker', marker\nc\n",
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    (tmp_path / "mine.py").write_text(MINE)
+    typed = (*TINY, "model._target_=mine.Mine", "debug=step", "trainer.max_epochs=1")
+    done = distdl(*typed, cwd=tmp_path, input="p 'marker', marker\nc\n")
     assert "('marker', 42)" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
