@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.warm import Popen
+from tests.warm import Popen, start_distdl
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
@@ -204,6 +204,7 @@ def command(
     """The command line in this process, in an empty folder: quick, where no worker is started."""
     from distdl.__main__ import main
 
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", start_distdl)
     kept = environment()
     for name in set(os.environ) - set(kept):
         monkeypatch.delenv(name)

@@ -83,6 +83,7 @@ class Server:
                 [sys.executable, "-P", __file__, str(theirs.fileno()), folder, " " * ROOM],
                 # pyarrow's allocator would start a thread.
                 env={**env, "ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
+                cwd=ROOT,  # a test may remove the folder in which it is
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -144,13 +145,36 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     server: Server | None = None  # started for the first command
 
     def _execute_child(self, *given: Any) -> None:
-        env, words = named(given)["env"], named(given)["args"]
-        start_server()
-        plain = words[1] in ("-m", "-c") or not words[1].startswith("-")
-        if plain and words[0] == sys.executable and Popen.server and Popen.server.serves(env):
-            execute(self, Popen.server, named(given))
-        else:
-            EXECUTE(self, *given)
+        args = named(given)["args"]
+        fits = args[0] == sys.executable and (args[1] in ("-m", "-c") or args[1][0] != "-")
+        execute(self, given, fits)
+
+
+def start_distdl(process: Any, *given: Any) -> None:
+    """In the place of `subprocess.Popen._execute_child`: what is a part of distdl is a fork."""
+    args = named(given)["args"]
+    execute(process, given, isinstance(args, (list, tuple)) and is_ours(args))
+
+
+def spawn_distdl(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """In the place of `multiprocessing.util.spawnv_passfds`."""
+    words, server = [os.fsdecode(word) for word in args], Popen.server
+    if server is None or not is_ours(words) or not server.serves(os.environ):
+        return SPAWN(path, args, passfds)
+    files = {number: number for number in (0, 1, 2, *passfds)}
+    more = {"cwd": os.getcwd(), "env": dict(os.environ), "new_session": False}
+    return server.clone(files, command=words, **more)
+
+
+def is_ours(command: Sequence[Any]) -> bool:
+    """Whether Python runs a part of distdl, or a function of it in a spawned process."""
+    words = [str(word) for word in command]
+    if words[0] not in (sys.executable, PYTHON):
+        return False
+    if words[1] == "-P":
+        words.pop(1)
+    spawned = words[1] == "-c" and words[2].startswith("from multiprocessing.spawn")
+    return spawned or (words[1] == "-m" and words[2].partition(".")[0] == "distdl")
 
 
 def start_server() -> None:
@@ -202,55 +226,33 @@ def named(given: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, given, strict=True))
 
 
-def execute(process: Any, server: Server, given: Mapping[str, Any]) -> None:
-    """What `Popen._execute_child` does: starts the process and closes its ends of the pipes."""
-    pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+def execute(process: Any, given: Sequence[Any], fits: bool) -> None:
+    """What `Popen._execute_child` does: starts the process and closes its ends of the pipes.
+
+    Args:
+        process: The Popen.
+        given: The arguments of `_execute_child`.
+        fits: Whether it may be a fork.
+    """
+    values = named(given)
+    env = dict(os.environ if values["env"] is None else values["env"])
+    fits = fits and values["preexec_fn"] is None
+    if fits:
+        start_server()
+    if not fits or Popen.server is None or not Popen.server.serves(env):
+        return EXECUTE(process, *given)
+    pipes = [values[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     files = {number: number if pipe < 0 else pipe for number, pipe in enumerate(pipes)}
-    process.pid = server.clone(
-        files | {number: number for number in given["pass_fds"]},
-        command=[str(word) for word in given["args"]],
-        cwd=os.fspath(given["cwd"] or os.getcwd()),
-        env=dict(os.environ if given["env"] is None else given["env"]),
-        new_session=given["start_new_session"],
+    process.pid = Popen.server.clone(
+        files | {number: number for number in values["pass_fds"]},
+        command=[str(word) for word in values["args"]],
+        cwd=os.fspath(values["cwd"] or os.getcwd()),
+        env=env,
+        new_session=values["start_new_session"],
     )
     process._child_created = True
     ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-    process._close_pipe_fds(*(given[name] for name in ends))
-
-
-def is_ours(command: Sequence[Any]) -> bool:
-    """Whether Python runs a part of distdl, or a function of it in a spawned process."""
-    words = [str(word) for word in command]
-    if not words or words[0] not in (sys.executable, PYTHON):
-        return False
-    if words[1] == "-P":
-        words.pop(1)
-    spawned = words[1] == "-c" and words[2].startswith("from multiprocessing.spawn")
-    return spawned or (words[1] == "-m" and words[2].partition(".")[0] == "distdl")
-
-
-def start_warm(server: Server) -> None:
-    """From now on, what this process starts of distdl is a fork of the server."""
-
-    def _execute_child(self: Any, *given: Any) -> None:
-        values = named(given)
-        env, args = values["env"], values["args"]
-        plain = isinstance(args, (list, tuple)) and values["preexec_fn"] is None
-        if plain and is_ours(args) and server.serves(os.environ if env is None else env):
-            execute(self, server, values)
-        else:
-            EXECUTE(self, *given)
-
-    def spawnv_passfds(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        words = [os.fsdecode(word) for word in args]
-        if not is_ours(words) or not server.serves(os.environ):
-            return SPAWN(path, args, passfds)
-        files = {number: number for number in (0, 1, 2, *passfds)}
-        more = {"cwd": os.getcwd(), "env": dict(os.environ), "new_session": False}
-        return server.clone(files, command=words, **more)
-
-    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
-    multiprocessing.util.spawnv_passfds = spawnv_passfds
+    process._close_pipe_fds(*(values[name] for name in ends))
 
 
 # The server
@@ -358,7 +360,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
             enter(request["like"])
         if request["new_session"]:
             os.setsid()
-        server = own_server(files)
+        Popen.server = own_server(files)
         # Out of the way of the numbers that they shall have.
         high = [os.dup2(number, 500 + place) for place, number in enumerate(files)]
         for old, new in zip(high, request["files"], strict=True):
@@ -370,7 +372,8 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         os.environ.update(request["env"])
         show(request)
         open_streams()
-        start_warm(server)
+        subprocess.Popen._execute_child = start_distdl  # type: ignore[attr-defined]
+        multiprocessing.util.spawnv_passfds = spawn_distdl
         code = exit_code(request["command"][1:])
     except BaseException:
         traceback.print_exc()
