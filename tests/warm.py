@@ -6,10 +6,6 @@ code; `ps` shows the command and `/proc/PID/environ` its variables. Only the imp
 done. Python processes that distdl starts from there (the child that validates, the agent's ranks,
 the members of a sweep) are started the same way.
 
-`interpreter()` is a `python` for whatever starts one itself: srun, mpirun, a shell in the
-namespaces of another host. It has a fork made there, passes signals on to it and ends as it does.
-The forks themselves have it as sys.executable, so that the jobs they submit are run by it.
-
 This file is also the program of the server, `python -P warm.py SOCKET`. It imports torch, Lightning
 and distdl, none of which starts a thread, and waits. For each request it clones itself with
 CLONE_PARENT, so that the copy is a child of whoever asked. Each copy first forks a server of its
@@ -30,16 +26,12 @@ import inspect
 import json
 import multiprocessing.util
 import os
-import select
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -59,16 +51,14 @@ LATER = (PATH, "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 SPAWN = multiprocessing.util.spawnv_passfds
-PYTHON = sys.executable
 LIBC = ctypes.PyDLL(None, use_errno=True)
 
 
 class Server:
     """The server from the side of the process that asks."""
 
-    def __init__(self, connection: socket.socket, log: str, folder: str = "") -> None:
+    def __init__(self, connection: socket.socket, log: str) -> None:
         self.connection, self.log, self.owner = connection, log, os.getpid()
-        self.folder = Path(folder)
         self.lock = threading.Lock()
         self.at_start = at_start(os.environ)
 
@@ -76,11 +66,9 @@ class Server:
     def start(cls, env: Mapping[str, str]) -> Server:
         """A server for this process, which ends with it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        folder = tempfile.mkdtemp(prefix="warm-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        with theirs, open(f"{folder}/log.txt", "w") as log:
+        with theirs, tempfile.NamedTemporaryFile(prefix="warm-", delete=False) as log:
             subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), folder, " " * ROOM],
+                [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM],
                 # pyarrow's allocator would start a thread.
                 env={**env, "ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
                 cwd=ROOT,  # a test may remove the folder in which it is
@@ -89,7 +77,8 @@ class Server:
                 stdout=log,
                 stderr=log,
             )
-        server = cls(ours, log.name, folder)
+        atexit.register(os.unlink, log.name)
+        server = cls(ours, log.name)
         server.at_start = at_start(env)
         return server
 
@@ -169,7 +158,7 @@ def spawn_distdl(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
 def is_ours(command: Sequence[Any]) -> bool:
     """Whether Python runs a part of distdl, or a function of it in a spawned process."""
     words = [str(word) for word in command]
-    if words[0] not in (sys.executable, PYTHON):
+    if words[0] != sys.executable:
         return False
     if words[1] == "-P":
         words.pop(1)
@@ -182,42 +171,6 @@ def start_server() -> None:
     if CLONE and Popen.server is None and not Path("/dev/nvidiactl").exists():
         plain = {k: v for k, v in os.environ.items() if not k.startswith(PATH)}
         Popen.server = Server.start({**plain, "OMP_NUM_THREADS": "1"})
-
-
-def interpreter() -> str:
-    """The path of a `python` whose commands are forks as well."""
-    start_server()
-    if Popen.server is None:
-        return sys.executable
-    path = Popen.server.folder / "python"
-    while not os.access(path, os.X_OK):
-        time.sleep(0.01)
-    return str(path)
-
-
-def through(address: str, words: Sequence[str]) -> NoReturn:
-    """The program of that `python`: the command `words` by a fork of the server."""
-    plain = words and (words[0] in ("-m", "-c", "-P") or not words[0].startswith("-"))
-    env = dict(os.environ)
-    other = any(name != "OMP_NUM_THREADS" for name in at_start(env))
-    if not plain or other or any(shadows(folder) for folder in added(env)):
-        os.execv(sys.executable, [sys.executable, *words])
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(address)
-    request = {"command": [sys.executable, *words], "cwd": os.getcwd(), "env": env}
-    request |= {"new_session": True, "files": [0, 1, 2], "like": os.getpid()}
-    socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
-    pid = int(connection.recv(ROOM))
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    code = int(connection.recv(ROOM))
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 def named(given: Sequence[Any]) -> dict[str, Any]:
@@ -260,13 +213,6 @@ def execute(process: Any, given: Sequence[Any], fits: bool) -> None:
 
 def main() -> NoReturn:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    others = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    others.bind(f"{sys.argv[2]}/socket")
-    others.listen(64)
-    python = Path(sys.argv[2], "python")
-    words = [sys.executable, "-I", "-S", __file__, "--through", f"{sys.argv[2]}/socket"]
-    python.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    python.chmod(0o755)
     # The program has no part in what the forks see.
     sys.modules["warm"] = sys.modules.pop("__main__")
     import hydra.core.override_parser.overrides_parser as hydras
@@ -288,52 +234,27 @@ def main() -> NoReturn:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would have none of {threads}"
     gc.freeze()
-    sys.executable = str(python)
-    serve(connection, others)
+    serve(connection)
 
 
-def serve(connection: socket.socket, others: socket.socket | None = None) -> NoReturn:
-    """Clones this process for each request until nobody is left who could ask.
-
-    Args:
-        connection: From the process whose children they will be.
-        others: Where any other process may ask, for a child of this one.
-    """
+def serve(connection: socket.socket) -> NoReturn:
+    """Clones this process for each request until nobody is left who could ask."""
     heard = {n: signal.getsignal(n) for n in SIGNALS}
     for number in heard:
         signal.signal(number, signal.SIG_IGN)
-    asking: dict[int, socket.socket] = {}  # by the child that was made for it
     while True:
-        sockets = [each for each in (connection, others, *asking.values()) if each]
-        ready = select.select(sockets, [], [], 0.02 if asking else None)[0]
-        for pid, asker in [*asking.items()]:
-            if asker in ready:  # it is gone
-                os.kill(pid, signal.SIGKILL)
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                with contextlib.suppress(OSError):
-                    asker.send(str(os.waitstatus_to_exitcode(status)).encode())
-                asking.pop(pid).close()
-        for each in {connection, others} & {*ready}:
-            asker = each.accept()[0] if each is others else each
-            message, files, _, _ = socket.recv_fds(asker, 1 << 20, 64)
-            if not message and each is connection:
-                os._exit(0)
-            if not message:
-                asker.close()
-                continue
-            pid = clone() if each is connection else os.fork()
-            if not pid:
-                for each in {*sockets, asker}:
-                    each.close()
-                for number, handler in heard.items():
-                    signal.signal(number, handler)
-                become(json.loads(message), files)
-            for number in files:
-                os.close(number)
-            asker.send(str(pid).encode())
-            if asker is not connection:
-                asking[pid] = asker
+        message, files, _, _ = socket.recv_fds(connection, 1 << 20, 64)
+        if not message:
+            os._exit(0)
+        pid = clone()
+        if not pid:
+            connection.close()
+            for number, handler in heard.items():
+                signal.signal(number, handler)
+            become(json.loads(message), files)
+        for number in files:
+            os.close(number)
+        connection.send(str(pid).encode())
 
 
 def clone() -> int:
@@ -356,8 +277,6 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """
     code = 70
     try:
-        if "like" in request:
-            enter(request["like"])
         if request["new_session"]:
             os.setsid()
         Popen.server = own_server(files)
@@ -386,16 +305,6 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
-
-
-def enter(pid: int) -> None:
-    """Puts this process where another one is: its network, its host name, its mounts."""
-    for kind in ("net", "uts", "mnt"):
-        theirs = f"/proc/{pid}/ns/{kind}"
-        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
-            file = os.open(theirs, os.O_RDONLY)
-            assert LIBC.setns(file, 0) == 0, f"{theirs}: {os.strerror(ctypes.get_errno())}"
-            os.close(file)
 
 
 def own_server(files: Sequence[int]) -> Server:
@@ -484,6 +393,4 @@ def exit_code(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--through":
-        through(sys.argv[2], sys.argv[3:])
     main()

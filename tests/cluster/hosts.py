@@ -136,10 +136,7 @@ class Hosts:
     def command(self, name: str, argv: Sequence[str], cwd: str | Path = "/") -> list[str]:
         """The command line that runs `argv` on a host, in the folder `cwd` as it is there."""
         enter = ["nsenter", "-t", str(self._sshd[name].pid), "--net", "--uts", "--mount"]
-        from tests.warm import interpreter  # this file is a program as well
-
-        words = [interpreter() if word == sys.executable else word for word in argv]
-        return [*enter, "env", "-C", str(cwd), *words]
+        return [*enter, "env", "-C", str(cwd), *argv]
 
     def run(
         self,

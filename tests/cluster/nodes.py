@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.cluster.azurite import CONTAINER, free_port
-from tests.warm import interpreter
 
 HELD = "stand-in.hold"  # a tag: the job stays in the queue
 
@@ -135,7 +134,7 @@ class Nodes:
             )
         env = {
             **{k: v for k, v in os.environ.items() if k in ("HOME", "LANG", "TMPDIR")},
-            "PATH": f"{Path(interpreter()).parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "GLOO_SOCKET_IFNAME": "lo",
             **self.azure.identity(),
             **self.properties["environmentVariables"],

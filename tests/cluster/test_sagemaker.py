@@ -24,7 +24,6 @@ import pytest
 
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import TINY, environment, last_step, losses
-from tests.warm import interpreter
 
 pytestmark = pytest.mark.xdist_group("sagemaker")
 
@@ -143,12 +142,7 @@ class Containers:
         hosts, algorithm = self.cloud.hosts, self.request["AlgorithmSpecification"]
         hosts.bind(host, self.opt_ml[host], "/opt/ml")
         env = {
-            "PATH": os.pathsep.join(
-                [
-                    *(str(Path(p).parent) for p in (interpreter(), sys.executable)),
-                    os.environ["PATH"],
-                ]
-            ),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             **{k: v for k, v in self.cloud.variables.items() if k != "AWS_DEFAULT_REGION"},
             **self.request["Environment"],

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import environment
-from tests.warm import Popen, Server, interpreter
+from tests.warm import Popen, Server
 
 KINDS = [Popen, subprocess.Popen]
 TELL = """
@@ -65,30 +63,6 @@ def test_a_module_of_a_users_project(tmp_path: Path) -> None:
         (tmp_path / "other" / name).touch()
         assert not Popen.server.serves(env), name
         (tmp_path / "other" / name).unlink()
-
-
-def test_a_python_that_others_start(tmp_path: Path) -> None:
-    """It is in front of the fork: what happens to one happens to the other."""
-    slow = "import os, time; print(os.getpid(), os.getcwd(), flush=True); time.sleep(60)"
-    for ends in ("both", "fork"):
-        command = [interpreter(), "-c", slow]
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-        assert process.stdout
-        pid, folder = process.stdout.readline().split()
-        assert folder == str(tmp_path) and int(pid) != process.pid
-        if ends == "fork":
-            os.kill(int(pid), signal.SIGKILL)
-        else:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == (-signal.SIGKILL if ends == "fork" else -signal.SIGTERM)
-        process.stdout.read()
-        assert not psutil.pid_exists(int(pid)) or ends == "fork"
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    pid = process.stdout.readline().split()[0]
-    process.kill()
-    assert process.stdout.read() == "", "the fork, which held its end of the pipe, is gone"
-    process.wait()
 
 
 def test_a_server_that_ended_is_named(tmp_path: Path) -> None:
