@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Set
 from dataclasses import dataclass
@@ -266,7 +267,8 @@ class Background:
         module: tuple[str, ...] = DISTDL,
         fresh: bool = False,
     ) -> None:
-        self.log = (cwd / f"background-{time.monotonic_ns()}.log").open("w+")
+        # Not in its folder, of which somebody may take a copy.
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="background-")  # noqa: SIM115
         kind = subprocess.Popen if fresh else Popen
         self.process = kind(
             [sys.executable, *module, *arguments],
