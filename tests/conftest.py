@@ -6,8 +6,10 @@ import difflib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Set
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import Popen, start_distdl
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
@@ -117,22 +121,33 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
 
 
-def distdl(
-    *arguments: str,
+def python(
+    *words: str,
     cwd: Path,
     env: dict[str, str] | None = None,
-    module: tuple[str, ...] = DISTDL,
+    input: str = "",
     timeout: float = 240,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m distdl ...` to its end, or what else `module` says."""
-    return subprocess.run(
-        [sys.executable, *module, *arguments],
-        cwd=cwd,
-        env=environment(**(env or {})),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """Runs `python ...` to its end: in a fork of a process that has imported torch (tests/warm.py),
+    or `fresh`, for tests of the start-up itself."""
+    kind = subprocess.Popen if fresh else Popen
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command, variables = [sys.executable, *words], environment(**(env or {}))
+    with kind(command, cwd=cwd, env=variables, text=True, **pipes) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def distdl(
+    *arguments: str, cwd: Path, module: tuple[str, ...] = DISTDL, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m distdl ...`, or what else `module` says; `more` is for `python`."""
+    return python(*module, *arguments, cwd=cwd, **more)
 
 
 def trained(*arguments: str, cwd: Path) -> str:
@@ -140,6 +155,19 @@ def trained(*arguments: str, cwd: Path) -> str:
     done = distdl(*TINY, *arguments, cwd=cwd, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def free_port() -> int:
+    """A port that is free, and so is the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+                return port
+            except (OSError, OverflowError):
+                continue
 
 
 def filled(value: Any, words: dict[str, str]) -> Any:
@@ -177,6 +205,7 @@ def command(
     """The command line in this process, in an empty folder: quick, where no worker is started."""
     from distdl.__main__ import main
 
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", start_distdl)
     kept = environment()
     for name in set(os.environ) - set(kept):
         monkeypatch.delenv(name)
@@ -205,6 +234,17 @@ def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage must not be reached."""
+
+    def reached(request: str) -> None:
+        raise AssertionError("something was imported to find this out")
+
+    monkeypatch.setattr("distdl.validate._ask_child", reached)
+    monkeypatch.setattr("distdl.validate._ask_here", reached)
+
+
+@pytest.fixture
 def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are laid down and "succeed", and no worker starts."""
     from distdl.job import JobState
@@ -225,9 +265,12 @@ class Background:
         cwd: Path,
         env: dict[str, str] | None = None,
         module: tuple[str, ...] = DISTDL,
+        fresh: bool = False,
     ) -> None:
-        self.log = (cwd / f"background-{time.monotonic_ns()}.log").open("w+")
-        self.process = subprocess.Popen(
+        # Not in its folder, of which somebody may take a copy.
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="background-")  # noqa: SIM115
+        kind = subprocess.Popen if fresh else Popen
+        self.process = kind(
             [sys.executable, *module, *arguments],
             cwd=cwd,
             env=environment(**(env or {})),

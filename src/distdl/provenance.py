@@ -82,8 +82,10 @@ def project_root(given: str | None) -> Path:
 @functools.cache
 def packages() -> tuple[str, ...]:
     """What is installed here, `name==version` each. Listed once per process: it takes a while."""
-    installed = {d.metadata["Name"] or "": d.version for d in importlib.metadata.distributions()}
-    return tuple(f"{name}=={version}" for name, version in sorted(installed.items()) if name)
+    # A distribution reads its file anew for each question.
+    read = (each.metadata for each in importlib.metadata.distributions())
+    versions = {each["Name"] or "": each["Version"] for each in read}
+    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()) if name)
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from tests.adoption import warm
 from tests.adoption.table import IDIOMS, Idiom, experiment
-from tests.adoption.warm import Ended, Warm
+from tests.adoption.warm import Ended
 
 TASKS = ["validate", "test"]
 CODE = Path(__file__).parent / "projects"
@@ -24,10 +25,9 @@ class Project:
 
     name: str
     folder: Path
-    warm: Warm
 
     @classmethod
-    def make(cls, name: str, folder: Path, warm: Warm) -> Project:
+    def make(cls, name: str, folder: Path) -> Project:
         shutil.copytree(CODE, folder, ignore=shutil.ignore_patterns("__pycache__"))
         idiom = IDIOMS[name]
         groups = {"model": None, "data": None, "optimizer": "none", "schedule": "none"}
@@ -36,7 +36,7 @@ class Project:
         text = yaml.safe_dump({"defaults": defaults, **experiment(idiom)}, sort_keys=False)
         (folder / "conf/experiment").mkdir(parents=True)
         (folder / "conf/experiment/ours.yaml").write_text(f"# @package _global_\n{text}")
-        return cls(name, folder, warm)
+        return cls(name, folder)
 
     @property
     def idiom(self) -> Idiom:
@@ -65,13 +65,13 @@ class Project:
         seen = self.folder / f"seen-{run}"
         seen.mkdir(exist_ok=True)
         variables = {"SEEN": str(seen), "KILL_AT": kill}
-        return self.warm.command(*arguments, cwd=self.folder, ranks=ranks, **variables)
+        return warm.command(*arguments, cwd=self.folder, ranks=ranks, **variables)
 
     def control(self, order: list[list[list[int]]] | None = None) -> Ended:
         seen = self.folder / "seen-control"
         seen.mkdir()
         function = "tests.adoption.control:train"
-        return self.warm.call(function, self.name, order, cwd=self.folder, SEEN=str(seen))
+        return warm.call(function, self.name, order, cwd=self.folder, SEEN=str(seen))
 
     def found_by_control(self) -> dict[str, Any]:
         """What its training, its validation and its test came to."""

@@ -14,7 +14,6 @@ import pytest
 
 from tests.adoption.project import TASKS, Project
 from tests.adoption.table import IDIOMS
-from tests.adoption.warm import Warm
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 POINTS = list(range(32))
@@ -31,9 +30,9 @@ def idioms(those: str = "") -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=idioms())
-def project(request, warm: Warm, tmp_path_factory) -> Project:
+def project(request, tmp_path_factory) -> Project:
     """A project with its run `one`, killed and resumed."""
-    made = Project.make(request.param, tmp_path_factory.mktemp(request.param) / "ours", warm)
+    made = Project.make(request.param, tmp_path_factory.mktemp(request.param) / "ours")
     made.killed_and_resumed("one")
     return made
 

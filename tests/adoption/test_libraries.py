@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.adoption import warm
 from tests.adoption.project import TASKS, metrics_of
-from tests.adoption.warm import Warm
 from tests.conftest import ROOT
 
 # experiment -> its package; tasks beside training; whether its data resume inside an epoch.
@@ -43,7 +43,7 @@ class Killer(Callback):
         for name, (package, *_) in LIBRARIES.items()
     ],
 )
-def test_trains_goes_on_and_is_evaluated(name: str, warm: Warm, tmp_path: Path) -> None:
+def test_trains_goes_on_and_is_evaluated(name: str, tmp_path: Path) -> None:
     _, tasks, exact = LIBRARIES[name]
     folder = tmp_path / "libraries"
     ignored = shutil.ignore_patterns("outputs", "__pycache__")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.adoption import warm
 from tests.adoption.project import metrics_of
-from tests.adoption.warm import Warm
 from tests.conftest import ROOT
 from tests.unit.test_docs import FENCE, arguments
 
@@ -28,7 +28,7 @@ def script(*words: str) -> int:
     return 0
 
 
-def run_page(page: str, folder: Path, warm: Warm, *more: str) -> str:
+def run_page(page: str, folder: Path, *more: str) -> str:
     """Does what the page says, in its order; `more` is added to each start. What was printed."""
     printed = ""
     for language, path, body in FENCE.findall((ROOT / "docs" / page).read_text()):
@@ -51,7 +51,7 @@ def run_page(page: str, folder: Path, warm: Warm, *more: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> tuple[Path, str]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The project of the page, in which its own script has trained before."""
     page, folder = "from-lightning-hydra-template.md", tmp_path_factory.mktemp("template")
     for _, path, body in FENCE.findall((ROOT / "docs" / page).read_text()):
@@ -61,7 +61,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> tuple[Path
     old = ("src/train.py", "experiment=example", "trainer.max_epochs=2")
     ended = warm.call(SCRIPT, *old, cwd=folder)
     assert ended.well, ended.output
-    return folder, run_page(page, folder, warm)
+    return folder, run_page(page, folder)
 
 
 def test_a_project_of_the_template_is_taken_over(template) -> None:
@@ -91,7 +91,7 @@ def test_the_old_command_works_beside_it(template) -> None:
         assert "distdl" not in path.read_text()
 
 
-def test_what_is_copied_as_it_was_is_answered_with_what_to_write(template, warm) -> None:
+def test_what_is_copied_as_it_was_is_answered_with_what_to_write(template) -> None:
     folder, _ = template
     (folder / "conf/experiment/copied.yaml").write_text(
         (folder / "configs/experiment/example.yaml").read_text()
@@ -102,8 +102,8 @@ def test_what_is_copied_as_it_was_is_answered_with_what_to_write(template, warm)
     assert "refers to paths.data_dir" in ended.output and "tracking=wandb" in ended.output
 
 
-def test_fine_tuning(tmp_path, warm) -> None:
-    printed = run_page("fine-tuning.md", tmp_path, warm, "tracking=none")
+def test_fine_tuning(tmp_path) -> None:
+    printed = run_page("fine-tuning.md", tmp_path, "tracking=none")
     page = (ROOT / "docs/fine-tuning.md").read_text()
     named = re.search(r"^not from .*$", page, re.MULTILINE)
     assert named and named[0] in printed
@@ -115,8 +115,8 @@ def test_fine_tuning(tmp_path, warm) -> None:
     assert ended.codes == [2] and refused and refused[1] in ended.output, ended.output
 
 
-def test_a_project_with_parts_of_its_own(tmp_path, warm) -> None:
-    run_page("your-own-project.md", tmp_path, warm, "tracking=none")
+def test_a_project_with_parts_of_its_own(tmp_path) -> None:
+    run_page("your-own-project.md", tmp_path, "tracking=none")
     logged: dict[str, float] = {}
     for line in (tmp_path / "lines.jsonl").read_text().splitlines():
         logged |= json.loads(line)

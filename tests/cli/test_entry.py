@@ -20,7 +20,7 @@ def test_a_file_with_the_name_of_a_module_that_others_need(name: str, tmp_path: 
     file.write_text("x = 1\n")
     # The second stage is in a child process: two devices.
     typed = ("model=resnet18", "trainer.devices=2", "trainer.accelerator=cpu")
-    done = distdl(*typed, cwd=tmp_path)
+    done = distdl(*typed, cwd=tmp_path, fresh=True)
     assert done.returncode == 2 and done.stdout == ""
     assert "distdl: 1 problem, nothing was started" in done.stderr and len(done.stderr) < 1000
     assert f"{file}: stands in the place of /" in done.stderr, done.stderr
@@ -29,7 +29,7 @@ def test_a_file_with_the_name_of_a_module_that_others_need(name: str, tmp_path: 
 
 def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "argparse.py").write_text(INTERRUPT)
-    done = distdl("--help", cwd=tmp_path)
+    done = distdl("--help", cwd=tmp_path, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 

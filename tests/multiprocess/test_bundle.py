@@ -13,7 +13,8 @@ import pytest
 
 from distdl import compose, launch, planning, worker
 from distdl.run_directory import RunDirectory
-from tests.conftest import TINY, environment, losses, status
+from tests.conftest import TINY, environment, losses, python, status
+from tests.warm import Popen
 
 MODEL = """
 from distdl.models import ImageClassifier
@@ -54,7 +55,7 @@ def agents(bundle: Path, stores: list[Path], port: int) -> list[subprocess.Popen
         where = f"--nodes 2 --node-rank {rank} --devices 1 --main-port {port}".split()
         command = ["-m", "distdl.agent", *where, "--", str(bundle), str(store), "--attempt", "1"]
         started.append(
-            subprocess.Popen(
+            Popen(
                 [sys.executable, *command],
                 env=environment(PYTHONPATH=str(bundle / "code")),
                 cwd="/",

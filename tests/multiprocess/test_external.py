@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from distdl import worker
 from tests.conftest import TINY, Said, distdl, environment, losses, samples, status
+from tests.warm import Popen
 
 SHORT = (*TINY, "data.train_samples=32", "data.val_samples=7", "trainer.max_epochs=1", "name=x")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distdl")
@@ -67,7 +68,7 @@ def ranks(tmp_path: Path, *typed: str) -> list[tuple[int, str, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-m", "distdl", *typed],
             cwd=tmp_path,
             env=environment(

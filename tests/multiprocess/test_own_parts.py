@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import environment
+from tests.conftest import python
 from tests.multiprocess import own_parts
 
 NAMES = [*own_parts.CASES, *(own_parts.MORE if os.environ.get("DISTDL_MATRIX") else ())]
@@ -39,14 +37,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(project: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "mine.py", *NAMES],
-        cwd=project,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python("mine.py", *NAMES, cwd=project, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

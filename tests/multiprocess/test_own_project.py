@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from distdl import compose, launch, planning
-from tests.conftest import distdl, environment, losses, status
+from tests.conftest import distdl, losses, python, status
 
 NET = """
 import pytorch_lightning as pl
@@ -100,12 +99,10 @@ def test_a_job_trains_from_its_copy(
     bundle, store = project.parent / "bundle", project.parent / "store"
     shutil.copytree(attempt.path / "bundle", bundle)
     shutil.rmtree(project)
-    done = subprocess.run(
-        [sys.executable, "-m", "distdl.worker", str(bundle), str(store), "--attempt", "1"],
-        env=environment(PYTHONPATH=str(bundle / "code"), DISTDL_LAUNCHER="single"),
-        cwd="/",
-        capture_output=True,
-        text=True,
+    done = python(
+        *("-m", "distdl.worker", str(bundle), str(store), "--attempt", "1"),
+        env={"PYTHONPATH": str(bundle / "code"), "DISTDL_LAUNCHER": "single"},
+        cwd=Path("/"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"net, from {bundle}/code/project/src/ours/net.py" in done.stdout

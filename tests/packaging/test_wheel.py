@@ -37,13 +37,14 @@ def installed(tmp_path_factory) -> Path:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder)]
     subprocess.run([*build, str(source)], check=True, capture_output=True, cwd=folder)
     venv = folder / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     packages = next(venv.glob("lib/python*/site-packages"))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     wheel = next(folder.glob("*.whl"))
     python = venv / "bin/python"
-    command = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([*command, "--ignore-installed"], check=True, env=environment())
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    command += ["--no-index", "--ignore-installed", str(wheel)]
+    subprocess.run(command, check=True, env=environment())
     return venv
 
 

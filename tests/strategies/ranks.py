@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.conftest import ROOT, environment
+from tests.warm import Popen
 
 if TYPE_CHECKING:
     from distdl.build import Built
@@ -77,7 +78,7 @@ class Ranks:
             port = str(free.getsockname()[1])
         self._output = self.log.open("w")
         self._ranks = [
-            subprocess.Popen(
+            Popen(
                 [sys.executable, "-m", module],
                 cwd=ROOT,
                 env=environment(

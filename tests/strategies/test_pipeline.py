@@ -6,7 +6,6 @@ The ranks of each topology start once and run all its cases.
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.conftest import (
     status,
 )
 from tests.strategies.pipeline_cases import CASES, run
+from tests.warm import Popen
 
 SCRIPT = Path(__file__).with_name("pipeline_cases.py")
 PIPELINE = (*TINY, "strategy=pipeline", "trainer.devices=2", "strategy.micro_batches=4")
@@ -56,7 +56,7 @@ def run_cases(folder: Path, ranks: int, names: Sequence[str]) -> None:
             "MASTER_PORT": port,
         }
         log = (folder / f"{ranks}-ranks-{rank}.log").open("w")
-        process = subprocess.Popen(
+        process = Popen(
             [sys.executable, str(SCRIPT), str(folder), *names],
             env=environment(PYTHONPATH=str(SCRIPT.parents[2]), **variables),
             stdout=log,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT, environment
+from tests.warm import Popen
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def results(module: str, timeout: float = 240) -> dict[str, list[Any]]:
         port = free.getsockname()[1]
         free.close()
         ranks = [
-            subprocess.Popen(
+            Popen(
                 [sys.executable, "-m", __name__, module, str(rank), str(port), folder],
                 cwd=ROOT,
                 env=environment(),
