@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from distdl.errors import Problem, UserError
 from distdl.scaling.checks import FROM_0, MORE_THAN_0, amiss
 from distdl.scaling.links import ALGORITHMS, Links
-from distdl.strategies.pipeline.balance import FILLING
-from distdl.strategies.pipeline.checks import SEVERAL_PIECES
+from distdl.strategies.pipeline.balance import FILLING, SEVERAL_PIECES
 from distdl.suggest import closest
 
 FASTEST = "fastest"
