@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from distdl import formats
 from distdl.checkpoint import CheckpointStore
@@ -45,10 +46,10 @@ def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
         torch.save(weights, target)
 
 
-def write_checkpoint(found: Mapping[str, Any], source: Path, target: Path) -> None:
+def write_checkpoint(checkpoint: Mapping[str, Any], source: Path, target: Path) -> None:
     store = CheckpointStore(target.parent)
-    torch.save(found, store.temporary(target.name))
-    store.publish(target.name, step=found.get("global_step"), converted_from=str(source))
+    torch.save(checkpoint, store.temporary(target.name))
+    store.publish(target.name, step=checkpoint.get("global_step"), converted_from=str(source))
 
 
 def compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
@@ -79,26 +80,23 @@ def compare(before: Any, after: Any, path: str) -> int:
     """Counts the tensors in two nested containers that are equal in every bit.
 
     Raises:
-        RuntimeError: Something differs; says where.
+        RuntimeError: Something differs; with its path.
     """
-    if isinstance(before, torch.Tensor):
-        same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
-        # By their bytes: NaN equals itself, and 0.0 is not -0.0.
-        if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
-            raise RuntimeError(f"what was written differs from what was read: {path}")
-        return 1
-    if isinstance(before, Mapping):
-        if not isinstance(after, Mapping) or before.keys() != after.keys():
-            raise RuntimeError(f"what was written has other keys: {path}")
-        return sum(compare(before[k], after[k], f"{path}.{k}") for k in before)
-    if isinstance(before, list | tuple):
-        if not isinstance(after, list | tuple) or len(before) != len(after):
-            raise RuntimeError(f"what was written has another length: {path}")
-        pairs = enumerate(zip(before, after, strict=True))
-        return sum(compare(a, b, f"{path}[{i}]") for i, (a, b) in pairs)
-    if before != after and not (before is after or before != before):
-        raise RuntimeError(f"what was written differs from what was read: {path}")
-    return 0
+    leaves, structure = tree_flatten_with_path(before)
+    others, other_structure = tree_flatten_with_path(after)
+    if structure != other_structure:
+        raise RuntimeError(f"what was written has other keys or another length: {path}")
+    for (at, one), (_, other) in zip(leaves, others, strict=True):
+        if not is_equal(one, other):
+            raise RuntimeError(f"what was written differs from what was read: {path}{keystr(at)}")
+    return sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one is other or one == other or one != one)
+    same = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(raw(one), raw(other))  # by bytes: NaN equals itself, 0.0 not -0.0
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
