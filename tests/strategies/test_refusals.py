@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from distdl.binding import Binding
 from distdl.errors import UserError
 from distdl.strategies import DeepSpeedStrategy
-from distdl.strategies.deepspeed import Precision
+from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import settings_of
 
 Problems = list[tuple[str, str, str]]
@@ -200,7 +200,7 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clipping_by_hand_is_not_dropped() -> None:
-    precision = Precision("32-true")
+    precision = AutocastPrecision("32-true")
     precision.clip_gradients(None, 1.0)  # the Trainer's is in DeepSpeed's settings
     precision.by_hand = True
     with pytest.raises(UserError, match="gradient_clipping"):

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from distdl import cluster, deepspeed_folder, portable, sharded_folder
 from distdl.checkpoint import remove
 from distdl.errors import Problem, UserError
 from distdl.strategies import deepspeed_state, sharing
+from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
 
 
@@ -116,7 +117,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if isinstance(plugin, DeepSpeedPrecision):
-            plugin = Precision(plugin.precision)  # type: ignore[arg-type]
+            plugin = AutocastPrecision(plugin.precision)  # type: ignore[arg-type]
         self._precision_plugin = plugin
 
     @property
@@ -293,32 +294,6 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             deepspeed_state.load_masters(
                 self._engine, self.lightning_module, checkpoint["state_dict"]
             )
-
-
-class Precision(DeepSpeedPrecision):
-    """Lightning's, with autocast to bfloat16 instead of 16 bit weights where a device is set."""
-
-    autocasts_on: str | None = None
-    by_hand = False
-
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        if self.by_hand:  # by the Trainer is in DeepSpeed's settings
-            what = "DeepSpeed clips in its own step, and self.clip_gradients does nothing"
-            remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
-            raise UserError(Problem("strategy", what, remedy))
-
-    def convert_input(self, data: Any) -> Any:
-        return data if self.autocasts_on else super().convert_input(data)
-
-    def forward_context(self) -> Any:
-        # The engine does it by itself, for the same type; a validation may have no engine.
-        if self.autocasts_on is None:
-            return nullcontext()
-        return torch.autocast(self.autocasts_on, torch.bfloat16)
-
-    def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # Lightning has divided the loss by the number of accumulated batches already.
-        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 
 def use_cpu() -> None:

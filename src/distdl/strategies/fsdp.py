@@ -186,10 +186,8 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             return
         self._reshard()
         slices, full = module.state_dict(), checkpoint["state_dict"]
-        sharing.check_keys(slices, full, strict)
-        with torch.no_grad():
-            for name in slices.keys() & full.keys():
-                slices[name].copy_(sliced_like(full[name], slices[name]))
+        sliced = {name: sliced_like(value, slices.get(name)) for name, value in full.items()}
+        module.load_state_dict(sliced, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -208,7 +206,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
 
-def sliced_like(full: Any, parameter: torch.Tensor) -> Any:
+def sliced_like(full: Any, parameter: Any) -> Any:
     """This rank's slice of a full tensor, as `parameter` is sliced, without communication.
 
     What has another shape (the step of Adam) belongs to every rank and stays as it is.

@@ -88,21 +88,6 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("", what, remedy)
 
 
-def check_keys(own: Iterable[str], saved: Mapping[str, Any], strict: bool) -> None:
-    """Compares a module's names with a checkpoint's.
-
-    Raises:
-        RuntimeError: With `strict`, when they differ; torch's own `load_state_dict` raises it too.
-    """
-    names = set(own)
-    missing, unexpected = sorted(names - saved.keys()), sorted(saved.keys() - names)
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"the checkpoint's weights do not fit the model: missing {missing}, "
-            f"unexpected {unexpected}"
-        )
-
-
 def on_host(value: Any) -> Any:
     """A tensor's own copy in host memory, for a checkpoint; anything else as it is."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
