@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from distdl import formats
 from distdl.checkpoint import CheckpointStore
@@ -82,21 +81,24 @@ def compare(before: Any, after: Any, path: str) -> int:
     Raises:
         RuntimeError: Something differs; with its path.
     """
-    leaves, structure = tree_flatten_with_path(before)
-    others, other_structure = tree_flatten_with_path(after)
-    if structure != other_structure:
-        raise RuntimeError(f"what was written has other keys or another length: {path}")
-    for (at, one), (_, other) in zip(leaves, others, strict=True):
-        if not is_equal(one, other):
-            raise RuntimeError(f"what was written differs from what was read: {path}{keystr(at)}")
-    return sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return bool(one is other or one == other or one != one)
-    same = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
-    return same and torch.equal(raw(one), raw(other))  # by bytes: NaN equals itself, 0.0 not -0.0
+    if isinstance(before, torch.Tensor):
+        same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
+        # By their bytes: NaN equals itself, and 0.0 is not -0.0.
+        if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
+            raise RuntimeError(f"what was written differs from what was read: {path}")
+        return 1
+    if isinstance(before, Mapping):
+        if not isinstance(after, Mapping) or before.keys() != after.keys():
+            raise RuntimeError(f"what was written has other keys: {path}")
+        return sum(compare(before[k], after[k], f"{path}.{k}") for k in before)
+    if isinstance(before, list | tuple):
+        if not isinstance(after, list | tuple) or len(before) != len(after):
+            raise RuntimeError(f"what was written has another length: {path}")
+        pairs = enumerate(zip(before, after, strict=True))
+        return sum(compare(a, b, f"{path}[{i}]") for i, (a, b) in pairs)
+    if before != after and not (before is after or before != before):
+        raise RuntimeError(f"what was written differs from what was read: {path}")
+    return 0
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
