@@ -94,8 +94,8 @@ class CheckpointStore:
     def all(self) -> list[Path]:
         """Checkpoints that have a manifest, the newest (by step, then by time) first."""
         manifests = self.folder.glob(f"*{SUFFIX}")
-        found = (path.with_name(path.name.removesuffix(SUFFIX)) for path in manifests)
-        return sorted((p for p in found if p.name not in ALIASES), key=age, reverse=True)
+        paths = (path.with_name(path.name.removesuffix(SUFFIX)) for path in manifests)
+        return sorted((p for p in paths if p.name not in ALIASES), key=age, reverse=True)
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint; None if there is none at all, of any kind.
@@ -106,10 +106,10 @@ class CheckpointStore:
         Raises:
             UserError: There are checkpoints, and each of them is damaged.
         """
-        found = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
+        paths = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
         damaged = {}
-        # Without a readable manifest nobody knows how new one is: those are looked at first.
-        for path in sorted(found, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
+        # Without a readable manifest the age of one is unknown: those are looked at first.
+        for path in sorted(paths, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
             damage = damage_of(path)
             if damage is None:
                 return path
@@ -117,26 +117,21 @@ class CheckpointStore:
             log.warning("skipped a damaged checkpoint: %s: %s", path, damage)
         if damaged:
             each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
-            raise UserError(
-                Problem(
-                    str(self.folder),
-                    f"all checkpoints of this run are damaged, and it would begin anew:{each}",
-                    f"to begin anew: another name=, or mv {self.folder} {self.folder}.damaged",
-                )
-            )
+            what = f"all checkpoints of this run are damaged, and it would begin anew:{each}"
+            remedy = f"to begin anew: another name=, or mv {self.folder} {self.folder}.damaged"
+            raise UserError(Problem(str(self.folder), what, remedy))
         return None
 
 
 def manifest_at(path: Path) -> dict[str, Any]:
     """A checkpoint's manifest; empty if it is absent, torn or of another shape."""
-    found: Any = read_json(manifest_of(path))
-    files = found.get("files") if isinstance(found, dict) else None
+    manifest = read_json(manifest_of(path))
+    files = manifest.get("files")
     if not files or not isinstance(files, dict):
         return {}
     entries = files.values()
-    if not all(isinstance(e, dict) and {"size", "sha256"} <= e.keys() for e in entries):
-        return {}
-    return found
+    readable = all(isinstance(e, dict) and {"size", "sha256"} <= e.keys() for e in entries)
+    return manifest if readable else {}
 
 
 def age(path: Path) -> tuple[float, float, bool]:
@@ -150,10 +145,10 @@ def age(path: Path) -> tuple[float, float, bool]:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads the whole file."""
+    """What is wrong with a checkpoint, or None. Reads all of the file."""
     manifest = manifest_at(path)
     if not manifest_of(path).exists():
-        return "it has no manifest: its writing was cut off, or somebody else wrote it"
+        return "it has no manifest: its writing was cut off, or another program wrote it"
     if not manifest:
         return "it has no readable manifest"
     for name, entry in manifest["files"].items():
@@ -179,10 +174,9 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
         UserError: There is none, or it is damaged.
     """
     path, where = Path(named), f"{key}={named}" if key else str(named)
+    forms = "name a .ckpt file or a run directory"
     if path == Path():
-        raise UserError(
-            Problem(where, "names no checkpoint", "name a .ckpt file or a run directory")
-        )
+        raise UserError(Problem(where, "names no checkpoint", forms))
     if own and f"{named}.ckpt" in ALIASES:
         path = own / f"{named}.ckpt"
         if not path.exists():
@@ -195,9 +189,7 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
             raise UserError(Problem(where, "this run has no checkpoint"))
         return newest
     if not path.exists():
-        raise UserError(
-            Problem(where, "no such checkpoint", "name a .ckpt file or a run directory")
-        )
+        raise UserError(Problem(where, "no such checkpoint", forms))
     # A file from elsewhere has no manifest, and that is no damage.
     if path.name and manifest_of(path).exists():
         if damage := damage_of(path):
@@ -214,7 +206,7 @@ def looks_like_one(path: Path) -> bool:
     one; nothing of it is unpickled."""
     if path.is_dir():
         known = (".metadata", "latest", "*/*_model_states.pt")  # of FSDP's and DeepSpeed's
-        return any(found for pattern in known for found in path.glob(pattern))
+        return any(any(path.glob(pattern)) for pattern in known)
     with path.open("rb") as file:
         head = file.read(9)
     if path.suffix == ".safetensors":

@@ -56,16 +56,16 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
         what = f"holds the optimizer states of {len(parts)} ranks, and {count} have written them"
         raise UserError(Problem(str(path), what))
     state = models[0]
-    found = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNINGS if k in state})
-    found["state_dict"] = weights(models, parts)
-    found["optimizer_states"] = [optimizer_state(parts, state["param_shapes"])]
-    return found
+    checkpoint = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNINGS if k in state})
+    checkpoint["state_dict"] = weights(models, parts)
+    checkpoint["optimizer_states"] = [optimizer_state(parts, state["param_shapes"])]
+    return checkpoint
 
 
 def weights(
     models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    """The whole weights in 32 bit, and the buffers, in the module's order.
+    """The full weights in 32 bit, and the buffers, in the module's order.
 
     As DeepSpeed's `zero_to_fp32` puts them together.
 
@@ -73,26 +73,24 @@ def weights(
         models: Each rank's model states; only rank 0's, below stage 3.
         parts: Each rank's optimizer states.
     """
-    state, partitioned = models[0], int(parts[0]["zero_stage"]) == 3
-    found: dict[str, torch.Tensor] = {}
+    state, stage_3 = models[0], is_stage_3(parts)
+    tensors: dict[str, torch.Tensor] = {}
     for name in state.get("buffer_names", ()):
         value = state["module"][name]
-        found[name] = value.float() if value.is_floating_point() else value
+        tensors[name] = value.float() if value.is_floating_point() else value
     for name, shape in (state.get("frozen_param_shapes") or {}).items():
         pieces = [model["frozen_param_fragments"][name] for model in models]
-        whole = torch.cat([p.reshape(-1) for p in pieces]) if partitioned else pieces[0]
-        found[name] = whole.reshape(-1)[: shape.numel()].view(shape)
-    flats = [part["fp32_flat_groups" if partitioned else FP32] for part in parts]
-    paddings = parts[0].get("param_alignment_paddings") or [()] * len(state["param_shapes"])
-    for index, own in enumerate(state["param_shapes"]):
-        group = [rank[index] for rank in flats]
-        cut = by_parameter(group, own) if partitioned else in_turn(group, own, paddings[index])
-        found.update((name, piece.detach()) for name, piece in cut)
+        flat = torch.cat([p.reshape(-1) for p in pieces]) if stage_3 else pieces[0]
+        tensors[name] = flat.reshape(-1)[: shape.numel()].view(shape)
+    flats = [part["fp32_flat_groups" if stage_3 else FP32] for part in parts]
+    for index, shapes in enumerate(state["param_shapes"]):
+        pieces_of_group = cut([rank[index] for rank in flats], shapes, parts, index)
+        tensors.update((name, piece.detach()) for name, piece in pieces_of_group)
     for name, same in dict(state.get("shared_params") or ()).items():
-        if same in found:
-            found[name] = found[same]
-    order = [*(name for name in state["module"] if name in found), *found]
-    return {name: found[name] for name in dict.fromkeys(order)}
+        if same in tensors:
+            tensors[name] = tensors[same]
+    order = [*(name for name in state["module"] if name in tensors), *tensors]
+    return {name: tensors[name] for name in dict.fromkeys(order)}
 
 
 def ranked(folder: Path, pattern: str) -> list[Path]:
@@ -131,22 +129,16 @@ def optimizer_state(
         shapes: Of the parameters in each flat tensor, in their order: of a group in stages 1 and 2,
             of a part of one in stage 3.
     """
-    partitioned = int(parts[0]["zero_stage"]) == 3  # each parameter, not the flat tensor
-    base = [
-        part["optimizer_state_dict" if partitioned else "base_optimizer_state"] for part in parts
-    ]
-    paddings = parts[0].get("param_alignment_paddings") or [()] * len(shapes)
+    key_of_states = "optimizer_state_dict" if is_stage_3(parts) else "base_optimizer_state"
+    base = [part[key_of_states] for part in parts]
     state: dict[str, Any] = {}
-    for index, own in enumerate(shapes):
+    for index, names in enumerate(shapes):
         for key, value in base[0]["state"].get(index, {}).items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                for name in own:
-                    state.setdefault(name, {})[key] = value
-                continue
             flats = [rank["state"][index][key] for rank in base]
-            cut = by_parameter(flats, own) if partitioned else in_turn(flats, own, paddings[index])
-            for name, piece in cut:
-                state.setdefault(name, {})[key] = piece
+            is_flat = isinstance(value, torch.Tensor) and value.dim() > 0
+            values = cut(flats, names, parts, index) if is_flat else ((n, value) for n in names)
+            for name, each in values:
+                state.setdefault(name, {})[key] = each
     groups = [
         {
             **{key: value for key, value in group.items() if key != "params"},
@@ -157,22 +149,34 @@ def optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
-def in_turn(
-    flats: Sequence[torch.Tensor], own: Mapping[str, torch.Size], paddings: Sequence[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stages 1 and 2: one flat tensor, cut into the ranks' partitions."""
-    whole, at = torch.cat(list(flats)), 0
-    for number, (name, shape) in enumerate(own.items()):
-        yield name, whole[at : at + shape.numel()].view(shape).clone()
-        at += shape.numel() + (paddings[number] if paddings else 0)
+def is_stage_3(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each parameter is partitioned, and not the flat tensor of a group."""
+    return int(parts[0]["zero_stage"]) == 3
 
 
-def by_parameter(
-    flats: Sequence[torch.Tensor], own: Mapping[str, torch.Size]
+def cut(
+    flats: Sequence[torch.Tensor],
+    shapes: Mapping[str, torch.Size],
+    parts: Sequence[Mapping[str, Any]],
+    index: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stage 3: every parameter cut into the ranks' parts, the last of which is padded."""
+    """The parameters of a group, out of the ranks' partitions of its flat tensor.
+
+    Args:
+        flats: Each rank's partition.
+        shapes: Of the parameters, in their order.
+        parts: Each rank's optimizer states.
+        index: Of the group.
+    """
     at = 0
-    for name, shape in own.items():
-        size = math.ceil(shape.numel() / len(flats))
-        yield name, torch.cat([f[at : at + size] for f in flats])[: shape.numel()].view(shape)
-        at += size
+    if is_stage_3(parts):  # every parameter is cut into the ranks' parts; the last is padded
+        for name, shape in shapes.items():
+            size = math.ceil(shape.numel() / len(flats))
+            yield name, torch.cat([f[at : at + size] for f in flats])[: shape.numel()].view(shape)
+            at += size
+        return
+    flat = torch.cat(list(flats))
+    paddings = (parts[0].get("param_alignment_paddings") or {index: ()})[index]
+    for number, (name, shape) in enumerate(shapes.items()):
+        yield name, flat[at : at + shape.numel()].view(shape).clone()
+        at += shape.numel() + (paddings[number] if paddings else 0)

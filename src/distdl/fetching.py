@@ -1,9 +1,10 @@
-"""The checkpoint to go on from, on every node: also where the hosts share no file system."""
+"""The checkpoint to resume from, on every node, even where the hosts share no file system."""
 
 from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -20,32 +21,32 @@ log = logging.getLogger(__name__)
 CHUNK = 64 * 2**20  # bytes that are under way at once
 
 
-def provide(chosen: str | None, store: Path, here: Environment) -> str | None:
+def provide(chosen: str | None, store: Path, environment: Environment) -> str | None:
     """Rank 0 has chosen a checkpoint; nodes that lack it get it over the process group.
 
-    What tells one checkpoint from another of the same name is its manifest, which holds its hash.
+    A manifest, which holds the hash, tells apart checkpoints of the same name.
 
     Args:
         chosen: Rank 0's choice; what other ranks give does not matter.
         store: The run's directory as this rank sees it; mounts may differ from node to node.
-        here: Who this rank is. Every rank must call.
+        environment: Who this rank is. Every rank must call.
 
     Returns:
         The checkpoint's path on this rank, or None.
     """
-    if here.rank == 0 and chosen is not None and Path(chosen).is_relative_to(store):
+    if environment.rank == 0 and chosen is not None and Path(chosen).is_relative_to(store):
         chosen = str(Path(chosen).relative_to(store))
     chosen = cluster.tell_all(chosen)
     if chosen is None:
         return None
     path = store / chosen  # what lies outside the store is absolute, and stays so
-    if here.world_size == 1:
+    if environment.world_size == 1:
         return str(path)
     manifest = manifest_of(path)
-    text = manifest.read_text() if here.rank == 0 and manifest.exists() else ""
+    text = manifest.read_text() if environment.rank == 0 and manifest.exists() else ""
     text = cluster.tell_all(text)
     mine = manifest.read_text() if manifest.exists() else ""
-    lacks = here.local_rank == 0 and not (path.exists() and mine == text)
+    lacks = environment.local_rank == 0 and not (path.exists() and mine == text)
     lacking = [rank for rank, it_lacks in enumerate(cluster.gather(lacks)) if it_lacks]
     if not lacking:
         return str(path)
@@ -53,28 +54,27 @@ def provide(chosen: str | None, store: Path, here: Environment) -> str | None:
         what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
         remedy = "python -m distdl convert makes a file of it, which travels by itself"
         raise UserError(Problem(str(path), what, remedy))
-    if here.rank == 0:
+    if environment.rank == 0:
         log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
-    size = cluster.tell_all(path.stat().st_size if here.rank == 0 else None)
-    temporary = path.with_name(f".{path.name}.{here.rank}.tmp")
+    size = cluster.tell_all(path.stat().st_size if environment.rank == 0 else None)
+    temporary = path.with_name(f".{path.name}.{environment.rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    source = path.open("rb") if here.rank == 0 else None
-    target = temporary.open("wb") if lacks else None
-    for start in range(0, size, CHUNK):
-        count = min(CHUNK, size - start)
-        chunk = torch.empty(count, dtype=torch.uint8)
-        if source is not None:
-            chunk = torch.frombuffer(bytearray(source.read(count)), dtype=torch.uint8)
-        dist.broadcast(chunk, src=0)  # a CPU tensor: by gloo
-        if target is not None:
-            target.write(chunk.numpy().tobytes())
-    for file in (source, target):
-        if file is not None:
-            file.close()
+    with (
+        path.open("rb") if environment.rank == 0 else nullcontext() as source,
+        temporary.open("wb") if lacks else nullcontext() as target,
+    ):
+        for start in range(0, size, CHUNK):
+            count = min(CHUNK, size - start)
+            chunk = torch.empty(count, dtype=torch.uint8)
+            if source is not None:
+                chunk = torch.frombuffer(bytearray(source.read(count)), dtype=torch.uint8)
+            dist.broadcast(chunk, src=0)  # a CPU tensor: by gloo
+            if target is not None:
+                target.write(chunk.numpy().tobytes())
     if lacks:
         sync(temporary)
         os.replace(temporary, path)
-        if text:  # with it the copy counts as whole
+        if text:  # with it the copy counts as intact
             write_text(manifest, text, durable=True)
     dist.barrier()
     return str(path)

@@ -4,7 +4,7 @@
 - a folder of torch's distributed checkpoint, which `checkpoint.sharded=true` writes under FSDP;
 - a folder of DeepSpeed's.
 
-None of them runs code of its own while it is read, unless the user says so
+None of them runs code of its own while it is read, unless the user allows it
 (`checkpoint.trust_pickle`).
 """
 
@@ -67,10 +67,10 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def load(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
-    """As `read`, for a training to go on from: all state is as it was when it was saved."""
-    found = read(path, weights_only=weights_only, mmap=mmap)
-    found.setdefault("pytorch-lightning_version", lightning.__version__)  # bare weights have none
-    return restored(found, path, trust=weights_only is False)
+    """As `read`, for a training to resume from: all state is as it was when it was saved."""
+    checkpoint = read(path, weights_only=weights_only, mmap=mmap)
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # weights have none
+    return restored(checkpoint, path, trust=weights_only is False)
 
 
 def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
         mmap: Map a file's tensors instead of reading them: for who copies what it needs.
 
     Raises:
-        UserError: The folder is none of a known form, the file is no whole checkpoint, or it holds
+        UserError: The folder has no known form, the file is no complete checkpoint, or it holds
             what cannot be read without running code.
     """
     try:
@@ -92,7 +92,7 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
             from safetensors.torch import load_file
 
             return {"state_dict": load_file(path)}
-        found = torch.load(
+        checkpoint = torch.load(
             path,
             map_location="cpu",
             weights_only=weights_only is not False,
@@ -102,7 +102,7 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
         raise
     except Exception as error:  # of a file of another kind anything is raised: a KeyError, too
         raise UserError(unreadable(path, error)) from error
-    return found if is_training(found) else {"state_dict": weights_of(found)}
+    return checkpoint if is_training(checkpoint) else {"state_dict": weights_of(checkpoint)}
 
 
 def unreadable(path: Path, error: Exception) -> Problem:
@@ -122,32 +122,27 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
         return sharded_folder.read(path, trust=trust)
     if deepspeed_folder.is_one(path):
         return deepspeed_folder.read(path, trust=trust)
-    raise UserError(
-        Problem(
-            str(path),
-            "this folder is no checkpoint that distdl can read",
-            "name a file, a run directory, or a folder that FSDP (torch's distributed checkpoint) "
-            "or DeepSpeed wrote",
-        )
-    )
+    what = "this folder is no checkpoint that distdl can read"
+    remedy = "name a file, a run directory, or a folder that FSDP or DeepSpeed wrote"
+    raise UserError(Problem(str(path), what, remedy))
 
 
-def is_training(found: Any) -> bool:
+def is_training(checkpoint: Any) -> bool:
     """Whether this is a checkpoint in Lightning's layout, and not bare weights."""
-    return isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)
+    is_mapping = isinstance(checkpoint, Mapping)
+    return is_mapping and isinstance(checkpoint.get("state_dict"), Mapping)
 
 
-def weights_of(found: Any) -> dict[str, torch.Tensor]:
+def weights_of(weights: Any) -> dict[str, torch.Tensor]:
     """The weights of a file that holds nothing else; some put them below "model".
 
     Raises:
         UserError: It holds something else.
     """
     for key in ("model", "model_state_dict"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(
-        isinstance(v, torch.Tensor) for v in found.values()
-    ):
+        if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
+            weights = weights[key]
+    tensors = weights.values() if isinstance(weights, Mapping) else (None,)
+    if not all(isinstance(value, torch.Tensor) for value in tensors):
         raise UserError("the file holds neither a checkpoint of Lightning's nor weights by name")
-    return dict(found)
+    return dict(weights)

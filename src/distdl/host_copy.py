@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-COPIED = (
-    "cpu",
-    "cuda",
-)  # a tensor elsewhere is copied on its device, and by torch.save to the host
+# A tensor elsewhere is copied on its device, and by torch.save to the host.
+COPIED = ("cpu", "cuda")
 
 
 class HostCopy:
     """A copy of a checkpoint in host memory, which the next copy uses again.
 
-    Each storage is copied once and whole, so tensors that share one still do, and the file is the
+    Each storage is copied once, so tensors that share one still do, and the file is the
     one that `torch.save` would have written. The memory is kept because fresh memory costs more
     than the copy: the kernel clears it page by page, and pinning it is slower still.
     """
@@ -40,7 +38,7 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Copies a checkpoint, in the place of the one before.
+        """Copies a checkpoint, instead of the one before.
 
         Copies from a GPU are queued on its current stream, so they come after the step that has
         ended and before the next one changes anything; only `write` waits for them.
@@ -98,8 +96,8 @@ class HostCopy:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         host = self._storage(tensor.untyped_storage(), tensor.device)
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        new = torch.empty(0, dtype=tensor.dtype).set_(host, *place)
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        new = torch.empty(0, dtype=tensor.dtype).set_(host, *layout)
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=False)
         vars(new).update(self._copy(vars(tensor)))

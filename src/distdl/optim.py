@@ -35,8 +35,7 @@ OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_nor
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
 OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
-LR_RULES = ("linear", "sqrt", "none")
-# Of a parameter group; null in a checkpoint, and whoever goes on keeps its own.
+# Of a parameter group; null in a checkpoint: a resume keeps its own.
 KERNELS = {"fused", "foreach"}
 
 # _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
@@ -68,9 +67,14 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
         return lr * math.sqrt(global_batch / reference)
     if rule == "none":
         return lr
-    raise UserError(
-        Problem("optimizer.lr_scaling", f"no rule {rule!r}", f"one of {', '.join(LR_RULES)}")
-    )
+    remedy = "one of linear, sqrt, none"
+    raise UserError(Problem("optimizer.lr_scaling", f"no rule {rule!r}", remedy))
+
+
+def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
+    """The full learning rate of an optimizer node, which has an `lr`."""
+    lr, rule, reference = _lr_terms(config)
+    return scale_lr(lr, global_batch, rule, reference)
 
 
 def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
@@ -83,7 +87,7 @@ def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
         return f"lr {lr:g} (not scaled by the global batch of {global_batch})"
     ratio = f"{global_batch}/{reference}"
     factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
-    scaled = scale_lr(lr, global_batch, rule, reference)
+    scaled = rate_of(config, global_batch)
     return f"lr {lr:g} per {reference} images x {factor} ({rule}) = {scaled:g}"
 
 
@@ -93,7 +97,7 @@ def parameter_groups(
     """The trainable parameters, each once, apart by whether weight decay is applied to them.
 
     No decay for what a normalisation layer owns and for biases (Goyal et al. 2017, section 5.3; He
-    et al. 2019, "Bag of Tricks"), told by the type of the layer that owns it, never by its name.
+    et al. 2019, "Bag of Tricks"), decided by the type of the layer that owns it, never by its name.
 
     Args:
         module: Whatever is trained.
@@ -122,10 +126,10 @@ def parameter_groups(
 
 
 def _norm_types() -> tuple[type, ...]:
-    # Whoever uses timm's layers has imported them; nobody else should wait for the import.
+    # Whoever uses timm's layers has imported them; nothing else should wait for the import.
     timm = sys.modules.get("timm.layers")
-    found = [getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)]
-    return (*_NORMS, *found)
+    imported = [getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)]
+    return (*_NORMS, *imported)
 
 
 def _is_bias(owner: nn.Module, name: str) -> bool:
@@ -155,19 +159,18 @@ def build_optimizer(
     config = _plain(config)
     target = _target(config, "optimizer", "optimizer=sgd")
     arguments = {k: v for k, v in config.items() if k not in OUR_OPTIMIZER_KEYS}
-    given = arguments.pop("fused", None)
+    fused = arguments.pop("fused", None)
     groups = parameter_groups(
         module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
     )
     if not groups:
         raise UserError(Problem("model", "has no trainable parameter", "unfreeze something"))
     if "lr" in config:
-        lr, rule, reference = _lr_terms(config)
-        arguments["lr"] = scale_lr(lr, global_batch, rule, reference)
+        arguments["lr"] = rate_of(config, global_batch)
         for group in groups:
-            group["reference_lr"] = lr
-    if given is not None:
-        arguments["fused"] = given
+            group["reference_lr"] = float(config["lr"])
+    if fused is not None:
+        arguments["fused"] = fused
     elif fuse and can_fuse(target, groups) and not {"foreach", "differentiable"} & arguments.keys():
         arguments["fused"] = True
     optimizer = target(groups, **arguments)
@@ -197,7 +200,7 @@ def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
 
 
 def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Which kernels do a step is a matter of the device: a checkpoint says nothing about it."""
+    """Which kernels do a step is a matter of the device: a checkpoint holds nothing about it."""
     for group in state["param_groups"]:
         group.update(dict.fromkeys(KERNELS & group.keys()))
 
@@ -253,19 +256,19 @@ def build_schedule(
 
     `steps_per_epoch`, `max_epochs` and `total_steps` are handed to a target that takes them, unless
     the node sets them itself. It steps once per optimizer step if it is ours or takes
-    `total_steps`, else once per epoch; `interval` says otherwise.
+    `total_steps`, else once per epoch; `interval` overrides that.
 
     Args:
         optimizer: From `build_optimizer`, or any.
         config: `_target_`, arguments of the target, and what Lightning takes beside it (interval,
             frequency, monitor, strict, name).
         steps_per_epoch: Optimizer steps (after accumulation) of an epoch.
-        max_epochs: Of the whole training.
-        total_steps: Of the whole training, which may end within an epoch; infinity: nobody knows;
+        max_epochs: Of the complete training.
+        total_steps: Of the complete training, which may end within an epoch; infinity: unknown;
             None: with the last epoch.
 
     Raises:
-        UserError: The target needs to know when training ends, and nobody does.
+        UserError: The target needs to know when training ends, and it is unknown.
     """
     config = _plain(config or {})
     if not config:
@@ -279,13 +282,9 @@ def build_schedule(
     }
     endless = {"max_epochs", "total_steps"} if total_steps == math.inf else set()
     if endless & taken.keys() - config.keys() and target is not constant:
-        raise UserError(
-            Problem(
-                "schedule",
-                "follows the length of the training, and nothing says how long it is",
-                "trainer.max_steps=<optimizer steps>, or schedule=constant",
-            )
-        )
+        what = "follows the length of the training, and nothing says how long it is"
+        remedy = "trainer.max_steps=<optimizer steps>, or schedule=constant"
+        raise UserError(Problem("schedule", what, remedy))
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
     per_step = target in OUR_SCHEDULES or "total_steps" in taken

@@ -3,7 +3,7 @@
 torch reads tensors, numbers, strings and containers of them without running code of the file. What
 else has a form without code (a path, an array, a deque, a member of an enum) is kept in that form,
 as {TAG: kind, ...}, and comes back as it was. What has none is kept as the bytes of its pickle,
-which only somebody who trusts the file opens.
+which is opened only by those who trust the file.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
     """
     try:
         return _restored(checkpoint, trust, "")
-    except _NotTrusted as found:
-        raise UserError(Problem(str(file), str(found), TRUST)) from None
+    except _NotTrusted as error:
+        raise UserError(Problem(str(file), str(error), TRUST)) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"its state is not as distdl writes it ({type(error).__name__}: {error})"
         raise UserError(Problem(str(file), what)) from error
@@ -253,9 +253,9 @@ def member(module: str, qualname: str, name: str) -> enum.Enum:
     Raises:
         ValueError: There is none.
     """
-    found: Any = sys.modules.get(module)
+    named: Any = sys.modules.get(module)
     for part in qualname.split("."):  # no attribute that a module or class would compute
-        found = vars(found).get(part) if found is not None else None
-    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        named = vars(named).get(part) if named is not None else None
+    if not (isinstance(named, type) and issubclass(named, enum.Enum)):
         raise ValueError(f"{module}.{qualname} is no enum here")
-    return found.__members__[name]
+    return named.__members__[name]

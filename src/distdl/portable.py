@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 
 def to_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """The state of `optimizer` with names in the place of positions.
+    """The state of `optimizer` with names instead of positions.
 
     Args:
         state: As of `optimizer.state_dict()`, or keyed by name already. Tensors are not copied.
@@ -113,7 +113,7 @@ def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
         )
     groups, values, position = [], {}, 0
     for number, own in enumerate(names):
-        # A stage may have nothing of a group: then only its place says which one it is.
+        # A stage may have nothing of a group: then only its position tells which one it is.
         kept = group_of[own[0]] if own else state["param_groups"][number]
         groups.append({**kept, "params": list(range(position, position + len(own)))})
         for name in own:

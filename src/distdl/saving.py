@@ -1,4 +1,4 @@
-"""Saves checkpoints while the training goes on.
+"""Saves checkpoints in the background of the training.
 
 The training waits until rank 0 has copied what is to be written (`distdl.host_copy`); a thread then
 writes, syncs, hashes and publishes it. A thread and not a process: what takes long in it (torch's
@@ -27,10 +27,10 @@ from distdl.host_copy import HostCopy
 log = logging.getLogger(__name__)
 
 REMEDY = (
-    "keep tensors, numbers, strings and containers of them; or, if nobody else can write into the "
+    "keep tensors, numbers, strings and containers of them; or, if only you can write into the "
     "run: checkpoint.trust_pickle=true"
 )
-PATIENCE = 1.0  # seconds; what waits no longer for the write before it need not be told
+PATIENCE = 1.0  # seconds; a shorter wait for the write before is not reported
 
 
 class SaveError(RuntimeError):
@@ -72,7 +72,7 @@ class Saver:
     Args:
         store: Where they go.
         keep_last: How many are kept.
-        background: Let the training go on meanwhile. A folder of slices is written by all ranks
+        background: Do not stop the training for it. A folder of slices is written by all ranks
             while they wait, and only hashed and published behind them.
     """
 
@@ -81,7 +81,7 @@ class Saver:
         self.error = ""  # why the newest could not be saved
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
-        self._told = self._warned = False
+        self._has_warned = self._warned = False
 
     def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
         """Begins to save the training as it is now, after the save before has ended. Collective.
@@ -98,8 +98,9 @@ class Saver:
         started = time.monotonic()
         self.settle()  # its memory is ours then
         waited = time.monotonic() - started
-        if waited > PATIENCE and self.background and not self._told and trainer.is_global_zero:
-            self._told = True
+        report = self.background and not self._has_warned and trainer.is_global_zero
+        if report and waited > PATIENCE:
+            self._has_warned = True
             log.warning(
                 "the training waited %.1f s for the checkpoint before %s to be written: save less "
                 "often (checkpoint.every_n_steps, every_minutes, every_n_epochs)",
@@ -134,7 +135,7 @@ class Saver:
             raise SaveError(error)
 
     def wait(self) -> None:
-        """The same on this rank alone; what went wrong has been logged, and stands in `error`."""
+        """The same on this rank alone; what went wrong has been logged, and is in `error`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -171,8 +172,8 @@ class Saver:
             self._copy.take(checkpoint)
         except Exception as error:  # no memory, or something that pickles and cannot be copied
             self._copy.release()
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning(
                     "the training waits for its checkpoints (checkpoint.background): no copy could "
                     "be made: %s: %s",
@@ -185,7 +186,7 @@ class Saver:
     def _run(self, name: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # nobody else would hear of it
+        except BaseException as error:  # it would be lost with the thread
             self.error = f"{name} could not be saved: {type(error).__name__}: {error}"
             log.error("%s; the checkpoints before it are as they were", self.error)
             with suppress(OSError):

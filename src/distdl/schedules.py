@@ -21,9 +21,9 @@ class Length:
     """Of a training, in optimizer steps (after accumulation).
 
     Args:
-        steps_per_epoch: Of a whole epoch; data without a length is one epoch.
+        steps_per_epoch: Of a complete epoch; data without a length is one epoch.
         max_epochs: How many are begun, at least one.
-        total_steps: All of it; infinity: nothing ends it, or nobody knows when the data ends.
+        total_steps: All of it; infinity: nothing ends it, or the end of the data is unknown.
     """
 
     steps_per_epoch: int
@@ -62,14 +62,14 @@ def warmup_cosine(
     Args:
         optimizer: Its rates are the full ones.
         steps_per_epoch: Optimizer steps.
-        max_epochs: The cosine ends with the last of them, if `total_steps` says nothing else.
+        max_epochs: The cosine ends with the last of them, unless `total_steps` ends before.
         warmup_epochs: May be a fraction; 0: none.
         min_lr_ratio: From 0 to 1.
         warmup_from: Where the warm-up starts, as a share of the full rate, or "reference": at the
             rate before scaling by the global batch, as Goyal et al. 2017 do (section 2.2), so that
             a run at the reference batch has none. The k-th of w steps has the share
             start + (1 - start) * k / w: with 0, the first step already learns a little.
-        total_steps: Optimizer steps of the whole training, which may end within an epoch.
+        total_steps: Optimizer steps of the complete training, which may end within an epoch.
 
     A warm-up longer than the training is cut with it, with a warning.
     """

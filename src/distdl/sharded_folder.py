@@ -85,14 +85,16 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
     except CheckpointException as error:  # which holds each rank's
         raise next(iter(error.failures.values()))[0] from None
     rest = path / REST
-    found = torch.load(rest, map_location="cpu", weights_only=not trust) if rest.is_file() else {}
-    found["state_dict"] = state.pop("state_dict", None) or state.pop("model", state)
+    checkpoint = {}
+    if rest.is_file():
+        checkpoint = torch.load(rest, map_location="cpu", weights_only=not trust)
+    checkpoint["state_dict"] = state.pop("state_dict", None) or state.pop("model", state)
     optimizers: list[Any] = []
     while OPTIMIZER.format(len(optimizers)) in state:
         optimizers.append(state.pop(OPTIMIZER.format(len(optimizers))))
     if optimizers:
-        found["optimizer_states"] = optimizers
-    return found
+        checkpoint["optimizer_states"] = optimizers
+    return checkpoint
 
 
 class _Index(pickle.Unpickler):
@@ -109,18 +111,18 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, path: Path, trust: bool) -> None:
         super().__init__(path)
         with (path / INDEX).open("rb") as file:
-            found = (pickle.Unpickler if trust else _Index)(file).load()
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            index = (pickle.Unpickler if trust else _Index)(file).load()
+        if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
             raise pickle.UnpicklingError(f"{INDEX} is no index of DCP's")
-        for entry in found.storage_data.values():
+        for entry in index.storage_data.values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise pickle.UnpicklingError(f"{INDEX} leads out of the folder")
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        self._found = found
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._found
+        return self._index
 
 
 class _Planner(_EmptyStateDictLoadPlanner):

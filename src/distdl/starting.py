@@ -1,8 +1,8 @@
 """What a task takes from a checkpoint: its own run's, another run's, Lightning's, or bare weights.
 
-A new training goes on from all of the state of its start if that fits: optimizers, schedules,
+A new training resumes from all of the state of its start if that fits: optimizers, schedules,
 loops, with the rates and settings that it asks for itself. Else it takes the weights alone, and one
-warning says why.
+warning gives the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from distdl.build import Built
-from distdl.callbacks.checkpointer import KEY, built_rates
+from distdl.callbacks.checkpointer import KEY
+from distdl.callbacks.resume_state import built_rates
 from distdl.errors import Problem, UserError
 from distdl.optim import KERNELS
 from distdl.run_directory import shown
@@ -28,8 +29,7 @@ log = logging.getLogger(__name__)
 
 # What torch.compile, DistributedDataParallel and `convert --to weights` add to names or take away.
 AFFIX = re.compile(r"^(module|network)\.|_orig_mod\.")
-MISFIT = re.compile(r"Error\(s\) in loading state_dict|the checkpoint's weights do not fit")
-# torch has added these or taken them away; all else in a schedule's state says what kind it is of.
+# torch has added these or taken them away; all other keys of a schedule's state show its kind.
 OF_VERSIONS = ("verbose", "default_min_lr")
 
 
@@ -57,14 +57,14 @@ def prepare(context: Built, path: str) -> None:
     load_as_ever, restore_as_ever = strategy.load_model_state_dict, connector.restore_training_state
 
     def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = module.state_dict().keys()
-        plain = {AFFIX.sub("", name): name for name in own}
-        given = checkpoint["state_dict"].items()
-        named = {k if k in own else plain.get(AFFIX.sub("", k), k): v for k, v in given}
+        names = module.state_dict().keys()
+        plain = {AFFIX.sub("", name): name for name in names}
+        saved = checkpoint["state_dict"].items()
+        named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
         try:
             load_as_ever({**checkpoint, "state_dict": named}, strict=strict)
         except RuntimeError as error:
-            if not MISFIT.search(str(error)):
+            if "Error(s) in loading state_dict" not in str(error):
                 raise
             what = f"its weights are not those of {type(module).__name__} as configured: {error}"
             remedy = "the class and arguments that wrote it; strict_loading = False of the module"
@@ -74,15 +74,15 @@ def prepare(context: Built, path: str) -> None:
             loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
 
     def restore() -> None:
-        found = connector._loaded_checkpoint
+        checkpoint = connector._loaded_checkpoint
         trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
-        if not trains or not found or Path(path).is_relative_to(context.run.path):
+        if not trains or not checkpoint or Path(path).is_relative_to(context.run.path):
             return restore_as_ever()
-        foreign, why = KEY not in found, None
+        foreign, why = KEY not in checkpoint, None
         asked = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
         if foreign:
             loop._combined_loader = None  # the loaders may have begun with another epoch's order
-            if (why := misfit(found, trainer)) is None:
+            if (why := misfit(checkpoint, trainer)) is None:
                 try:
                     connector.restore_optimizers()
                 except ValueError as error:  # they have other groups of parameters
@@ -90,18 +90,18 @@ def prepare(context: Built, path: str) -> None:
         if why is not None:
             if len(trainer.optimizers) > 1:  # the first of them may have fitted
                 strategy.setup_optimizers(trainer)
-            said = "%s: its weights are taken alone, and the training begins anew: %s"
-            return log.warning(said, file, why)
+            message = "%s: its weights are taken alone, and the training begins anew: %s"
+            return log.warning(message, file, why)
         longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
         restore_as_ever()
         loop.max_epochs = longest
-        kept = found.get(KEY) or {}
+        kept = checkpoint.get(KEY) or {}
         ask_again(trainer, asked, kept.get("rates"), file, context.checkpointer.batch_ratio(kept))
         context.checkpointer.rates = built_rates(asked)
         begun: Any = loop.epoch_progress.current
         batches = loop.epoch_loop.batch_progress
-        whole = begun.processed == begun.ready or batches.is_last_batch
-        epochs, steps = begun.ready - (not whole), trainer.global_step
+        complete = begun.processed == begun.ready or batches.is_last_batch
+        epochs, steps = begun.ready - (not complete), trainer.global_step
         limits = (("epochs", epochs, longest), ("steps", steps, trainer.max_steps))
         for unit, done, limit in limits:
             if limit not in (None, -1) and done >= limit:
@@ -111,10 +111,10 @@ def prepare(context: Built, path: str) -> None:
                 raise UserError(Problem(f"trainer.max_{unit}", what, more))
         if foreign:
             context.checkpointer.position.epoch = epochs
-        if foreign and not whole:
-            said = "%s was saved after %d batches of an epoch and does not say which samples they "
-            said += "held: of that epoch some samples come again, and others not at all"
-            log.warning(said, file, batches.current.ready)
+        if foreign and not complete:
+            message = "%s was saved after %d batches of an epoch, without a list of their samples: "
+            message += "of that epoch some samples come again, and others not at all"
+            log.warning(message, file, batches.current.ready)
 
     strategy.load_model_state_dict = load  # type: ignore[method-assign]
     connector.restore_training_state = restore  # type: ignore[method-assign]
@@ -134,22 +134,22 @@ def ask_again(
     schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
     # Those that turn the momentum as well keep it among their own settings.
     moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
-    told: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, asked, strict=True)):
         settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *moved}
         for index, (group, mine) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
             for name in sorted(settings & mine.keys()):
                 if group.get(name) != mine[name]:
-                    told[name] = f"{name} {mine[name]} and not {group.get(name)}"
+                    differences[name] = f"{name} {mine[name]} and not {group.get(name)}"
                     group[name] = mine[name]
-            # Of a file of Lightning's a schedule tells: else the module may have set it by hand.
+            # A file of Lightning's shows it by its schedule: else the module may have set it.
             was, now = group.get("initial_lr"), mine.get("initial_lr", mine["lr"])
             with suppress(IndexError, TypeError):
                 was = before[number][index]  # type: ignore[index]
             ratio = now / (was * batch_ratio) if was else 1.0
             if math.isclose(ratio, 1.0, rel_tol=1e-6):
                 continue
-            told["lr"] = f"lr {now:.4g} and not {was:.4g}"
+            differences["lr"] = f"lr {now:.4g} and not {was:.4g}"
             for name in ("initial_lr", "reference_lr", "lr", "max_lr", "min_lr"):
                 if name in group:
                     group[name] *= ratio
@@ -159,14 +159,14 @@ def ask_again(
                 ):
                     schedule.base_lrs[index] *= ratio
                     schedule._last_lr[index] *= ratio
-    if told:
-        log.info("%s: this run goes on with %s", file, ", ".join(told.values()))
+    if differences:
+        log.info("%s: this run continues with %s", file, ", ".join(differences.values()))
 
 
-def misfit(found: Mapping[str, Any], trainer: Trainer) -> str | None:
+def misfit(checkpoint: Mapping[str, Any], trainer: Trainer) -> str | None:
     """Why the state of optimizers and schedules is not that of this training's; None: it may be."""
-    states, optimizers = found.get("optimizer_states"), trainer.optimizers
-    if states is None or "lr_schedulers" not in found:
+    states, optimizers = checkpoint.get("optimizer_states"), trainer.optimizers
+    if states is None or "lr_schedulers" not in checkpoint:
         return "it holds no state of optimizers"
     if len(states) != len(optimizers):
         return f"it has {len(states)} optimizers, not {len(optimizers)}"
@@ -178,7 +178,7 @@ def misfit(found: Mapping[str, Any], trainer: Trainer) -> str | None:
         if lacks := settings - state["param_groups"][0].keys():
             return f"its optimizer is no {type(kind).__name__}, without {', '.join(sorted(lacks))}"
     mine = [entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs]
-    same = [*map(settings_of, mine)] == [*map(settings_of, found["lr_schedulers"])]
+    same = [*map(settings_of, mine)] == [*map(settings_of, checkpoint["lr_schedulers"])]
     return None if same else "its schedules are of another kind"
 
 

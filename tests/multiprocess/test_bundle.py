@@ -13,7 +13,7 @@ import pytest
 
 from distdl import compose, launch, planning, worker
 from distdl.run_directory import RunDirectory
-from tests.conftest import TINY, environment, losses, python, status
+from tests.conftest import TINY, environment, losses, status
 from tests.warm import Popen
 
 MODEL = """

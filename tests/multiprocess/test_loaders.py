@@ -9,6 +9,9 @@ import pytest
 from tests.multiprocess.loader_cases import LOADERS, ROWS, SAMPLES, STEPS, STOP_AT
 from tests.strategies import two_ranks
 
+# One process group serves this file, test_ddp and test_traffic.
+pytestmark = pytest.mark.xdist_group("two_ranks")
+
 
 def found(name: str) -> list[Any]:
     return two_ranks.results("tests.multiprocess.loader_cases", timeout=600)[name]

@@ -103,10 +103,9 @@ def ddp(folder: Path) -> Iterator[tuple[str, Any]]:
             "average_every": 3,
         },
         "static_graph": {"static_graph": True, "gradient_as_bucket_view": True},
-        "auto": {"bucket_cap_mb": "auto"},
     }
     for name, options in hooks.items():
-        yield f"ddp_{name}", train(DDPStrategy(**options), folder, counted=name != "auto")
+        yield f"ddp_{name}", train(DDPStrategy(**options), folder)
     yield "ddp_thawed", train(DDPStrategy(), folder, Thawed())
     yield "ddp_batch_norm", train(DDPStrategy(), folder, Small(batch_norm=True))
     yield "search", search(folder)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tests.conftest import TINY
-from tests.strategies.ranks import Case, Ranks, Seen
+from tests.strategies import ranks
+from tests.strategies.ranks import Case, Seen
 
 STEPS = 6
 HALF = STEPS // 2
@@ -65,24 +66,19 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ranks: dict[int, Ranks] = {}
-        self._seen: dict[str, Seen] = {}
+        self.seen: dict[str, Seen] = {}
 
-    def ranks(self, size: int) -> Ranks:
-        if size not in self._ranks:
-            self._ranks[size] = Ranks(size, self.folder)
-        return self._ranks[size]
+    def train(self, name: str, topology: Topology, *more: str, **options: Any) -> Path:
+        """Trains, once per name; returns the folder of its checkpoints.
 
-    def train(self, name: str, topology: Topology, *more: str, resume: Path | None = None) -> Path:
-        """Trains, once per name; returns the folder of its checkpoints."""
+        Args:
+            options: `resume`, `stop_after`, ... of a Case.
+        """
         folder = self.folder / name.replace(" ", "-")
-        if name not in self._seen:
-            case = Case([*COMMON, *topology.overrides, *more], folder, resume)
-            self._seen[name] = self.ranks(topology.ranks).train(case)
+        if name not in self.seen:
+            case = Case([*COMMON, *topology.overrides, *more], folder, **options)
+            self.seen[name] = ranks.shared(topology.ranks).train(case)
         return folder / "checkpoints"
-
-    def seen(self, name: str) -> Seen:
-        return self._seen[name]
 
     def whole(self, name: str) -> Path:
         """All steps under one topology."""
@@ -92,10 +88,6 @@ class Runs:
         """The second half under `after`, from the checkpoint of `before` in the middle."""
         middle = step(self.whole(before), HALF)
         return self.train(f"{before} then {after}", TOPOLOGIES[after], resume=middle)
-
-    def close(self) -> None:
-        for ranks in self._ranks.values():
-            ranks.close()
 
 
 def step(checkpoints: Path, number: int) -> Path:
@@ -138,11 +130,15 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-def as_lightnings(file: Path, made: Path) -> Path:
-    """The checkpoint as Lightning's Trainer would have written it: optimizer state by position, and
-    nothing of distdl's."""
+def by_position(file: Path, made: Path, keep: bool = False) -> Path:
+    """The checkpoint with its optimizer state by position.
+
+    Args:
+        keep: distdl's own entry as well, as distdl 0.1 wrote it; else as Lightning writes it.
+    """
     found = torch.load(file, weights_only=True)
-    del found["distdl"]
+    if not keep:
+        del found["distdl"]
     for state in found["optimizer_states"]:
         names = [name for group in state["param_groups"] for name in group["params"]]
         state["state"] = {names.index(name): held for name, held in state["state"].items()}

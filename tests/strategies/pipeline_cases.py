@@ -1,16 +1,16 @@
-"""Trains one case after the other in one process group: `python pipeline_cases.py OUT NAME...`.
+"""What test_pipeline trains, alone and on several ranks.
 
-World and rank come from the variables that torchrun sets. A case of one process writes
-OUT/<name>.ckpt as one of several does: rank 0, by Lightning.
+A case of one process writes OUT/<name>.ckpt as one of several does: rank 0, by Lightning.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -32,7 +32,10 @@ CLASSES, SIZE = 10, 16
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of a step, and how it is run: alone (`strategy` None) in batches of `rows / cut`."""
+    """Rows of a step, and how it is run: alone (`strategy` None) in batches of `rows / cut`.
+
+    After two steps NAME-2.ckpt is written, and NAME.ckpt after all of them.
+    """
 
     strategy: dict[str, Any] | None = None
     network: str = "conv"
@@ -57,10 +60,10 @@ def staged(schedule: str, **more: Any) -> Case:
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 BF16 = {"precision": "bf16-mixed"}
 CASES = {
-    "alone": alone(4),
+    "alone": alone(4, validate=True),
     "gpipe": staged("gpipe"),
-    "1f1b": staged("1f1b"),
-    "interleaved": staged("interleaved"),
+    "1f1b": staged("1f1b", validate=True),
+    "interleaved": staged("interleaved", validate=True),
     "zero_bubble": staged("zero_bubble"),
     # A real network; its batch norms see micro-batches, and so do those of the single process.
     "resnet-alone": alone(4, network="resnet18", steps=2, settings=BF16),
@@ -71,18 +74,13 @@ CASES = {
     # 8 rows in 4 micro-batches, and that twice before the optimizer steps.
     "clipped-alone": alone(8, rows=16, settings={"gradient_clip_val": 0.05}),
     "clipped": staged("1f1b", settings=CLIPPED),
-    "valid-alone": alone(4, steps=2, validate=True),
-    "valid": staged("1f1b", steps=2, validate=True),
-    "valid-interleaved": staged("interleaved", steps=2, validate=True),
     "ema-alone": alone(4, ema=True),
     "ema": staged("1f1b", ema=True, steps=2),
     "ema-resumed": staged("gpipe", ema=True, resume="ema"),
-    "first": staged("1f1b", steps=2),
-    "first-alone": alone(4, steps=2),
-    "resumed": staged("zero_bubble", resume="first"),
+    "resumed": staged("zero_bubble", resume="1f1b-2"),
     # In one piece: Lightning counts batches, and only distdl's Checkpointer recounts them.
-    "to-alone": alone(1, resume="first"),
-    "from-alone": staged("interleaved", resume="first-alone"),
+    "to-alone": alone(1, resume="1f1b-2"),
+    "from-alone": staged("interleaved", resume="alone-2"),
     # Four ranks.
     "twice-alone": alone(8, rows=16, settings={"gradient_clip_val": 0.05}, validate=True),
     "twice": staged("1f1b", settings={"gradient_clip_val": 0.05}, validate=True),
@@ -141,17 +139,13 @@ class Overlap:
     """How many buckets of gradients were under way when the schedule had ended."""
 
     seen: tuple[int, int] = (0, 0)
+    finish = GradientReducer.finish
 
-    @classmethod
-    def watch(cls) -> None:
-        finish = GradientReducer.finish
-
-        def watched(self: GradientReducer) -> None:
-            if self._active:
-                cls.seen = len(self._launched), len(self.buckets)
-            finish(self)
-
-        GradientReducer.finish = watched  # type: ignore[method-assign]
+    @staticmethod
+    def watched(reducer: GradientReducer) -> None:
+        if reducer._active:
+            Overlap.seen = len(reducer._launched), len(reducer.buckets)
+        Overlap.finish(reducer)
 
 
 class Record(Callback):
@@ -169,15 +163,20 @@ class Record(Callback):
 
 
 class Save(Callback):
-    """What distdl's Checkpointer does: saves after a step, and goes on there in the data."""
+    """What distdl's Checkpointer does: saves after a step, and resumes there in the data."""
 
     def __init__(self, path: Path, steps: int, position: TrainPosition, rows: int) -> None:
         self.path, self.steps, self.position, self.rows = path, steps, position, rows
+        self.halfway = False
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.position.consumed += self.rows
         if trainer.global_step == self.steps:
             trainer.save_checkpoint(self.path, weights_only=False)
+        elif trainer.global_step == 2 and not self.halfway:  # once, whatever is accumulated
+            self.halfway = True
+            path = self.path.with_name(f"{self.path.stem}-2.ckpt")
+            trainer.save_checkpoint(path, weights_only=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self.position.consumed}
@@ -231,16 +230,11 @@ def run(name: str, case: Case, here: environment.Environment, folder: Path) -> N
         torch.save(seen, folder / f"{name}.seen")
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+def run_all(folder: Path, *names: str) -> Iterator[tuple[str, Any]]:
+    """On each rank of a process group."""
     warnings.filterwarnings("ignore")
-    here = environment.resolve()
-    cluster.connect(here, "cpu")
-    Overlap.watch()
-    for name in names:
-        run(name, CASES[name], here, folder)
-    cluster.disconnect()
-
-
-if __name__ == "__main__":
-    main()
+    folder.mkdir(exist_ok=True)
+    with patch.object(GradientReducer, "finish", Overlap.watched):
+        for name in names:
+            run(name, CASES[name], environment.resolve(), folder)
+            yield name, True

@@ -6,17 +6,21 @@ from the composed config on; what comes back is what rank 0 saw.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.conftest import ROOT, environment
 from tests.warm import Popen
@@ -32,9 +36,12 @@ class Case:
     Args:
         overrides: As on the command line.
         folder: The run's directory; checkpoints lie below it.
-        resume: A checkpoint to go on from.
+        resume: A checkpoint to resume from.
         fit: False: no training, only what follows.
         validate: Afterwards, in the same process, validate the checkpoint that was written last.
+        stop_after: Step after which the last rank is asked to end, as by a signal; 0: none.
+        call: "module:function" to call instead, with the folder and the overrides; its pairs are
+            what each rank has `found`.
     """
 
     overrides: Sequence[str]
@@ -42,6 +49,8 @@ class Case:
     resume: Path | None = None
     fit: bool = True
     validate: bool = False
+    stop_after: int = 0
+    call: str = ""
 
 
 @dataclass
@@ -53,6 +62,7 @@ class Seen:
         metrics: The last value of each.
         validated: Those of the validation afterwards.
         counts: On simulated GPUs, by rank and step, as tests.gpu_rehearsal.counting has them.
+        found: By rank: what `call` gave.
         error: A traceback, or nothing.
     """
 
@@ -60,6 +70,7 @@ class Seen:
     metrics: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)
     counts: list[list[dict[str, int]]] = field(default_factory=list)
+    found: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
 
@@ -134,30 +145,51 @@ class Ranks:
         self._output.close()
 
 
+@functools.cache
+def shared(size: int) -> Ranks:
+    """The ranks that all tests of this process share; they end with it."""
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")
+    ranks = Ranks(size, Path(folder.name))
+    atexit.register(lambda: (ranks.close(), folder.cleanup()))
+    return ranks
+
+
 def train(case: Case) -> Seen:
     """One case on this rank."""
+    from contextlib import suppress
+
     from lightning.pytorch import Callback
 
-    from distdl import cluster, tasks
+    from distdl import cluster, stopping, tasks
+    from distdl.job import JobState
 
-    seen = Seen()
+    if case.call:
+        module, _, name = case.call.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        found = dict(function(Path(case.folder), *case.overrides))
+        return Seen(found=cluster.gather(found))
+    seen, stop = Seen(), stopping.StopRequest()
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             losses = cluster.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
+            last = trainer.global_rank == trainer.world_size - 1
+            if last and case.stop_after == trainer.global_step > 0:
+                stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
 
-    built = built_of(case)
+    built = built_of(case, stop)
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
-        seen.metrics = tasks.train(built)
+        with suppress(stopping.Stopped):
+            seen.metrics = tasks.train(built)
     if case.validate:
         seen.validated = tasks.validate(built, "last")
     return seen
 
 
-def built_of(case: Case) -> Built:
+def built_of(case: Case, stop: Any = None) -> Built:
     """A case from the command line's words on, as the worker builds it."""
     from distdl import compose, environment, fetching, resources, stopping
     from distdl import config as configs
@@ -172,7 +204,8 @@ def built_of(case: Case) -> Built:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = fetching.provide(str(case.resume) if case.resume else None, folder, here)
     attempt = Attempt(run.path / "attempts/001")
-    return build(config, run, attempt, here, size, stopping.StopRequest(), [], chosen)
+    stop = stopping.StopRequest() if stop is None else stop  # one that is not asked is false
+    return build(config, run, attempt, here, size, stop, [], chosen)
 
 
 def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.strategies import table
+from tests.conftest import ROOT
 from tests.strategies.matrix import (
     HALF,
     SAME_TO,
     STEPS,
     TOPOLOGIES,
     Runs,
-    as_lightnings,
+    by_position,
     difference,
     read_by_lightning,
     step,
@@ -36,6 +36,28 @@ SIX = [
 EVERY = [(a, b) for a in TOPOLOGIES for b in TOPOLOGIES]
 PAIRS = EVERY if "DISTDL_MATRIX" in os.environ else SIX
 
+# The table of differences, from what `make matrix` has measured.
+PAGE = ROOT / "docs/strategies/checkpoints.md"
+BEGIN, END = "<!-- table: any to any -->\n", "<!-- /table -->"
+
+
+def render(found: Mapping[tuple[str, str], float]) -> str:
+    """Rows: before; columns: after. A difference of zero is zero: equal in every bit."""
+    rows = [["", *TOPOLOGIES], ["---"] * (len(TOPOLOGIES) + 1)]
+    for before in TOPOLOGIES:
+        rows.append([f"**{before}**", *(shown(found.get((before, after))) for after in TOPOLOGIES)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def shown(value: float | None) -> str:
+    return "not run" if value is None else f"{value:.0e}" if value else "0"
+
+
+def write(found: Mapping[tuple[str, str], float], page: Path = PAGE) -> None:
+    """Puts the table into its place in the page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}{render(found)}{END}{rest.partition(END)[2]}")
+
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[tuple[str, str], float]]:
@@ -43,7 +65,7 @@ def found() -> Iterator[dict[tuple[str, str], float]]:
     differences: dict[tuple[str, str], float] = {}
     yield differences
     if len(differences) == len(EVERY):
-        table.write(differences)
+        write(differences)
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
@@ -61,7 +83,7 @@ ON_TWO = [name for name in TOPOLOGIES if name not in ("single", "ddp x2")]
 
 @pytest.mark.parametrize("name", ON_TWO if "DISTDL_MATRIX" in os.environ else ["pipeline x2"])
 def test_a_file_of_lightnings_goes_on_alike(name: str, runs: Runs) -> None:
-    file = as_lightnings(step(runs.whole("ddp x2"), HALF), runs.folder / "lightnings.ckpt")
+    file = by_position(step(runs.whole("ddp x2"), HALF), runs.folder / "lightnings.ckpt")
     one, other = (
         step(runs.train(f"lightning to {n}", TOPOLOGIES[n], resume=file), STEPS)
         for n in ("ddp x2", name)
@@ -71,13 +93,13 @@ def test_a_file_of_lightnings_goes_on_alike(name: str, runs: Runs) -> None:
 
 def test_the_table_takes_its_place(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{table.BEGIN}old\n{table.END}after\n")
+    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
     for _ in range(2):
-        table.write({("single", "single"): 0.0, ("single", "ddp x2"): 1.2e-8}, page)
+        write({("single", "single"): 0.0, ("single", "ddp x2"): 1.2e-8}, page)
     text = page.read_text()
-    assert text.startswith(f"before\n{table.BEGIN}|") and text.endswith(f"{table.END}after\n")
+    assert text.startswith(f"before\n{BEGIN}|") and text.endswith(f"{END}after\n")
     assert "| **single** | 0 | 1e-08 | not run |" in text and "old" not in text
-    assert table.BEGIN in table.PAGE.read_text() and table.END in table.PAGE.read_text()
+    assert BEGIN in PAGE.read_text() and END in PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for pair in PAIRS for name in pair))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from distdl.strategies.pipeline import checks
+from distdl.strategies.pipeline import stage_rules
 from tests.strategies.matrix import (
     GLOBAL_BATCH,
+    HALF,
     PIPELINE,
     SAME_TO,
     STEPS,
     TOPOLOGIES,
     Runs,
     Topology,
+    apart,
     batch,
     difference,
     step,
@@ -34,17 +39,20 @@ MORE = {
     },
 }
 EVERYONE = {**{k: v for k, v in TOPOLOGIES.items() if k != "single"}, **MORE}
+MATRIX = "DISTDL_MATRIX" in os.environ
+# Elsewhere test_pipeline has the other schedules, and the cases below have the other stages.
+TRAINED = EVERYONE if MATRIX else [n for n in EVERYONE if n in (*TOPOLOGIES, "offload x2")]
 
 
 def losses(runs: Runs, name: str, accumulate: int = 1) -> list[float]:
     """Of each optimizer step: Lightning divides those of accumulated batches already."""
-    seen = runs.seen(name).losses
+    seen = runs.seen[name].losses
     return [sum(seen[i : i + accumulate]) for i in range(0, STEPS * accumulate, accumulate)]
 
 
-@pytest.mark.parametrize("name", EVERYONE)
+@pytest.mark.parametrize("name", TRAINED)
 def test_trains_as_one_process_does(name: str, runs: Runs) -> None:
-    if name == "zero_bubble x2" and not checks.splits_backward():
+    if name == "zero_bubble x2" and not stage_rules.splits_backward():
         pytest.skip("this torch does not split the backward of every network")
     alone = runs.whole("single")
     together = runs.train(name, EVERYONE[name])
@@ -67,12 +75,15 @@ HARD = (
 )
 
 
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"])
+STAGES = ["fsdp", *(["deepspeed_zero1"] if MATRIX else []), "deepspeed_zero2", "deepspeed_zero3"]
+
+
+@pytest.mark.parametrize("name", STAGES)
 def test_accumulates_clips_and_validates_as_ddp_does(name: str, runs: Runs) -> None:
     ddp = runs.train("hard ddp", Topology(2, ("strategy=ddp", *HARD)))
     ours = runs.train(f"hard {name}", Topology(2, (f"strategy={name}", *HARD)))
     assert difference(ddp / "last.ckpt", ours / "last.ckpt") < SAME_TO
-    theirs, metrics = runs.seen("hard ddp").metrics, runs.seen(f"hard {name}").metrics
+    theirs, metrics = runs.seen["hard ddp"].metrics, runs.seen[f"hard {name}"].metrics
     assert metrics["val/samples"] == theirs["val/samples"] == 21
     assert metrics["val/loss"] == pytest.approx(theirs["val/loss"], abs=1e-6)
 
@@ -95,12 +106,39 @@ def test_bf16_with_batch_norm_and_its_statistics(name: str, runs: Runs) -> None:
     assert difference(step(ddp, STEPS), step(ours, STEPS)) == 0
 
 
-@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
 @pytest.mark.parametrize("name", [*EVERYONE])
 def test_resnet50(name: str, runs: Runs) -> None:
     alone = runs.train("resnet50 single", TOPOLOGIES["single"], "model=resnet50")
     ours = runs.train(f"resnet50 {name}", EVERYONE[name], "model=resnet50")
     assert difference(step(alone, STEPS), step(ours, STEPS)) < 10 * SAME_TO
+
+
+# ------------------------------------------------- an exponential moving average of the weights
+
+
+EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.9")
+
+
+def averaged(name: str) -> Topology:
+    return Topology(TOPOLOGIES[name].ranks, (*TOPOLOGIES[name].overrides, *EMA))
+
+
+def saved(checkpoints: Path) -> dict[str, Any]:
+    return torch.load(step(checkpoints, STEPS), weights_only=True)
+
+
+def test_averages_as_ddp_does_and_goes_on_there(runs: Runs) -> None:
+    ddp = saved(runs.train("ema ddp", averaged("ddp x2")))
+    zero1 = runs.train("ema zero1", averaged("zero1 x2"))
+    middle = step(zero1, HALF)
+    after = saved(runs.train("ema zero1 then ddp", averaged("ddp x2"), resume=middle))
+    for other in (saved(zero1), after):
+        for part in ("state_dict", "current_model_state"):  # the average, and what is trained
+            assert apart(ddp[part], other[part]) < SAME_TO
+    plain = saved(runs.whole("ddp x2"))
+    assert apart(ddp["current_model_state"], plain["state_dict"]) < SAME_TO
+    assert apart(ddp["state_dict"], plain["state_dict"]) > 1e-3, "nothing was averaged"
 
 
 def test_the_global_batch_is_the_same_everywhere() -> None:

@@ -13,10 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl import autotune
-from distdl.errors import UserError
-from distdl.strategies import DeepSpeedStrategy, FSDPStrategy
-from distdl.strategies.deepspeed import Precision
-from distdl.strategies.deepspeed_settings import settings_of
 from distdl.strategies.fsdp import units
 from distdl.strategies.sharing import on_host
 from tests.conftest import UNCHECKED, Said, distdl
@@ -28,22 +24,23 @@ from tests.strategies.matrix import (
     TOPOLOGIES,
     Runs,
     batch,
+    by_position,
     difference,
     step,
 )
-from tests.strategies.ranks import Case
+from tests.strategies.ranks import Case, shared
 
 # With test_equality: they share the runs.
 pytestmark = pytest.mark.xdist_group("strategies")
 
 
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed_zero2", "deepspeed_zero3"])
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed_zero3"])
 def test_validates_after_the_training_and_without_one(name: str, runs: Runs) -> None:
     short = ("trainer.max_steps=-1", "data.train_samples=16", "model.norm=batch", *batch(4))
     overrides = [*COMMON, *short, f"strategy={name}"]
     folder = runs.folder / f"after {name}"
-    seen = runs.ranks(2).train(Case(overrides, folder, validate=True))
-    alone = runs.ranks(2).train(Case(overrides, folder, fit=False, validate=True))
+    seen = shared(2).train(Case(overrides, folder, validate=True))
+    alone = shared(2).train(Case(overrides, folder, fit=False, validate=True))
     assert seen.validated["val/samples"] == 21
     assert seen.validated == pytest.approx(alone.validated, rel=1e-6)
     for metric, value in seen.validated.items():
@@ -51,84 +48,18 @@ def test_validates_after_the_training_and_without_one(name: str, runs: Runs) -> 
 
 
 @pytest.mark.parametrize("name", ["fsdp x2", "zero3 x2"])
-def test_a_file_of_distdl_0_1_goes_on(name: str, runs: Runs) -> None:
-    whole = runs.whole("ddp x2")
-    old = torch.load(step(whole, HALF), weights_only=True)
-    for state in old["optimizer_states"]:
-        names = [n for group in state["param_groups"] for n in group["params"]]
-        state["state"] = {names.index(n): value for n, value in state["state"].items()}
-        for group in state["param_groups"]:
-            group["params"] = [names.index(n) for n in group["params"]]
-    torch.save(old, runs.folder / "old.ckpt")
-    resumed = runs.train(f"old then {name}", TOPOLOGIES[name], resume=runs.folder / "old.ckpt")
-    assert difference(step(whole, STEPS), step(resumed, STEPS)) < SAME_TO
+def test_a_file_of_distdl_0_1_resumes(name: str, runs: Runs) -> None:
+    ddp = runs.whole("ddp x2")
+    old = by_position(step(ddp, HALF), runs.folder / "old.ckpt", keep=True)
+    resumed = runs.train(f"old then {name}", TOPOLOGIES[name], resume=old)
+    assert difference(step(ddp, STEPS), step(resumed, STEPS)) < SAME_TO
 
 
 def test_settings_of_deepspeeds_own(runs: Runs) -> None:
     file = runs.folder / "ds.json"
-    zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}
-    settings = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
-    file.write_text(json.dumps(settings))
-    assert settings_of(file) == {"zero_optimization": {"stage": 2, "overlap_comm": False}}
-    whole = runs.whole("ddp x2")
-    two = TOPOLOGIES["zero1 x2"]
-    ours = runs.train("own settings", two, f"strategy.config={file}")
-    assert difference(step(whole, STEPS), step(ours, STEPS)) < SAME_TO
-
-
-def problems(strategy: Any, node: dict[str, Any], **more: Any) -> list[str]:
-    context = {
-        "accelerator": more.pop("accelerator", "cpu"),
-        "local": True,
-        "config": {"trainer": more},
-    }
-    return [f"{p.path}: {p.what}; {p.remedy}" for p in strategy.check(node, context)]
-
-
-def test_refused_before_the_start(tmp_path: Path) -> None:
-    assert problems(FSDPStrategy, {"min_parameters": 1}) == []
-    assert problems(DeepSpeedStrategy, {"stage": 3}) == []
-    (said,) = problems(FSDPStrategy, {"min_parameters": 0})
-    assert said.startswith("min_parameters: is below 1")
-    (said,) = problems(FSDPStrategy, {}, precision="16-mixed")
-    assert "trainer.precision=bf16-mixed" in said
-    (said,) = problems(DeepSpeedStrategy, {"stage": 4})
-    assert said.startswith("stage: is 4")
-    (said,) = problems(DeepSpeedStrategy, {"stage": 2, "offload_parameters": True})
-    assert "strategy.stage=3" in said
-    clips = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
-    (said,) = problems(DeepSpeedStrategy, {}, **clips)
-    assert "gradient_clip_algorithm=norm" in said
-    (said,) = problems(DeepSpeedStrategy, {"config": "nowhere.json"})
-    assert said.startswith("config: no such file: nowhere.json")
-    file = tmp_path / "ds.json"
-    file.write_text('{"gradient_accumulation_steps": 4}')
-    (said,) = problems(DeepSpeedStrategy, {"config": str(file)})
-    assert "write trainer.accumulate_grad_batches=" in said
-    # As files for Hugging Face's Trainer have it; DeepSpeed would compile its own for minutes.
-    params = {"lr": "auto", "betas": "auto"}
-    file.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}}))
-    (said,) = problems(DeepSpeedStrategy, {"config": str(file)})
-    assert "sets optimizer; leave it out, and write optimizer=adamw" in said
-    file.write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
-        settings_of(file)
-
-
-def test_clipping_by_hand_is_not_dropped() -> None:
-    precision = Precision("32-true")
-    precision.clip_gradients(None, 1.0)  # the Trainer's is in DeepSpeed's settings
-    precision.by_hand = True
-    with pytest.raises(UserError, match="gradient_clipping"):
-        precision.clip_gradients(None, 1.0)
-
-
-def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (said,) = problems(DeepSpeedStrategy, {})
-    assert said.endswith("pip install 'distdl[deepspeed]'")
-    with pytest.raises(UserError, match="DeepSpeed is not installed"):
-        DeepSpeedStrategy()
+    file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": false}}')
+    ours = runs.train("own settings", TOPOLOGIES["zero1 x2"], f"strategy.config={file}")
+    assert difference(step(runs.whole("ddp x2"), STEPS), step(ours, STEPS)) < SAME_TO
 
 
 def test_slices_are_not_for_everyone(command: Any) -> None:
@@ -149,6 +80,14 @@ def test_units_by_size() -> None:
     assert units(nn.Sequential(nn.Sequential(block(8), block(8))), 100) != []
     model[1][0].weight = inside[0][0].weight
     assert units(model, 100) == [inside[1][0]], "what is shared belongs to the whole"
+
+
+def test_units_of_parts_that_are_called_by_themselves() -> None:
+    attention = nn.MultiheadAttention(16, 2)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), attention)
+    assert units(model, 300) == [attention], "its out_proj has weights, and is not called"
+    assert units(model, 200) == [model[1][0], attention]
+    assert units(model, 300, each=True) == [attention, model[0], model[1][0]]
 
 
 def test_autotune_freezes_what_it_measured(tmp_path: Path) -> None:

@@ -88,21 +88,19 @@ def test_a_damaged_one_is_skipped_with_a_warning(store, caplog, damage, words) -
     assert "damaged checkpoint" in caplog.text and new.name in caplog.text
 
 
-@pytest.mark.parametrize("at", ["fsync", "replace", "manifest"])
+def power_cut(*_: Any, **__: Any) -> None:
+    raise OSError("power cut")
+
+
+@pytest.mark.parametrize(
+    "at", ["distdl.checkpoint.write_json", "os.fsync", "os.replace"], ids=lambda at: at[-7:]
+)
 def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at) -> None:
     old = save(store, 1)
-
-    def power_cut(*_, **__):
-        raise OSError("power cut")
-
     with monkeypatch.context() as crash:
-        if at == "manifest":
-            crash.setattr(checkpoint, "write_json", power_cut)
-        else:
-            crash.setattr(checkpoint.os, at, power_cut)
+        crash.setattr(at, power_cut)
         with pytest.raises(OSError, match="power cut"):
             save(store, 2)
-    assert store.newest() == old
     assert store.newest() == old and save(store, 2) == store.newest()
 
 
@@ -110,12 +108,8 @@ def test_a_replay_of_the_same_step_never_pairs_new_bytes_with_the_old_manifest(
     store, monkeypatch
 ) -> None:
     path = save(store, 1)
-
-    def power_cut(*_, **__):
-        raise OSError("power cut")
-
     with monkeypatch.context() as crash:
-        crash.setattr(checkpoint.os, "replace", power_cut)
+        crash.setattr(os, "replace", power_cut)
         with pytest.raises(OSError, match="power cut"):
             save(store, 1, b"others")
     assert not manifest_of(path).exists() or damage_of(path) is None

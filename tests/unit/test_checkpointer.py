@@ -14,28 +14,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer, agreement, checkpointer
 from distdl.checkpoint import CheckpointStore, damage_of, manifest_of
-from distdl.data.sampling import TrainPosition
 from distdl.errors import UserError
-from distdl.formats import AnyCheckpoint
 from distdl.saving import Saver
-from distdl.stopping import StopRequest
 from distdl.tracking.journal import Journal
 from distdl.tracking.records import journal_path, read
+from tests.unit import checkpointing
+from tests.unit.checkpointing import checkpointer as made
+from tests.unit.checkpointing import numbers
 
 INF, NAN = math.inf, math.nan
-
-
-def checkpointing(folder: Path, **more: Any) -> Checkpointer:
-    return Checkpointer(
-        CheckpointStore(folder / "checkpoints"),
-        StopRequest(),
-        TrainPosition(),
-        **{"global_batch_size": 1, "keep_last": 100, **more},
-    )
 
 
 # -------------------------------------------------------------------------- by time, on two ranks
@@ -89,7 +79,7 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 lightning_module=SimpleNamespace(automatic_optimization=True),
                 fit_loop=SimpleNamespace(epoch_loop=loop),
             )
-            ours = checkpointing(tmp_path, **more)
+            ours = made(tmp_path / "checkpoints", **more)
             ours._agreement = agreement.Agreement(3)
             saved: list[int] = []
             ours.saver.save = (  # type: ignore[method-assign]
@@ -144,23 +134,20 @@ def fit(
     folder: Path, values: list[float], *, resume: Path | None = None, mode: str = "max", **more: Any
 ) -> Checkpointer:
     arguments = {"monitor": "val/acc1", "name": "val/acc1", "epochs": len(values), **more}
-    ours = checkpointing(folder, monitor=arguments.pop("monitor"), mode=mode)
+    ours = made(folder / "checkpoints", monitor=arguments.pop("monitor"), mode=mode)
     others = arguments.pop("callbacks", [])
     module = arguments.pop("module", Scripted)(arguments.pop("name"), values)
-    data: Any = DataLoader(torch.zeros(4))
-    trainer = Trainer(
-        accelerator="cpu",
+    checkpointing.fit(
+        module,
+        [*others, ours],
+        *(numbers(4), numbers(4)),
+        resume=resume,
         max_epochs=arguments.pop("epochs"),
-        plugins=[AnyCheckpoint()],
-        callbacks=[*others, ours],
         default_root_dir=folder,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in others),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=1,
-        **{"num_sanity_val_steps": 0, "logger": False, **arguments},
+        **{"num_sanity_val_steps": 0, **arguments},
     )
-    trainer.fit(module, data, data, ckpt_path=resume, weights_only=True if resume else None)
     return ours
 
 

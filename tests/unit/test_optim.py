@@ -29,24 +29,26 @@ SGD = {
 
 
 @pytest.mark.parametrize(
-    "rule, batch, expected",
-    [("linear", 512, 0.2), ("linear", 64, 0.025), ("sqrt", 1024, 0.2), ("none", 512, 0.1)],
+    ("rule", "batch", "expected", "line"),
+    [
+        ("linear", 512, 0.2, "lr 0.1 per 256 images x 512/256 (linear) = 0.2"),
+        ("linear", 64, 0.025, "lr 0.1 per 256 images x 64/256 (linear) = 0.025"),
+        ("sqrt", 1024, 0.2, "lr 0.1 per 256 images x sqrt(1024/256) (sqrt) = 0.2"),
+        ("none", 512, 0.1, "lr 0.1 (not scaled by the global batch of 512)"),
+    ],
 )
-def test_scaling_rules(rule, batch, expected):
+def test_scaling_rules(rule, batch, expected, line):
     assert optim.scale_lr(0.1, batch, rule) == pytest.approx(expected)
+    assert optim.describe_lr({**SGD, "lr_scaling": rule}, batch) == line
 
 
-def test_an_unknown_rule_is_refused():
+def test_what_an_optimizer_cannot_be_built_from_is_refused():
     with pytest.raises(UserError, match="linear, sqrt, none"):
         optim.scale_lr(0.1, 512, "cubic")
-
-
-def test_the_rule_and_the_numbers_are_said():
-    assert optim.describe_lr(SGD, 512) == "lr 0.1 per 256 images x 512/256 (linear) = 0.2"
-    sqrt = optim.describe_lr({**SGD, "lr_scaling": "sqrt"}, 1024)
-    assert sqrt == "lr 0.1 per 256 images x sqrt(1024/256) (sqrt) = 0.2"
-    none = optim.describe_lr({**SGD, "lr_scaling": "none"}, 512)
-    assert none == "lr 0.1 (not scaled by the global batch of 512)"
+    with pytest.raises(UserError, match="no trainable parameter"):
+        optim.build_optimizer(nn.Linear(2, 2).requires_grad_(False), SGD, global_batch=8)
+    with pytest.raises(UserError, match=r"optimizer\._target_"):
+        optim.build_optimizer(nn.Linear(2, 2), {}, global_batch=8)
     assert "default" in optim.describe_lr({"_target_": "torch.optim.Adadelta"}, 512)
 
 
@@ -86,14 +88,10 @@ def test_types_decide_and_not_names():
     assert counts(Odd()) == [(decayed, 1e-4), (spared, 0.0)]
 
 
-def test_timms_own_norms_are_known():
+def test_timms_own_norms_shared_and_frozen_parameters():
     from timm.layers import BatchNormAct2d, RmsNorm2d, SimpleNorm2d
 
-    module = nn.Sequential(BatchNormAct2d(4), RmsNorm2d(4), SimpleNorm2d(4))
-    assert counts(module) == [(4, 0.0)]
-
-
-def test_shared_parameters_come_once_and_frozen_ones_not_at_all():
+    assert counts(nn.Sequential(BatchNormAct2d(4), RmsNorm2d(4), SimpleNorm2d(4))) == [(4, 0.0)]
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     second.bias.requires_grad_(False)
@@ -176,13 +174,6 @@ def test_lars_takes_a_step():
     assert not torch.equal(before, module.weight)
 
 
-def test_nothing_to_train_is_refused():
-    with pytest.raises(UserError, match="no trainable parameter"):
-        optim.build_optimizer(nn.Linear(2, 2).requires_grad_(False), SGD, global_batch=8)
-    with pytest.raises(UserError, match=r"optimizer\._target_"):
-        optim.build_optimizer(nn.Linear(2, 2), {}, global_batch=8)
-
-
 def sgd(global_batch=512):
     return optim.build_optimizer(nn.Linear(2, 2), SGD, global_batch=global_batch)
 
@@ -229,24 +220,26 @@ def test_goyals_warmup_is_flat_at_the_reference_batch():
     assert set(rates(schedule("warmup_step", optimizer, epochs=9), optimizer, 90)) == {0.1}
 
 
-def test_constant():
+@pytest.mark.parametrize(
+    ("name", "arguments", "steps", "expected"),
+    [
+        ("constant", {}, 3, [0.2] * 3),
+        ("constant", {"warmup_epochs": 0.4}, 5, [0.05, 0.1, 0.15, 0.2, 0.2]),
+        # The warm-up may fill the whole training.
+        ("warmup_cosine", {"epochs": 1, "warmup_epochs": 1}, 10, [0.02 * k for k in range(1, 11)]),
+    ],
+)
+def test_short_schedules(name, arguments, steps, expected):
     optimizer = sgd()
-    assert rates(schedule("constant", optimizer), optimizer, 3) == [0.2] * 3
-    optimizer = sgd()
-    built = schedule("constant", optimizer, warmup_epochs=0.4)
-    assert rates(built, optimizer, 5) == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.2])
+    assert rates(schedule(name, optimizer, **arguments), optimizer, steps) == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("name", ["warmup_cosine", "warmup_step", "constant"])
 def test_a_warmup_longer_than_training_is_said(name, caplog):
     schedule(name, sgd(), epochs=3, warmup_epochs=5)
     assert "warmup_epochs=5 is 50 optimizer steps and training lasts 30" in caplog.text
-
-
-def test_warmup_may_fill_the_whole_training():
-    optimizer = sgd()
-    built = schedule("warmup_cosine", optimizer, epochs=1, warmup_epochs=1)
-    assert rates(built, optimizer, 11)[9] == pytest.approx(0.2)
 
 
 def test_states_are_plain_and_resume_exactly():
@@ -298,12 +291,6 @@ def test_rescaling_torchs_own_schedules_multiplies_the_rate():
     assert rates(built, optimizer, 2) == pytest.approx([0.04, 0.004])
 
 
-def test_torchs_own_schedules_are_told_the_total_steps():
-    config = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 1.0}
-    built = optim.build_schedule(sgd(), config, steps_per_epoch=10, max_epochs=4)
-    assert built["scheduler"].total_steps == 40 and built["interval"] == "step"
-
-
 class Trains:
     """What `length_of` asks a Trainer for, computed by Lightning's own property."""
 
@@ -347,15 +334,14 @@ def test_a_schedule_without_an_end_is_refused():
         optim.build_schedule(sgd(), {"_target_": "distdl.optim.constant"}, **length)
 
 
-def test_lightnings_own_keys_go_to_lightning():
-    config = {
-        "_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau",
-        "monitor": "val/loss",
-        "factor": 0.5,
-    }
-    built = optim.build_schedule(sgd(), config, steps_per_epoch=10, max_epochs=4)
+def test_torchs_own_schedules():
+    """They get the total steps, Lightning gets its own keys, and no node is no schedule."""
+    length = {"steps_per_epoch": 10, "max_epochs": 4}
+    torchs = "torch.optim.lr_scheduler"
+    once = {"_target_": f"{torchs}.OneCycleLR", "max_lr": 1.0}
+    built = optim.build_schedule(sgd(), once, **length)
+    assert built["scheduler"].total_steps == 40 and built["interval"] == "step"
+    plateau = {"_target_": f"{torchs}.ReduceLROnPlateau", "monitor": "val/loss", "factor": 0.5}
+    built = optim.build_schedule(sgd(), plateau, **length)
     assert built["monitor"] == "val/loss" and built["scheduler"].factor == 0.5
-
-
-def test_no_schedule():
-    assert optim.build_schedule(sgd(), {}, steps_per_epoch=10, max_epochs=4) == {}
+    assert optim.build_schedule(sgd(), {}, **length) == {}

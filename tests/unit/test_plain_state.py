@@ -18,20 +18,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from distdl import deepspeed_folder, formats
-from distdl.callbacks import Checkpointer
-from distdl.checkpoint import CheckpointStore
 from distdl.commands import convert
-from distdl.data.sampling import TrainPosition
 from distdl.errors import UserError
 from distdl.formats import AnyCheckpoint
 from distdl.hyper_parameters import described
-from distdl.stopping import StopRequest
+from tests.unit import checkpointing
 
 
 class Colour(enum.Enum):
@@ -120,7 +116,7 @@ class Data(LightningDataModule):
         self.seen: Any = None
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.zeros(2))  # type: ignore[arg-type]
+        return checkpointing.numbers(2)
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": STATE}
@@ -144,24 +140,9 @@ def fit(
     folder: Path, module: Module, state: Any = None, resume: Path | None = None, trust: bool = False
 ) -> tuple[Keeps, Data]:
     keeps, data = Keeps(state), Data(Path("root"))
-    ours = Checkpointer(
-        CheckpointStore(folder),
-        StopRequest(),
-        TrainPosition(),
-        global_batch_size=1,
-        monitor=None,
-        trust_pickle=trust,
-    )
-    Trainer(
-        accelerator="cpu",
-        max_epochs=2 if resume else 1,
-        logger=False,
-        plugins=[AnyCheckpoint()],
-        callbacks=[keeps, ours],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, data, ckpt_path=resume, weights_only=not trust if resume else None)
+    ours = checkpointing.checkpointer(folder, monitor=None, trust_pickle=trust)
+    epochs = 2 if resume else 1
+    checkpointing.fit(module, [keeps, ours], data, resume=resume, trust=trust, max_epochs=epochs)
     return keeps, data
 
 

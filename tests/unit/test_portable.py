@@ -16,13 +16,10 @@ def model() -> nn.Module:
 
 def trained(module: nn.Module, groups: list[list[str]]) -> torch.optim.Optimizer:
     own = dict(module.named_parameters())
-    optimizer = torch.optim.SGD(
-        [
-            {"params": [own[n] for n in names], "lr": 0.1 / (i + 1)}
-            for i, names in enumerate(groups)
-        ],
-        momentum=0.9,
-    )
+    params = [
+        {"params": [own[n] for n in names], "lr": 0.1 / (i + 1)} for i, names in enumerate(groups)
+    ]
+    optimizer = torch.optim.SGD(params, momentum=0.9)
     module(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     return optimizer

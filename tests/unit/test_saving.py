@@ -15,15 +15,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint import CheckpointStore, damage_of, manifest_of
-from distdl.data.sampling import TrainPosition
-from distdl.formats import AnyCheckpoint
 from distdl.host_copy import HostCopy
 from distdl.saving import SaveError
-from distdl.stopping import StopRequest
+from tests.unit import checkpointing
+from tests.unit.checkpointing import numbers
 
 # ------------------------------------------------------------------------------------ the copy
 
@@ -132,27 +130,9 @@ def fit(tmp_path: Path) -> Iterator[Fit]:
     """Trains for some steps and saves after each `every`; whatever happens, no thread is left."""
 
     def run(steps: int, *callbacks: Callback, every: int = 1, **more: Any) -> Checkpointer:
-        ours = Checkpointer(
-            CheckpointStore(tmp_path / "checkpoints"),
-            StopRequest(),
-            TrainPosition(),
-            global_batch_size=1,
-            every_n_steps=every,
-            every_n_epochs=1000,
-            keep_last=100,
-            **more,
-        )
-        trainer = Trainer(
-            accelerator="cpu",
-            max_steps=steps,
-            logger=False,
-            plugins=[AnyCheckpoint()],
-            callbacks=[*callbacks, ours],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(Counts(), DataLoader(torch.zeros(1000)))  # type: ignore[arg-type]
+        often = {"every_n_steps": every, "every_n_epochs": 1000, **more}
+        ours = checkpointing.checkpointer(tmp_path / "checkpoints", **often)
+        checkpointing.fit(Counts(), [*callbacks, ours], numbers(1000), max_steps=steps)
         return ours
 
     before = threading.active_count()

@@ -209,7 +209,7 @@ def test_another_run_has_its_own_rate(
     (group,) = built.trainer.optimizers[0].param_groups
     assert group["lr"] == pytest.approx(0.001 / 100)  # the schedule is where it was
     assert group["weight_decay"] == 0.1 and built.trainer.global_step == 16
-    assert "goes on with weight_decay 0.1 and not 0.0, lr 0.001 and not 0.01" in warned(caplog)
+    assert "continues with weight_decay 0.1 and not 0.0, lr 0.001 and not 0.01" in warned(caplog)
     for longest in ("max_epochs=2", "max_steps=8"):
         with pytest.raises(
             UserError, match=f"{longest.replace('=', ': is ')}, and .*last.ckpt was"

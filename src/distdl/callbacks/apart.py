@@ -31,10 +31,10 @@ def give_own_folders(trainer: Trainer, ours: Path) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, Checkpoint) or not hasattr(callback, "dirpath"):
             continue
-        given: Any = callback.dirpath
-        if given is None:
+        dirpath: Any = callback.dirpath
+        if dirpath is None:
             callback.dirpath = str(ours.parent / FOLDER)
-        elif (inside := below(given, ours)) is not None:
+        elif (inside := below(dirpath, ours)) is not None:
             callback.dirpath = str(ours.parent / FOLDER / inside)
             name = type(callback).__name__
             log.warning("%s writes into %s: %s is distdl's", name, callback.dirpath, ours)
@@ -59,9 +59,9 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
 def save_swa(trainer: Trainer, run: Path) -> None:
     """What SWA has averaged becomes the model's weights when the training ends, after the last of
     our checkpoints: a file of their own. Collective."""
-    found = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
+    averages = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
     # Not where the training was stopped before.
-    if any(c.n_averaged is not None and trainer.current_epoch > c.swa_end for c in found):
+    if any(c.n_averaged is not None and trainer.current_epoch > c.swa_end for c in averages):
         path = run / FOLDER / f"swa_epoch_{trainer.current_epoch:03d}.ckpt"
         trainer.save_checkpoint(path)
         log.info("the averaged weights: %s", path)

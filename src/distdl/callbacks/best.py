@@ -15,7 +15,7 @@ from distdl.suggest import closest
 
 log = logging.getLogger(__name__)
 
-# As in conf/distdl.yaml. Nobody asked for it, so a module that logs other names goes on without a
+# As in conf/distdl.yaml. Nobody chose it, so a module that logs other names trains on without a
 # best.ckpt, with a warning.
 DEFAULT = "val/acc1"
 
@@ -75,10 +75,10 @@ class Best:
             return False
         logged = sorted(trainer.callback_metrics)
         validations = [name for name in logged if name.startswith("val")]
-        here = self.monitor not in logged
+        is_missing = self.monitor not in logged
         if early:
-            here = here and bool(validations) and self.monitor.startswith("val")
-        missing = cluster.tell_all(here)
+            is_missing = is_missing and bool(validations) and self.monitor.startswith("val")
+        missing = cluster.tell_all(is_missing)
         if not missing or (self.monitor != DEFAULT and not trainer.sanity_checking):
             return missing
         if not self._warned and validations and trainer.is_global_zero:
@@ -101,11 +101,9 @@ class Best:
 
     def _problem(self, trainer: Trainer, logged: list[str]) -> Problem:
         near = closest(str(self.monitor), logged)
-        return Problem(
-            "checkpoint.monitor",
-            f"{self.monitor} is not logged, so there is no best.ckpt; logged: "
-            f"{', '.join(logged) or 'nothing'}",
-            (f"did you mean {near}? " if near else "")
-            + f"python -m distdl resume {trainer.default_root_dir} checkpoint.monitor="
-            + (near or "NAME, or null for no best.ckpt"),
-        )
+        names = ", ".join(logged) or "nothing"
+        what = f"{self.monitor} is not logged, so there is no best.ckpt; logged: {names}"
+        guess = f"did you mean {near}? " if near else ""
+        value = near or "NAME, or null for no best.ckpt"
+        resume = f"python -m distdl resume {trainer.default_root_dir} checkpoint.monitor={value}"
+        return Problem("checkpoint.monitor", what, guess + resume)

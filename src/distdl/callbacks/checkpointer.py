@@ -1,11 +1,11 @@
 """Writes checkpoints, and ends an attempt that was asked to end, on all ranks at the same step.
 
-Three moments, each of which Lightning (2.6) can go on from:
+Three moments, each of which Lightning (2.6) can resume from:
 
 - after an optimizer step inside an epoch (not its last: the epoch's end follows at once),
 - inside a validation, whose loop then starts again from its first batch,
 - at the end of an epoch, after everything that Lightning and the module do there; also of one that
-  was cut short, which then goes on.
+  was cut short, which a resume continues.
 
 What Lightning does not keep is added: the position in the data, the global batch, and each rank's
 random number generators.
@@ -23,7 +23,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl import cluster, misfits, optim
-from distdl.callbacks import apart, going_on
+from distdl.callbacks import apart, resume_state
 from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
@@ -36,7 +36,7 @@ from distdl.tracking.journal import Journal
 log = logging.getLogger(__name__)
 
 KEY = "distdl"
-SAVE = 1  # its place in `Checkpointer._flags`
+SAVE = 1  # its index in `Checkpointer._flags`
 
 
 class Checkpointer(Callback):
@@ -49,9 +49,9 @@ class Checkpointer(Callback):
         global_batch_size: Samples per optimizer step over all ranks as the config says, for
             loaders that do not; None: neither says.
         accumulate: Batches per optimizer step.
-        optimizer: The config's optimizer node, to scale the learning rate when a run goes on with
+        optimizer: The config's optimizer node, to scale the learning rate when a run resumes with
             another global batch; None: the module has its own.
-        seed: Reseeds the generators when a run goes on at another world size.
+        seed: Reseeds the generators when a run resumes at another world size.
         every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
             trust_pickle: As in `conf/distdl.yaml`.
     """
@@ -95,13 +95,13 @@ class Checkpointer(Callback):
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples per optimizer step over all ranks."""
+        """Samples per optimizer step over all ranks; None: unknown."""
         samples = self.position.samples
         return samples * self.accumulate if samples else self._declared
 
     @property
     def samples_per_batch(self) -> int:
-        """By how much a batch moves the position; 0: nobody says."""
+        """By how much a batch moves the position; 0: unknown."""
         return self.position.per_batch or (self._declared or 0) // self.accumulate
 
     # ------------------------------------------------------------------------------- moments
@@ -126,22 +126,26 @@ class Checkpointer(Callback):
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
-        self.rates = self.rates or built_rates([o.param_groups for o in trainer.optimizers])
+        self.rates = self.rates or resume_state.built_rates(
+            [o.param_groups for o in trainer.optimizers]
+        )
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
             refuse_pickles(trainer)
         if self._kept is not None:
-            going_on.restore_rng(
+            resume_state.restore_rng(
                 self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank
             )
-            going_on.restore_parameters(pl_module, self._kept)
+            resume_state.restore_parameters(pl_module, self._kept)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # The loaders of this epoch, which were begun already, draw their seeds once more.
                 iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-            going_on.begin_epoch_again(trainer)
-            self._recount(trainer, self._kept)
-            self._rescale(trainer, self._kept["global_batch_size"])
+            resume_state.begin_epoch_again(trainer)
+            # Not while loading: only the loaders, which come later, know what a batch holds.
+            resume_state.recount_batches(trainer, self._kept, self.samples_per_batch)
+            before = self._kept["global_batch_size"]
+            resume_state.rescale(trainer, self.optimizer, before, self.global_batch_size)
             self._kept = None
         if self._stop_now():
             self._end(trainer)
@@ -162,30 +166,30 @@ class Checkpointer(Callback):
         self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
 
     def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
-        """In the place of the `on_advance_end` of Lightning's loop over batches. By then the
+        """Instead of the `on_advance_end` of Lightning's loop over batches. By then the
         module's `on_train_batch_end`, which follows ours, and the loggers have had the batch, and
         after it the plateau schedules. Only a validation, which may take long, comes later."""
         loop = trainer.fit_loop.epoch_loop
         if loop._skip_next_val:  # saved when all of this was done, and not a batch since
             loop._skip_next_val = False
             return
-        whole = not loop._should_accumulate()  # half an optimizer step is not saved
+        stepped = not loop._should_accumulate()  # half an optimizer step is not saved
         inside = not loop._num_ready_batches_reached()
         validates = loop._should_check_val_fx(data_fetcher)
         if validates and trainer.should_stop:
             trainer.should_stop = False
             due = loop._should_check_val_fx(data_fetcher)
             trainer.should_stop = True
-            # Only because it ends here: whoever goes on from here never had this validation.
-            self._rng = None if due else going_on.rng_state()
-        if validates and whole:
+            # Only because it ends here: a resume from here never had this validation.
+            self._rng = None if due else resume_state.rng_state()
+        if validates and stepped:
             self._validates = inside
             self._batch_ended(trainer)
             self._validates = False
         type(loop).on_advance_end(loop, data_fetcher)
         if validates and inside:
             self._validated(trainer)
-        elif not validates and whole:
+        elif not validates and stepped:
             self._batch_ended(trainer)
 
     def _batch_ended(self, trainer: Trainer) -> None:
@@ -210,7 +214,7 @@ class Checkpointer(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            # A rank with more batches than another has nobody to agree with in its last ones.
+            # A rank with more batches than another agrees with none in its last ones.
             self._common = least_of_all(sum(trainer.fit_loop.epoch_loop.val_loop.max_batches))
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
@@ -249,7 +253,7 @@ class Checkpointer(Callback):
             self.saver.settle()
 
     def _after_epoch(self, trainer: Trainer) -> None:
-        """In the place of Lightning's `on_advance_end`. That calls the hooks of an epoch's end, the
+        """Instead of Lightning's `on_advance_end`. That calls the hooks of an epoch's end, the
         module's after ours, and then steps the plateau schedules: all of it is to be kept."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
@@ -259,7 +263,7 @@ class Checkpointer(Callback):
             return
         progress = loop.epoch_progress
         for part in (progress.total, progress.current):
-            part.completed -= 1  # as in the hooks, where Lightning saves, and goes on from
+            part.completed -= 1  # as in the hooks, where Lightning saves and resumes from
         try:
             self._epoch_ended(trainer)
         finally:
@@ -293,7 +297,7 @@ class Checkpointer(Callback):
         self.saver.free()  # what was begun is published; the other ranks may be gone
 
     def _flags(self, save: bool = False) -> tuple[bool, bool, bool]:
-        """What this rank tells the others: asked to stop, a save is due, a save has failed."""
+        """What this rank reports: asked to stop, a save is due, a save has failed."""
         return bool(self.stop), save, bool(self.saver.error)
 
     def _stop_now(self) -> bool:
@@ -316,20 +320,20 @@ class Checkpointer(Callback):
             "rates": self.rates,
             "world_size": trainer.world_size,
             **self.best.state(),
-            "rng": cluster.gather(self._rng or going_on.rng_state()),
-            **going_on.of_parameters(pl_module, self._half_a_step),
+            "rng": cluster.gather(self._rng or resume_state.rng_state()),
+            **resume_state.of_parameters(pl_module, self._half_a_step),
         }
         if self._validates or (trainer.validating and self._reason == "signal"):
-            going_on.restart_validation(checkpoint["loops"]["fit_loop"])
+            resume_state.restart_validation(checkpoint["loops"]["fit_loop"])
         if self._reason == "cut":
-            going_on.reopen_epoch(checkpoint["loops"]["fit_loop"])
+            resume_state.reopen_epoch(checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        going_on.without_search(trainer)
+        resume_state.without_search(trainer)
         kept = checkpoint.get(KEY)
         if kept is None:
             return
@@ -338,49 +342,12 @@ class Checkpointer(Callback):
         self.best.load(kept)
         self._kept = kept
 
-    def _recount(self, trainer: Trainer, kept: dict[str, Any]) -> None:
-        """Not while loading: only the loaders, which come later, know what a batch holds."""
-        if self.samples_per_batch and kept["samples_per_batch"] != self.samples_per_batch:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            state = progress.state_dict()
-            going_on.recount_batches(state, kept["consumed"], self.samples_per_batch)
-            progress.load_state_dict(state)
-
-    def _rescale(self, trainer: Trainer, before: int | None) -> None:
-        """Another global batch: the rate follows its rule, the schedule keeps its epoch."""
-        now = self.global_batch_size
-        if not before or not now or before == now:
-            return
-        if not self.optimizer:
-            log.warning("the global batch was %d and is %d: the rate is as it was", before, now)
-            return
-        old, new = self._rate(before), self._rate(now)
-        for entry in trainer.lr_scheduler_configs:
-            optim.rescale_schedule(
-                entry.scheduler,
-                entry.scheduler.optimizer,
-                old_lr=old,
-                new_lr=new,
-                step_ratio=before / now,
-            )
-        log.warning(
-            "the global batch was %d and is %d: the learning rate goes from %.4g to %.4g (%s)",
-            before,
-            now,
-            old,
-            new,
-            self.optimizer.get("lr_scaling", "none"),
-        )
-
-    def _rate(self, global_batch: int) -> float:
-        node = self.optimizer or {}
-        rule, reference = node.get("lr_scaling", "none"), node.get("lr_reference_batch", 256)
-        return optim.scale_lr(node["lr"], global_batch, rule, reference)
-
     def batch_ratio(self, kept: Mapping[str, Any]) -> float:
-        """By how much `_rescale` will change the rate of a checkpoint."""
+        """By how much the rate of a checkpoint changes with this run's global batch."""
         before, now = kept.get("global_batch_size"), self.global_batch_size
-        return self._rate(now) / self._rate(before) if before and now and self.optimizer else 1.0
+        if not (before and now and self.optimizer):
+            return 1.0
+        return optim.rate_of(self.optimizer, now) / optim.rate_of(self.optimizer, before)
 
     # --------------------------------------------------------------------------------- saving
 
@@ -395,7 +362,7 @@ class Checkpointer(Callback):
         if reason != "epoch":
             name = f"epoch_{epoch:03d}_step_{step:08d}.ckpt"
         self._reason = reason
-        for logger in trainer.loggers:  # a run that goes on from here logs none of it again
+        for logger in trainer.loggers:  # a resume from here logs none of it again
             if isinstance(logger, Journal):
                 logger.flush()
         self.saver.save(
@@ -420,8 +387,3 @@ class Checkpointer(Callback):
     def _end(self, trainer: Trainer) -> None:
         self.saver.settle()
         cluster.check_all(self.stop, f"at step {steps_of(trainer)}")
-
-
-def built_rates(optimizers: list[Any]) -> list[list[float]]:
-    """Of the groups of optimizers that have not stepped: before a schedule's first factor."""
-    return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]

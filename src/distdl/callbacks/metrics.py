@@ -104,15 +104,15 @@ class StepMetrics(Callback):
         alike = trainer.world_size // shares.get("num_replicas", 1)
         mine = torch.tensor(damage.in_epoch / alike, device=pl_module.device)
         damage.in_epoch = 0
-        found = round(float(trainer.strategy.reduce(mine, reduce_op="sum")))
-        if not found or not trainer.is_global_zero:
+        damaged = round(float(trainer.strategy.reduce(mine, reduce_op="sum")))
+        if not damaged or not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            logger.log_metrics({"data/damaged": float(found)}, trainer.global_step)
+            logger.log_metrics({"data/damaged": float(damaged)}, trainer.global_step)
         log.warning(
             "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt names them",
             trainer.current_epoch + 1,
-            found,
+            damaged,
         )
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
@@ -158,9 +158,9 @@ class StepMetrics(Callback):
             )
         # A module that logs its own train/loss keeps it, also where the epoch's end makes it.
         begun = trainer.fit_loop.epoch_loop._results.values()
-        own = {*trainer.callback_metrics, *(result.meta.name for result in begun)}
+        logged = {*trainer.callback_metrics, *(result.meta.name for result in begun)}
         for logger in trainer.loggers:
-            logger.log_metrics({k: v for k, v in metrics.items() if k not in own}, step)
+            logger.log_metrics({k: v for k, v in metrics.items() if k not in logged}, step)
         for listener in self.listeners:
             listener.on_metrics(trainer, step, metrics)
         now = time.monotonic()
@@ -188,7 +188,7 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
     name that Lightning's LearningRateMonitor gives it: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`. The
     groups of a config's optimizer have one rate."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    found = {"lr": float(groups[0]["lr"])} if groups else {}
+    named = {"lr": float(groups[0]["lr"])} if groups else {}
     one = len(groups) < 2 or all("reference_lr" in group for group in groups)
     seen = Counter[str]()
     for optimizer in () if one else optimizers:
@@ -198,8 +198,8 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
         seen[kind] += 1
         for number, group in enumerate(optimizer.param_groups, 1):
             label = group.get("name", f"pg{number}" if len(optimizer.param_groups) > 1 else "")
-            found[f"{name}/{label}" if label else name] = float(group["lr"])
-    return found
+            named[f"{name}/{label}" if label else name] = float(group["lr"])
+    return named
 
 
 def batch_size_of(batch: Any) -> int | None:

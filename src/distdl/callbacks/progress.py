@@ -26,7 +26,7 @@ HINT_AFTER = 10.0  # seconds: workers start, files are read for the first time
 
 class Progress(Callback):
     """Samples a second, data_wait, loss, lr, memory and what the module logs with `prog_bar=True`,
-    at every log step. Beside a progress bar of Lightning's it says nothing.
+    at every log step. Beside a progress bar of Lightning's it shows nothing.
 
     Args:
         bar: True or False; None: a bar when the output is a terminal.
@@ -68,7 +68,7 @@ class Progress(Callback):
             now = time.monotonic()
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             if now - self._drawn >= self.refresh_seconds or done == trainer.num_training_batches:
-                if self._line is None:  # gone on in the middle of an epoch, or after a debugger
+                if self._line is None:  # resumed inside an epoch, or after a debugger
                     self.on_train_epoch_start(trainer, trainer.lightning_module)
                 self._drawn = now
                 assert self._line is not None
@@ -108,7 +108,7 @@ class Progress(Callback):
             self._line.advance(self._line.task_ids[-1])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._line is not None and len(self._line.task_ids) > 1:  # the epoch may go on
+        if self._line is not None and len(self._line.task_ids) > 1:  # the epoch may continue
             self._line.remove_task(self._line.task_ids[-1])
         else:
             self._close()
@@ -135,7 +135,7 @@ class Progress(Callback):
         self._close()
 
     def _open(self, trainer: Trainer, title: str, total: float) -> None:
-        """Draws a task, in the place of the one that it is a part of."""
+        """Draws a task, below the one that it is a part of."""
         if not (self._draws and trainer.is_global_zero):
             return
         if self._line is None:
@@ -186,10 +186,10 @@ def remedy(datamodule: Any) -> str:
         )
     if workers < most:
         return f"data.num_workers={most} uses this process's CPU cores (now {workers})"
-    says = f"data.num_workers={workers} uses this process's CPU cores already; "
+    used = f"data.num_workers={workers} uses this process's CPU cores already; "
     if not getattr(datamodule, "decodes", False):
-        return says + "make a sample cheaper to load"
-    return says + (
+        return used + "make a sample cheaper to load"
+    return used + (
         "`python -m distdl prepare ... --short-side 256` makes images that load twice as fast "
         "(lossy), data.decoder=nvjpeg decodes on the GPU, `python -m distdl data check` says what "
         "fits"

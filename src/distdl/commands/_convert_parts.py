@@ -45,10 +45,10 @@ def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
         torch.save(weights, target)
 
 
-def write_checkpoint(found: Mapping[str, Any], source: Path, target: Path) -> None:
+def write_checkpoint(checkpoint: Mapping[str, Any], source: Path, target: Path) -> None:
     store = CheckpointStore(target.parent)
-    torch.save(found, store.temporary(target.name))
-    store.publish(target.name, step=found.get("global_step"), converted_from=str(source))
+    torch.save(checkpoint, store.temporary(target.name))
+    store.publish(target.name, step=checkpoint.get("global_step"), converted_from=str(source))
 
 
 def compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
@@ -79,7 +79,7 @@ def compare(before: Any, after: Any, path: str) -> int:
     """Counts the tensors in two nested containers that are equal in every bit.
 
     Raises:
-        RuntimeError: Something differs; says where.
+        RuntimeError: Something differs; with its path.
     """
     if isinstance(before, torch.Tensor):
         same = isinstance(after, torch.Tensor) and before.dtype == after.dtype

@@ -24,7 +24,7 @@ STRATEGIES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes one file, and says what in it is equal to the source.
+    """Writes one file, and prints what in it is equal to the source.
 
     Raises:
         UserError: The source cannot be read, or the target is there already or of no known form.
@@ -61,22 +61,22 @@ def main(argv: Sequence[str]) -> int:
     from distdl import formats
     from distdl.commands import _convert_parts as parts
 
-    found = formats.read(source) if not options.trust_pickle else parts.opened(source)
+    checkpoint = formats.read(source) if not options.trust_pickle else parts.opened(source)
     if options.to == WEIGHTS:
-        weights = parts.plain_weights(found["state_dict"])
+        weights = parts.plain_weights(checkpoint["state_dict"])
         parts.write_weights(weights, target)
         written = formats.read(target)["state_dict"]
         compared = {"weights": parts.compare(weights, written, WEIGHTS)}
     else:
-        fits(found, source, options.world_size)
-        parts.write_checkpoint(found, source, target)
-        compared = parts.compare_all(found, formats.read(target))
+        fits(checkpoint, source, options.world_size)
+        parts.write_checkpoint(checkpoint, source, target)
+        compared = parts.compare_all(checkpoint, formats.read(target))
     print(f"{source} -> {target.resolve()}")
     for part, count in compared.items():
         print(f"  equal: {part}{f', {count} tensors' if count else ''}")
     if options.to != WEIGHTS:
-        print_use(found, target, options.to, options.world_size)
-    elif parts.BEHIND_THE_AVERAGE in found:
+        print_use(checkpoint, target, options.to, options.world_size)
+    elif parts.BEHIND_THE_AVERAGE in checkpoint:
         print("  note: these are the averaged weights (EMA), which validations have seen")
     return 0
 
@@ -88,7 +88,7 @@ def default_target(source: Path, to: str) -> Path:
 
 
 def free(target: Path, to: str) -> None:
-    """Refuses a target that is there, or whose name says another form than it would have.
+    """Refuses a target that is there, or whose name is of another form.
 
     Raises:
         UserError: One or the other.
@@ -101,35 +101,26 @@ def free(target: Path, to: str) -> None:
         raise UserError(Problem("--output", f"{target} exists", "name another: --output FILE"))
 
 
-def fits(found: Mapping[str, Any], source: Path, world_size: int | None) -> None:
-    """Refuses what no training can go on from.
+def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
+    """Refuses what no training can resume from.
 
     Raises:
         UserError: It holds weights only, or the global batch does not divide by `world_size`.
     """
-    if "optimizer_states" not in found:
-        raise UserError(
-            Problem(
-                str(source),
-                "holds weights and no state of a training",
-                f"start a training from them: model.weights={source}",
-            )
-        )
-    batch = (found.get("distdl") or {}).get("global_batch_size")
+    if "optimizer_states" not in checkpoint:
+        what, remedy = "holds weights and no state of a training", "start a training from them"
+        raise UserError(Problem(str(source), what, f"{remedy}: model.weights={source}"))
+    batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
     if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
-        raise UserError(
-            Problem(
-                "--world-size",
-                f"the global batch of {batch} does not divide by {world_size}",
-                "choose one that divides it, or resume with another data.batch_size",
-            )
-        )
+        what = f"the global batch of {batch} does not divide by {world_size}"
+        remedy = "choose one that divides it, or resume with another data.batch_size"
+        raise UserError(Problem("--world-size", what, remedy))
 
 
-def print_use(found: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:
+def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:
     from distdl import portable
 
-    states = found["optimizer_states"]
+    states = checkpoint["optimizer_states"]
     if not all(portable.is_named(state) for state in states):
         print(
             "  note: its optimizer state is keyed by position, as distdl 0.1 and Lightning write "

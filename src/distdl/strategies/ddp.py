@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distdl import cluster
 from distdl.errors import Problem
+from distdl.ranges import AboveZero, Count, Positive
 from distdl.strategies import hooks
 from distdl.strategies.bucket_search import BucketSearch
 from distdl.strategies.drifting import DriftingStrategy
@@ -25,7 +26,7 @@ class DDPStrategy(DriftingStrategy):
     """Lightning's DDPStrategy, whose arguments (and DistributedDataParallel's) it takes too.
 
     Args:
-        comm_hook: What travels in the place of float32 gradients: "bf16" or "fp16" (half of it),
+        comm_hook: What travels instead of float32 gradients: "bf16" or "fp16" (half of it),
             "powersgd" (low-rank factors), "post_local_sgd" (nothing between nodes, or between
             devices on one node, and every so often the weights; Lin et al. 2018,
             https://arxiv.org/abs/1808.07217).
@@ -43,11 +44,11 @@ class DDPStrategy(DriftingStrategy):
     def __init__(
         self,
         comm_hook: hooks.Name = "none",
-        powersgd_rank: int = 1,
-        hook_start_step: int = 1000,
+        powersgd_rank: Positive = 1,
+        hook_start_step: Count = 1000,
         average_every: int = 4,
         bucket_cap_mb: float | Literal["auto"] = 25,
-        first_bucket_mb: float = 1,
+        first_bucket_mb: AboveZero = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -56,7 +57,7 @@ class DDPStrategy(DriftingStrategy):
         self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
         takes = inspect.signature(DistributedDataParallel).parameters
         lists = "bucket_cap_mb_list"
-        # Not asked of `kwargs`, which only go on: validation follows them (distdl.signatures).
+        # Not read from `kwargs`, which are passed on untouched: validation follows them.
         self._choose_first = lists in takes and lists not in self._ddp_kwargs
         self._hook: hooks.Hook | None = None
         self._search: BucketSearch | None = None
@@ -65,45 +66,29 @@ class DDPStrategy(DriftingStrategy):
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         """What is wrong with the arguments; paths are relative to the strategy node."""
-        hook = config.get("comm_hook", "none")
-        if hook not in get_args(hooks.Name):
-            known = ", ".join(get_args(hooks.Name))
-            yield Problem("comm_hook", f"no hook {hook!r}", f"strategy.comm_hook= one of {known}")
-            return
+        hook, size = config.get("comm_hook", "none"), config.get("bucket_cap_mb", 25)
         defaults = {"powersgd_rank": 1, "hook_start_step": 1000, "average_every": 4}
         for name, users in hooks.SETTINGS.items():
             if config.get(name, defaults[name]) != defaults[name] and hook not in users:
                 remedy = f"strategy.comm_hook={users[0]}, or leave strategy.{name} out"
                 yield Problem(name, f"has no effect with strategy.comm_hook={hook}", remedy)
-        if config.get("powersgd_rank", 1) < 1:
-            yield Problem("powersgd_rank", "must be 1 or more", "strategy.powersgd_rank=1")
-        least = hooks.PLAIN_STEPS if hook == "powersgd" else 0
-        if config.get("hook_start_step", 1000) < least:
-            why = ": DDP settles its buckets in the first steps" if least else ""
-            yield Problem(
-                "hook_start_step",
-                f"must be {least} or more{why}",
-                f"strategy.hook_start_step={least}",
-            )
+        least = hooks.PLAIN_STEPS
+        if hook == "powersgd" and config.get("hook_start_step", 1000) < least:
+            what = f"must be {least} or more: DDP settles its buckets in the first steps"
+            yield Problem("hook_start_step", what, f"strategy.hook_start_step={least}")
         if config.get("average_every", 4) < 2:
             what = "must be 2 or more: weights that are averaged at every step are what DDP has"
             yield Problem("average_every", what, "strategy.average_every=4")
-        size = config.get("bucket_cap_mb", 25)
         if isinstance(size, (int, float)) and size <= 0:
             yield Problem("bucket_cap_mb", "must be more than 0", "strategy.bucket_cap_mb=25")
-        if config.get("first_bucket_mb", 1) <= 0:
-            yield Problem("first_bucket_mb", "must be more than 0", "strategy.first_bucket_mb=1")
         if size == "auto" and hook == "powersgd":
             what = "powersgd remembers its errors by bucket, so that buckets may not change"
             yield Problem("bucket_cap_mb", what, "strategy.bucket_cap_mb=25")
-        compiled = (context.get("config", {}).get("model") or {}).get("compile")
-        if size == "auto" and compiled:
-            what = (
-                f"compiled code is split by buckets, which may not change: model.compile={compiled}"
-            )
-            yield Problem(
-                "bucket_cap_mb", what, "strategy.bucket_cap_mb=25, or model.compile=false"
-            )
+        mode = (context.get("config", {}).get("model") or {}).get("compile")
+        if size == "auto" and mode:
+            what = f"compiled code is split by buckets, which may not change: model.compile={mode}"
+            remedy = "strategy.bucket_cap_mb=25, or model.compile=false"
+            yield Problem("bucket_cap_mb", what, remedy)
         if hook != "none" and (config.get("ddp_comm_hook") or config.get("ddp_comm_state")):
             what = f"there is strategy.comm_hook={hook} already"
             yield Problem("ddp_comm_hook", what, "strategy.comm_hook=none, or leave it out")
@@ -137,7 +122,7 @@ class DDPStrategy(DriftingStrategy):
         size = self._search.size if self._search else float(self.bucket_cap_mb)
         self._ddp_kwargs["bucket_cap_mb"] = size
         if self._choose_first:
-            # DDP's own first bucket of 1 MB is lost to whoever says how large the others are.
+            # DDP's own first bucket of 1 MB is lost where the others are kept a size.
             apart = self.first_bucket_mb < size and self.comm_hook != "powersgd"
             sizes = [self.first_bucket_mb, size] if apart else None
             self._ddp_kwargs["bucket_cap_mb_list"] = sizes
@@ -147,10 +132,10 @@ class DDPStrategy(DriftingStrategy):
         return DistributedDataParallel(model, device_ids=ids, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA alone, and says nothing elsewhere.
+        # Lightning registers hooks on CUDA alone, and drops them silently elsewhere.
         assert isinstance(self.model, DistributedDataParallel)
         if self._hook is not None:
-            self.model.register_comm_hook(self._hook.state, self._hook.call)
+            self.model.register_comm_hook(*self._hook)
         else:
             _register_ddp_comm_hook(
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
@@ -194,17 +179,17 @@ class DDPStrategy(DriftingStrategy):
             self._wrap_again()
 
     def _wrap_again(self) -> None:
-        """DDP cannot change its buckets: another one takes its place, around the same module."""
+        """DDP cannot change its buckets: another one replaces it, around the same module."""
         assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
         self.model._remove_autograd_hooks()
         # They may be views into the buckets that go. The step has used them.
         for parameter in self.lightning_module.parameters():
             parameter.grad = None
-        given = self._ddp_kwargs
-        self._ddp_kwargs = {**given, "init_sync": False}
+        kept = self._ddp_kwargs
+        self._ddp_kwargs = {**kept, "init_sync": False}
         self.model = self._setup_model(self.lightning_module)
-        self._ddp_kwargs = given
+        self._ddp_kwargs = kept
         self._register_ddp_hooks()
 
     def _finish_queued(self) -> None:

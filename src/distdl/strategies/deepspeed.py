@@ -10,9 +10,9 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
@@ -28,6 +28,7 @@ from distdl import cluster, deepspeed_folder, portable, sharded_folder
 from distdl.checkpoint import remove
 from distdl.errors import Problem, UserError
 from distdl.strategies import deepspeed_state, sharing
+from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
 
 
@@ -38,10 +39,10 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         stage: 1: optimizer state; 2: and gradients; 3: and weights.
         offload_optimizer: Optimizer state and step in host memory.
         offload_parameters: Weights in host memory (stage 3).
-        overlap_comm: Reduce gradients while the backward goes on.
+        overlap_comm: Reduce gradients during the backward.
         reduce_bucket_size, allgather_bucket_size: Elements that travel at once.
-        config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and what is not
-            said are filled in. Relative to the folder you start from, or to your project's root.
+        config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and what is
+            missing are filled in. Relative to the folder you start from, or to your project's root.
         autotune: Measure micro-batches and stages before the training (see `distdl.autotune`).
 
     Raises:
@@ -50,7 +51,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     def __init__(
         self,
-        stage: int = 2,
+        stage: Literal[0, 1, 2, 3] = 2,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         overlap_comm: bool = True,
@@ -89,8 +90,6 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         trainer, local = context["config"]["trainer"], context["local"]
         if local and importlib.util.find_spec("deepspeed") is None:
             yield Problem("", "needs DeepSpeed, which is not installed", INSTALL)
-        if node.get("stage", 2) not in (0, 1, 2, 3):
-            yield Problem("stage", f"is {node['stage']}, not 1, 2 or 3", "strategy.stage=2")
         if node.get("offload_parameters") and node.get("stage", 2) != 3:
             what = "only stage 3 has weights to put into host memory"
             yield Problem("offload_parameters", what, "strategy.stage=3")
@@ -118,7 +117,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if isinstance(plugin, DeepSpeedPrecision):
-            plugin = Precision(plugin.precision)  # type: ignore[arg-type]
+            plugin = AutocastPrecision(plugin.precision)  # type: ignore[arg-type]
         self._precision_plugin = plugin
 
     @property
@@ -176,9 +175,9 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        own = self.config.keys() & {"bf16", "fp16", "torch_autocast"}
+        chosen = self.config.keys() & {"bf16", "fp16", "torch_autocast"}
         super()._format_config()
-        if self.precision_plugin.precision == "bf16-mixed" and not own:
+        if self.precision_plugin.precision == "bf16-mixed" and not chosen:
             # Autocast, as under DDP: DeepSpeed's bf16 makes all weights bf16, which batch norm does
             # not take on the CPU. Nothing is "safe": gradients are reduced in 32 bits.
             self.config.pop("bf16", None)
@@ -238,7 +237,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights on rank 0; nothing where DeepSpeed writes its own. Collective."""
+        """The full weights on rank 0; nothing where DeepSpeed writes its own. Collective."""
         assert self.lightning_module is not None
         sharing.agree_on_buffers(self.lightning_module)
         if self.sharded_checkpoints:
@@ -250,7 +249,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `distdl.portable` describes, whole on rank 0. Collective."""
+        """As `distdl.portable` describes, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
         assert self.lightning_module is not None
@@ -295,32 +294,6 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             deepspeed_state.load_masters(
                 self._engine, self.lightning_module, checkpoint["state_dict"]
             )
-
-
-class Precision(DeepSpeedPrecision):
-    """Lightning's, with autocast to bfloat16 instead of 16 bit weights where a device is set."""
-
-    autocasts_on: str | None = None
-    by_hand = False
-
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        if self.by_hand:  # by the Trainer is in DeepSpeed's settings
-            what = "DeepSpeed clips in its own step, and self.clip_gradients does nothing"
-            remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
-            raise UserError(Problem("strategy", what, remedy))
-
-    def convert_input(self, data: Any) -> Any:
-        return data if self.autocasts_on else super().convert_input(data)
-
-    def forward_context(self) -> Any:
-        # The engine does it by itself, for the same type; a validation may have no engine.
-        if self.autocasts_on is None:
-            return nullcontext()
-        return torch.autocast(self.autocasts_on, torch.bfloat16)
-
-    def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # Lightning has divided the loss by the number of accumulated batches already.
-        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 
 def use_cpu() -> None:

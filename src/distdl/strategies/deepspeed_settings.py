@@ -10,9 +10,9 @@ from typing import Any
 from distdl.errors import Problem, UserError
 
 INSTALL = "pip install 'distdl[deepspeed]'"
-# What a file of DeepSpeed's settings may not say, since the run says it. Its optimizers would be
+# What a file of DeepSpeed's settings may not set, since the run sets it. Its optimizers would be
 # compiled at the start, for minutes where that works at all, and know no `optimizer.*`.
-SAID_ELSEWHERE = {
+SET_BY_THE_RUN = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches=...",
     "train_batch_size": "data.batch_size=...",
     "train_micro_batch_size_per_gpu": "data.batch_size=...",
@@ -38,7 +38,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     """The settings in a file, without those that are "auto".
 
     Raises:
-        UserError: It is no JSON, or says what is said elsewhere; paths are relative to the node.
+        UserError: It is no JSON, or sets what the run sets; paths are relative to the node.
     """
     try:
         settings = json.loads(path.read_text())
@@ -49,7 +49,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     settings = without_auto(settings)
     problems = [
         Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}")
-        for key, remedy in SAID_ELSEWHERE.items()
+        for key, remedy in SET_BY_THE_RUN.items()
         if key in settings
     ]
     if problems:

@@ -1,4 +1,4 @@
-"""ZeRO's flat partitions <-> whole tensors by parameter name.
+"""ZeRO's flat partitions <-> full tensors by parameter name.
 
 ZeRO flattens the parameters of a group, cuts the result into one partition per rank and gives the
 optimizer that flat tensor. So a parameter is, on each rank, a fragment of a flat tensor (or
@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distdl import cluster, portable
-from distdl.errors import UserError
+from distdl.errors import Problem, UserError
 from distdl.optim import KERNELS
 from distdl.strategies.sharing import on_host
 
@@ -59,9 +59,8 @@ def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
     if hasattr(parameter, "ds_id"):
         group, at, size = zero.grad_position[zero.get_param_id(parameter)]
         if zero._swappable_optimizer_subgroup(group):
-            raise UserError(
-                "optimizer state on NVMe cannot be gathered into a file: checkpoint.sharded=true"
-            )
+            what = "optimizer state on NVMe cannot be gathered into a file"
+            raise UserError(Problem("strategy", what, "checkpoint.sharded=true"))
         start = size * dist.get_rank()
         # The last partitions of a parameter are padded.
         count = max(0, min(size, parameter.ds_numel - start))  # type: ignore[attr-defined]
@@ -71,18 +70,17 @@ def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
         return Fragment()
     flats = getattr(zero, "single_partition_of_fp32_groups", None)
     if flats is None:
-        raise UserError(
-            f"DeepSpeed's {type(zero).__name__} cannot be gathered into a file: "
-            "checkpoint.sharded=true, or a ZeRO stage from 1 to 3"
-        )
-    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return Fragment(flats[mapping.param_group_index], here.start, there.start, here.numel)
+        what = f"DeepSpeed's {type(zero).__name__} cannot be gathered into a file"
+        remedy = "checkpoint.sharded=true, or a ZeRO stage from 1 to 3"
+        raise UserError(Problem("strategy", what, remedy))
+    flat, full = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Fragment(flats[mapping.param_group_index], flat.start, full.start, flat.numel)
 
 
-def whole(
+def gathered(
     parameter: nn.Parameter, part: Fragment, flat: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """The whole tensor that `flat` holds this rank's part of. Collective."""
+    """The full tensor that `flat` holds this rank's part of. Collective."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
     full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
     if flat is not None and part.count:
@@ -93,21 +91,21 @@ def whole(
 
 
 def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) -> dict[str, Any]:
-    """The whole weights and buffers under the module's names, on ranks with `keep`. Collective."""
+    """The full weights and buffers under the module's names, on ranks with `keep`. Collective."""
     import deepspeed
 
-    found: dict[str, Any] = {}
+    full_weights: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.requires_grad and is_sharded(engine):
             part = fragment(engine, value)
-            full = whole(value, part, part.flat, device)
+            full = gathered(value, part, part.flat, device)
         elif hasattr(value, "ds_id"):  # a frozen one of stage 3
             with deepspeed.zero.GatheredParameters([value]):
                 full = value.detach().clone()
         else:
             full = value
-        found[name] = on_host(full) if keep else None
-    return found
+        full_weights[name] = on_host(full) if keep else None
+    return full_weights
 
 
 def optimizer_state(
@@ -126,14 +124,16 @@ def optimizer_state(
     if not is_sharded(engine):
         return portable.name_state(engine.optimizer.state_dict(), names)
     base: Optimizer = engine.optimizer.optimizer
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     state: dict[str, Any] = {}
     for name in (name for group in names for name in group):
-        part = fragment(engine, own[name])
+        part = fragment(engine, parameters[name])
         held = base.state.get(part.flat, {}) if part.flat is not None else {}
         entry: dict[str, Any] = {}
         for key, is_flat, value in kinds(held, part.flat):
-            full = whole(own[name], part, held.get(key), device) if is_flat else value
+            full = value
+            if is_flat:
+                full = gathered(parameters[name], part, held.get(key), device)
             if keep:
                 entry[key] = on_host(full)
         if entry:
@@ -174,9 +174,9 @@ def load_optimizer_state(
     for group, given in zip(base.param_groups, indexed["param_groups"], strict=True):
         mine = {"params", *KERNELS}
         group.update({key: value for key, value in given.items() if key not in mine})
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for name in (name for group in names for name in group):
-        part, given = fragment(engine, own[name]), named["state"].get(name, {})
+        part, given = fragment(engine, parameters[name]), named["state"].get(name, {})
         if part.flat is None:
             continue
         held = base.state[part.flat]

@@ -1,8 +1,8 @@
 """Ranks whose weights drift apart between two meetings, and stand together where it matters.
 
 Every validation and every checkpoint finds them equal: they meet first. So a checkpoint is an
-ordinary one, for any strategy and any number of ranks, and a run that goes on from it does what the
-run that wrote it does.
+ordinary one, for any strategy and any number of ranks, and a resume does what the run
+that wrote it would have done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DriftingStrategy(LightningDDP):
     - Weights and floating-point buffers (batch norm's statistics) are averaged at a meeting.
     - Moving averages of the weights (Lightning's WeightAveraging) are averaged before a validation
       or a checkpoint: being linear, they are then those of the averaged weights.
-    - The optimizer's state is averaged before a checkpoint, and every rank goes on with what was
+    - The optimizer's state is averaged before a checkpoint, and every rank continues with what was
       written.
     """
 

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from distdl import portable, sharded_folder
 from distdl.errors import Problem, UserError
+from distdl.ranges import Positive
 from distdl.strategies import sharing
 from distdl.strategies.fsdp_limits import refuse_second_order, watch_weights
 
@@ -58,7 +59,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
     def __init__(
         self,
-        min_parameters: int = 1_000_000,
+        min_parameters: Positive = 1_000_000,
         reshard_after_forward: bool = True,
         offload: bool = False,
     ) -> None:
@@ -69,8 +70,6 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         """What is wrong with the strategy node; paths are relative to it."""
-        if node.get("min_parameters", 1) < 1:
-            yield Problem("min_parameters", "is below 1", "strategy.min_parameters=1000000")
         if context["accelerator"] == "mps":
             yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
         yield from sharing.refuse_averaging(context["config"])
@@ -108,7 +107,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _shard(self, module: nn.Module) -> None:
-        # Every rank has built the same whole module and keeps its slices: nothing is sent.
+        # Every rank has built the same full module and keeps its slices: nothing is sent.
         pins = torch.cuda.is_available()
         policy = CPUOffloadPolicy(pin_memory=pins) if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
@@ -130,7 +129,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             register_fsdp_forward_method(module, step)
 
     def _reshard(self) -> None:
-        """Puts slices into the place of weights that a forward without a backward has gathered."""
+        """Frees the weights that a forward without a backward has gathered."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
@@ -163,14 +162,12 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     def _outgoing(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self.sharded_checkpoints:
             return dict(values)
-        # One tensor is whole at a time; ranks that write nothing drop it at once.
-        whole = (
-            (key, value.full_tensor() if isinstance(value, DTensor) else value)
-            for key, value in values.items()
-        )
-        return {
-            key: sharing.on_host(value) if self.is_global_zero else None for key, value in whole
-        }
+        outgoing = {}
+        for key, value in values.items():  # one full tensor at a time
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            outgoing[key] = sharing.on_host(full) if self.is_global_zero else None
+            del full
+        return outgoing
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -188,11 +185,9 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
             return
         self._reshard()
-        own, given = module.state_dict(), checkpoint["state_dict"]
-        sharing.check_keys(own, given, strict)
-        with torch.no_grad():
-            for name in own.keys() & given.keys():
-                own[name].copy_(sliced_like(given[name], own[name]))
+        slices, full = module.state_dict(), checkpoint["state_dict"]
+        sliced = {name: sliced_like(value, slices.get(name)) for name, value in full.items()}
+        module.load_state_dict(sliced, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -211,7 +206,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
 
-def sliced_like(full: Any, parameter: torch.Tensor) -> Any:
+def sliced_like(full: Any, parameter: Any) -> Any:
     """This rank's slice of a full tensor, as `parameter` is sliced, without communication.
 
     What has another shape (the step of Adam) belongs to every rank and stays as it is.
@@ -221,7 +216,7 @@ def sliced_like(full: Any, parameter: torch.Tensor) -> Any:
     if full.shape != parameter.shape:
         return full
     full = full.to(parameter.device)
-    # A copy, or the slice would keep the whole tensor alive.
+    # A copy, or the slice would keep the full tensor alive.
     return distribute_tensor(
         full, parameter.device_mesh, parameter.placements, src_data_rank=None
     ).clone()
@@ -231,7 +226,7 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
     """The submodules to shard on their own, inner ones first.
 
     Args:
-        module: The whole; it is none of them.
+        module: That contains them; it is none of them.
         minimum: Parameters that a unit has, those of units inside it not counted.
         each: Whatever else has weights of its own is a unit as well, since parts of the module are
             called by themselves, with backward passes in between.
@@ -243,14 +238,14 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
     """
     times = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     taken: set[int] = set()
-    found: list[nn.Module] = []
+    chosen: list[nn.Module] = []
 
     def consider(candidate: nn.Module, least: int) -> None:
         inside = Counter(id(p) for m in candidate.modules() for p in m.parameters(recurse=False))
         shared = any(times[key] != count for key, count in inside.items())
         free = {id(p): p.numel() for p in candidate.parameters() if id(p) not in taken}
         if sum(free.values()) >= least and not shared:
-            found.append(candidate)
+            chosen.append(candidate)
             taken.update(free)
 
     def walk(parent: nn.Module, least: int) -> None:
@@ -269,4 +264,4 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
         walk(module, minimum)
     if each:
         walk(module, 1)
-    return found
+    return chosen

@@ -1,4 +1,4 @@
-"""What FSDP2 gets wrong without a word, seen in the training itself: refused there."""
+"""What FSDP2 gets wrong silently, seen in the training itself and refused there."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def refuse_second_order(unit: Any) -> None:
 
 def watch_weights(module: Any) -> None:
     """The first calls of `training_step` must leave the weights alone: those of no inner unit are
-    whole there, in a copy that is thrown away. Collective."""
+    gathered there, in a copy that is thrown away. Collective."""
     slices: dict[str, Any] = dict(module.named_parameters())
     step = module.training_step
     calls = iter(range(CALLS))
 
     def changed() -> list[str]:
         # Of an inner unit's weights slices are here, which are changed where they are kept.
-        whole = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
         differ = []
-        for name, parameter in whole:
-            own = slices[name]
+        for name, parameter in gathered:
+            kept = slices[name]
             used: Any = distribute_tensor(
-                parameter.detach(), own.device_mesh, own.placements, src_data_rank=None
+                parameter.detach(), kept.device_mesh, kept.placements, src_data_rank=None
             )
-            differ.append((used.to_local() != own.to_local()).any())
-        found = torch.stack(differ).tolist() if differ else []  # all are read at once
-        return [name for (name, _), is_changed in zip(whole, found, strict=True) if is_changed]
+            differ.append((used.to_local() != kept.to_local()).any())
+        flags = torch.stack(differ).tolist() if differ else []  # all are read at once
+        return [name for (name, _), flag in zip(gathered, flags, strict=True) if flag]
 
     @functools.wraps(step)
     def training_step(*args: Any, **kwargs: Any) -> Any:

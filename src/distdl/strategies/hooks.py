@@ -1,8 +1,7 @@
-"""What DDP sends in the place of plain gradients: torch's communication hooks, on every device."""
+"""What DDP sends instead of plain gradients: torch's communication hooks, on every device."""
 
 # No `from __future__ import annotations`: DDP looks at the annotation of `bucket`.
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 Name = Literal["none", "bf16", "fp16", "powersgd", "post_local_sgd"]
 Future = torch.futures.Future[torch.Tensor]
+# State and function, as `DistributedDataParallel.register_comm_hook` takes them.
+Hook = tuple[Any, Callable[[Any, dist.GradBucket], Future]]
 
 # DDP rebuilds its buckets after the first step, and PowerSGD remembers errors by bucket.
 PLAIN_STEPS = 2
@@ -30,14 +31,6 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Hook:
-    """As `DistributedDataParallel.register_comm_hook` takes it."""
-
-    state: Any
-    call: Callable[[Any, dist.GradBucket], Future]
-
-
 def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node: int) -> Hook:
     """A hook by its name ("none" has none).
 
@@ -45,27 +38,27 @@ def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node
         powersgd_rank: Of the matrices that take a gradient's place (Vogels et al. 2019, "PowerSGD",
             https://arxiv.org/abs/1905.13727, algorithm 1).
         start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd begins.
-        step: Optimizer steps that were taken before, in a run that goes on. What PowerSGD remembers
+        step: Optimizer steps that were taken before, in a resumed run. What PowerSGD remembers
             of its errors is different on every rank and is no part of a checkpoint: it begins anew.
-        per_node: Ranks of a node, among which post_local_sgd goes on averaging gradients where
+        per_node: Ranks of a node, among which post_local_sgd still averages gradients where
             there are several nodes.
     """
     if name == "bf16":
-        return Hook(None, bf16_compress_hook)
+        return None, bf16_compress_hook
     if name == "fp16":
-        return Hook(None, fp16_compress_hook)
+        return None, fp16_compress_hook
     if name == "powersgd":
         start = max(start_step, step + PLAIN_STEPS)
         state = PowerSGDState(None, powersgd_rank, start)
         state.iter = step
-        return Hook(state, power_sgd)
+        return state, power_sgd
     if name == "post_local_sgd":
         node, gradients = None, per_node < dist.get_world_size() and per_node > 1
         if gradients:
             node, _ = dist.new_subgroups(group_size=per_node)
         local = PostLocalSGDState(None, node, start_step, post_local_gradient_allreduce=gradients)
         local.iter = step
-        return Hook(local, post_localSGD_hook)
+        return local, post_localSGD_hook
     raise ValueError(f"no hook {name!r}")
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import nn
 
 from distdl.errors import Problem
+from distdl.ranges import AboveZero, Positive
 from distdl.strategies.drifting import DriftingStrategy
 from distdl.traffic import in_words
 
@@ -31,19 +32,19 @@ class LocalSGDStrategy(DriftingStrategy):
 
     Args:
         sync_every: Optimizer steps from one meeting to the next (H in both papers).
-        outer: "average": all ranks go on from the mean of their weights. "nesterov" (DiLoCo): the
-            way from the last meeting to that mean is taken for a gradient, and an outer SGD with
-            Nesterov momentum takes a step along it. It keeps two copies of the weights more.
+        outer: "average": all ranks continue from the mean of their weights. "nesterov" (DiLoCo):
+            the way from the last meeting to that mean is the gradient of an outer SGD with
+            Nesterov momentum. It keeps two more copies of the weights.
         outer_lr: Of the outer step.
         outer_momentum: Of the outer step. Both defaults are DiLoCo's (section 3.1).
     """
 
     def __init__(
         self,
-        sync_every: int = 32,
+        sync_every: Positive = 32,
         outer: Literal["average", "nesterov"] = "average",
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: AboveZero = 0.7,
+        outer_momentum: AboveZero = 0.9,
     ) -> None:
         super().__init__()
         self.sync_every, self.outer = sync_every, outer
@@ -56,22 +57,13 @@ class LocalSGDStrategy(DriftingStrategy):
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         """What is wrong with the arguments; paths are relative to the strategy node."""
-        if config.get("sync_every", 32) < 1:
-            yield Problem("sync_every", "must be 1 or more", "strategy.sync_every=32")
-        outer = config.get("outer", "average")
-        if outer not in ("average", "nesterov"):
-            remedy = "strategy.outer=average or strategy.outer=nesterov"
-            yield Problem("outer", f"is {outer!r}", remedy)
-        defaults = {"outer_lr": 0.7, "outer_momentum": 0.9}
-        for name, default in defaults.items():
-            if outer == "average" and config.get(name, default) != default:
+        for name, default in (("outer_lr", 0.7), ("outer_momentum", 0.9)):
+            used = config.get("outer", "average") == "nesterov"
+            if not used and config.get(name, default) != default:
                 remedy = f"strategy.outer=nesterov, or leave strategy.{name} out"
                 yield Problem(name, "has no effect with strategy.outer=average", remedy)
-        if config.get("outer_lr", 0.7) <= 0:
-            yield Problem("outer_lr", "must be more than 0", "strategy.outer_lr=0.7")
-        if not 0 < config.get("outer_momentum", 0.9) < 1:
-            what = "must be more than 0 and less than 1"
-            yield Problem("outer_momentum", what, "strategy.outer_momentum=0.9")
+        if config.get("outer_momentum", 0.9) >= 1:
+            yield Problem("outer_momentum", "must be less than 1", "strategy.outer_momentum=0.9")
         trainer = (context.get("config") or {}).get("trainer") or {}
         if trainer.get("sync_batchnorm"):
             what = "trainer.sync_batchnorm would send at every step what local_sgd saves"
@@ -86,7 +78,7 @@ class LocalSGDStrategy(DriftingStrategy):
         """No DistributedDataParallel: ranks only begin with the same weights."""
         assert self.model is not None
         if self.world_size == 1:
-            log.warning("strategy=local_sgd: one device has nobody to meet")
+            log.warning("strategy=local_sgd: one device has no other to meet")
         _sync_module_states(self.model)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -108,8 +100,8 @@ class LocalSGDStrategy(DriftingStrategy):
         )
         for name, value in self._momentum.items():
             if name in self._last:
-                own = self._last[name]
-                self._outer.state[own] = {"momentum_buffer": value.to(own.device, own.dtype)}
+                last = self._last[name]
+                self._outer.state[last] = {"momentum_buffer": value.to(last.device, last.dtype)}
         self._momentum = {}
 
     # ------------------------------------------------------------------------------- training

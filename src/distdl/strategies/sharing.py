@@ -18,7 +18,7 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 class Sliced(Strategy):
-    """Where each rank holds slices: weights are read into the whole module, which is then cut."""
+    """Where each rank holds slices: weights are read into the full module, which is then cut."""
 
     sharded_checkpoints = False  # `checkpoint.sharded`
 
@@ -41,17 +41,16 @@ class Sliced(Strategy):
         return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
 
-def agree_on_buffers(module: nn.Module) -> None:
-    """Gives every rank rank 0's buffers: running statistics of batch norm above all.
+def agree_on_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank of `group` the buffers of its first one: batch norm's running statistics.
 
-    Each rank has seen other images. DDP broadcasts rank 0's before every forward; in training
-    nothing reads them, so doing it before a validation and before saving comes to the same, and
-    what is saved is what DDP would have saved.
+    DDP broadcasts rank 0's before every forward. In training nothing reads them, so it is enough
+    before a validation and before saving: what is saved is what DDP would have saved. Collective.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for buffer in module.buffers():
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer.data, group=group, group_src=0)
 
 
 def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
@@ -79,7 +78,7 @@ def lay_out_plainly(module: nn.Module) -> None:
 
 
 def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Lightning's averages of weights copy a module whose weights are whole: FSDP2 and ZeRO-3 leave
+    """Lightning's averages of weights copy a module with all its weights: FSDP2 and ZeRO-3 leave
     each rank a slice, on which they fail in the first step."""
     for name, callback in (config.get("callbacks") or {}).items():
         target = str((callback or {}).get("_target_", ""))
@@ -87,21 +86,6 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
             what = f"callbacks.{name} averages whole weights, and here a rank has a slice"
             remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
             yield Problem("", what, remedy)
-
-
-def check_keys(own: Iterable[str], given: Mapping[str, Any], strict: bool) -> None:
-    """Compares a module's names with a checkpoint's.
-
-    Raises:
-        RuntimeError: With `strict`, when they differ; torch's own `load_state_dict` raises it too.
-    """
-    names = set(own)
-    missing, unexpected = sorted(names - given.keys()), sorted(given.keys() - names)
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"the checkpoint's weights do not fit the model: missing {missing}, "
-            f"unexpected {unexpected}"
-        )
 
 
 def on_host(value: Any) -> Any:

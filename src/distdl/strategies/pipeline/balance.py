@@ -15,6 +15,7 @@ from distdl.suggest import closest
 # H1 of Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 2.2), with
 # forward, input and weight gradient of equal length.
 FILLING = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
+SEVERAL_PIECES = ("interleaved", "zero_bubble")  # several pieces of the model per device
 
 
 def partition(costs: Sequence[float], pieces: int) -> list[int]:
@@ -75,10 +76,10 @@ def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> lis
                     cuts[second] += b if second != first else 0
                     if all(low < high for low, high in itertools.pairwise(cuts)):
                         moved.append(cuts)
-        found = min(moved, key=loads)
-        if loads(found) >= loads(best):
+        best_move = min(moved, key=loads)
+        if loads(best_move) >= loads(best):
             return best
-        best = found
+        best = best_move
 
 
 def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int]:
@@ -96,25 +97,16 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
     for name in starts:
         if name not in names:
             near = closest(str(name), list(names))
-            raise UserError(
-                Problem(path, f"the model has no block {name!r}", f"did you mean {near}?")
-                if near
-                else Problem(path, f"the model has no block {name!r}", f"one of {', '.join(names)}")
-            )
+            remedy = f"did you mean {near}?" if near else f"one of {', '.join(names)}"
+            raise UserError(Problem(path, f"the model has no block {name!r}", remedy))
     bounds = [0, *(names.index(name) for name in starts), len(names)]
     if sorted(set(bounds)) != bounds:
-        raise UserError(
-            Problem(path, "the blocks are not in the model's order, or one begins the first stage")
-        )
+        what = "the blocks are not in the model's order, or one begins the first stage"
+        raise UserError(Problem(path, what))
     if len(starts) != pieces - 1:
-        raise UserError(
-            Problem(
-                path,
-                f"names {len(starts)} blocks, and {pieces} pieces have {pieces - 1} beginnings "
-                "after the first",
-                "name the first block of each piece but the first",
-            )
-        )
+        what = f"names {len(starts)} blocks, and {pieces} pieces have {pieces - 1} beginnings after"
+        remedy = "name the first block of each piece but the first"
+        raise UserError(Problem(path, f"{what} the first", remedy))
     return bounds
 
 

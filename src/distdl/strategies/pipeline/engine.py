@@ -14,9 +14,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._pytree import tree_map
 
 from distdl.errors import Problem, UserError
-from distdl.strategies.pipeline.place import Place
 from distdl.strategies.pipeline.probe import Edge
 from distdl.strategies.pipeline.splitting import Block
+from distdl.strategies.pipeline.stage_rules import StagePosition
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -30,7 +30,7 @@ SEVERAL = {
 class Piece(nn.Module):
     """Consecutive blocks of a model, as a pipeline calls them.
 
-    Between the ranks tensors travel contiguous, which every version of torch and every back end
+    Between the ranks tensors travel contiguous, which every version of torch and every backend
     agrees on: where the blocks give channels_last, as [B, H, W, C].
 
     Args:
@@ -78,7 +78,7 @@ def from_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
 
 
 class Stage(PipelineStage):
-    """torch's stage, which also says when its gradients are complete."""
+    """torch's stage, which also reports when its gradients are complete."""
 
     done: Callable[[int], None] | None = None
 
@@ -100,19 +100,19 @@ class Engine:
     """One rank's pieces, and the schedules that run them together with those of the other ranks.
 
     Args:
-        place: Which stage this rank is.
+        position: Which stage this rank is.
         group: The ranks of its pipeline.
         device: Where its pieces are.
-        pieces: By number; piece i of n is on stage `i % place.stages`.
+        pieces: By number; piece i of n is on stage `i % position.stages`.
         shapes: Every piece of the model on `meta`, to learn sizes from.
         edges: Before each piece, and behind the last.
         schedule: gpipe, 1f1b, interleaved or zero_bubble.
         micro_batches: Into which a batch is cut.
         loss: (output, target) of one micro-batch to its loss; with the divisor applied.
-        done: Told the number of a piece whose gradients are complete.
+        done: Called with the number of a piece whose gradients are complete.
     """
 
-    place: Place
+    position: StagePosition
     group: dist.ProcessGroup
     device: torch.device
     pieces: Mapping[int, Piece]
@@ -142,17 +142,13 @@ class Engine:
         """
         rows = len(inputs)
         if rows % self.micro_batches:
-            raise UserError(
-                Problem(
-                    "strategy.micro_batches",
-                    f"a batch of {rows} does not divide into {self.micro_batches} micro-batches",
-                    "choose a batch size that does, and drop_last=True for the last one",
-                )
-            )
+            what = f"a batch of {rows} does not divide into {self.micro_batches} micro-batches"
+            remedy = "choose a batch size that does, and drop_last=True for the last one"
+            raise UserError(Problem("strategy.micro_batches", what, remedy))
         schedule, sizes = self._prepared(inputs, training=True)
         self._follow(True)
         keywords = {}
-        if self.place.last:
+        if self.position.last:
             size = rows // self.micro_batches
             self._targets = [
                 tree_map(lambda t, i=i: t[i * size : (i + 1) * size], targets)
@@ -176,7 +172,7 @@ class Engine:
         return self._shared(out, (len(inputs), *sizes))[:rows]
 
     def _entering(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (inputs.detach(),) if self.place.first else ()
+        return (inputs.detach(),) if self.position.first else ()
 
     def _follow(self, training: bool) -> None:
         for piece in self.pieces.values():
@@ -191,7 +187,7 @@ class Engine:
         if out is None:
             out = torch.empty(*sizes, dtype=self.edges[-1].torch_dtype, device=self.device)
         out = out.detach().contiguous()
-        dist.broadcast(out, group=self.group, group_src=self.place.stages - 1)
+        dist.broadcast(out, group=self.group, group_src=self.position.stages - 1)
         return out
 
     def _prepared(self, inputs: torch.Tensor, training: bool) -> tuple[Any, tuple[int, ...]]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.utilities import move_data_to_device
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from distdl import cluster
 from distdl.errors import UserError
 from distdl.portable import index_state, name_state, names_of
-from distdl.strategies.pipeline import checks, state
-from distdl.strategies.pipeline.loading import FirstStageLoader, to_device
-from distdl.strategies.pipeline.place import Place
+from distdl.strategies.pipeline import stage_rules
+from distdl.strategies.pipeline.first_stage_loader import FirstStageLoader
+from distdl.strategies.pipeline.stage_rules import StagePosition
+from distdl.strategies.sharing import agree_on_buffers
 
 
 class StagedStrategy(DDPStrategy):
@@ -25,31 +28,35 @@ class StagedStrategy(DDPStrategy):
     The stages of a pipeline take the same data and hold the same metrics, but not the same weights.
     """
 
-    given: dict[str, Any]  # the settings, as distdl.strategies.pipeline.checks takes them
-    place: Place
+    settings: dict[str, Any]  # stages, schedule, ..., as stage_rules.problems takes them
+    schedule: str
+    balance: str | list[str]
+    micro_batches: int
+    pieces_per_stage: int
+    position: StagePosition
     pipeline: dist.ProcessGroup  # the stages of this rank's pipeline
     replicas: dist.ProcessGroup  # the copies of this rank's stage
-    names: list[str]  # of the whole module's state, in its order
+    names: list[str]  # of the complete module's state, in its order
     optimizer_names: list[list[list[str]]]  # of the parameters by optimizer and group
 
     # ------------------------------------------------------------------- who takes which data
 
     def data_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """(this rank's number, how many) among those that take different data."""
-        place = self.placed(rank, world_size)
-        return place.replica, place.replicas
+        position = self.position_of(rank, world_size)
+        return position.replica, position.replicas
 
-    def placed(self, rank: int, world_size: int) -> Place:
-        """Where a rank stands.
+    def position_of(self, rank: int, world_size: int) -> StagePosition:
+        """Which stage of which pipeline a rank is.
 
         Raises:
             UserError: The settings do not fit the world size.
         """
-        problems = list(checks.problems(self.given, world_size))
+        problems = list(stage_rules.problems(self.settings, world_size))
         if problems:
-            raise UserError(*map(checks.at_strategy, problems))
-        stages = checks.stages_of(self.given, world_size)
-        return Place.of(rank, world_size, stages, self.given["across"])
+            raise UserError(*map(stage_rules.at_strategy, problems))
+        stages = stage_rules.stages_of(self.settings, world_size)
+        return StagePosition.of_rank(rank, world_size, stages, self.settings["across"])
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -59,19 +66,28 @@ class StagedStrategy(DDPStrategy):
     @property
     def takes_inputs(self) -> bool:
         """Whether the images are needed here; elsewhere they are on `meta`."""
-        return self.place.first
+        return self.position.first
 
     def process_dataloader(self, dataloader: object) -> object:
         key = getattr(self.lightning_module, "pipeline_key", None)
-        return FirstStageLoader(dataloader, self.place, self.pipeline, key)
+        return FirstStageLoader(dataloader, self.position, self.pipeline, key)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if self.place.first or self.lightning_module is None:
+        """As Lightning's, with its three hooks; what is on `meta` stays there."""
+        module = self.lightning_module
+        if self.position.first or module is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        device = device or self.root_device
-        return to_device(self.lightning_module, batch, device, dataloader_idx)
+        target = device or self.root_device
+
+        def move(value: Any) -> Any:
+            on_meta = isinstance(value, torch.Tensor) and value.is_meta
+            return value if on_meta else move_data_to_device(value, target)
+
+        batch = module._call_batch_hook("on_before_batch_transfer", batch, dataloader_idx)
+        batch = tree_map(move, batch)
+        return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
     # ------------------------------------------------------------------ collective operations
 
@@ -90,29 +106,34 @@ class StagedStrategy(DDPStrategy):
         return min(votes) if all else max(votes)
 
     def on_validation_start(self) -> None:
-        self._agree_on_buffers()
-
-    def on_test_start(self) -> None:
-        self._agree_on_buffers()
-
-    def on_predict_start(self) -> None:
-        self._agree_on_buffers()
-
-    def _agree_on_buffers(self) -> None:
-        """Running statistics of batch norm: those of the first replica, as under DDP."""
         assert self.lightning_module is not None
-        for buffer in self.lightning_module.buffers():
-            dist.broadcast(buffer.data, group=self.replicas, group_src=0)
+        agree_on_buffers(self.lightning_module, self.replicas)
+
+    on_test_start = on_predict_start = on_validation_start
 
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's, on rank 0; all ranks must call it."""
+        """The complete module's, on rank 0. Collective."""
         assert self.lightning_module is not None
-        return self._whole(self.lightning_module.state_dict())
+        return self._merged(self.lightning_module.state_dict(), self.names)
 
-    def _whole(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        return state.ordered(state.merged(part, self.place, self.pipeline), self.names)
+    def _merged(self, part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """The parts of all stages in one, on the first stage of the first pipeline; else empty.
+
+        Where stages have the same name, the first one's counts. Collective.
+
+        Args:
+            part: Of this stage.
+            names: The order; what they do not name comes last.
+        """
+        if self.position.replica > 0:  # the other pipelines hold the same
+            return {}
+        parts: list[Any] | None = [None] * self.position.stages if self.position.first else None
+        own = move_data_to_device(dict(part), torch.device("cpu"))
+        dist.gather_object(own, parts, group=self.pipeline, group_dst=0)
+        merged = {name: value for each in reversed(parts or []) for name, value in each.items()}
+        return {**{name: merged[name] for name in names if name in merged}, **merged}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -120,25 +141,28 @@ class StagedStrategy(DDPStrategy):
         # A callback that averages weights puts its own copy, of this stage alone, there.
         weights = checkpoint.get("state_dict", {})
         if cluster.tell_all(bool(weights) and not set(self.names) <= set(weights)):
-            checkpoint["state_dict"] = self._whole(weights)
+            checkpoint["state_dict"] = self._merged(weights, self.names)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """By name, of the whole model, on rank 0; all ranks must call it."""
+        """By name, of the complete model, on rank 0. Collective."""
         assert self.lightning_module is not None
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
-        own = name_state(inner.state_dict(), names_of(inner, self.lightning_module))
-        names = self.optimizer_names[self._number(inner)]
-        return state.named_state(own, names, self.place, self.pipeline)
-
-    def _number(self, optimizer: Optimizer) -> int:
-        return next(i for i, own in enumerate(self.optimizers) if own is optimizer)
+        state = name_state(inner.state_dict(), names_of(inner, self.lightning_module))
+        number = next(i for i, each in enumerate(self.optimizers) if each is inner)
+        names = self.optimizer_names[number]
+        values = self._merged(state["state"], [name for group in names for name in group])
+        groups = [
+            {**group, "params": list(complete)}
+            for group, complete in zip(state["param_groups"], names, strict=True)
+        ]
+        return {**state, "state": values, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         states = [
-            index_state(name_state(given, names), names_of(optimizer, self.lightning_module))
-            for given, names, optimizer in zip(
+            index_state(name_state(state, names), names_of(optimizer, self.lightning_module))
+            for state, names, optimizer in zip(
                 checkpoint["optimizer_states"], self.optimizer_names, self.optimizers, strict=True
             )
         ]

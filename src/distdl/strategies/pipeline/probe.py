@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -36,7 +37,7 @@ class Edge:
     channels_last: bool
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Edge:
+    def through(cls, x: torch.Tensor) -> Edge:
         last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
         return cls(str(x.dtype).removeprefix("torch."), last and not x.is_contiguous())
 
@@ -78,20 +79,15 @@ def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.
     if x.is_floating_point():
         x = x.to(parameter.dtype)
     with torch.no_grad(), _evaluating(module, blocks):
-        expected, found = module(x), x
-        for block in blocks:
-            for part in block.modules:
-                found = part(found)
-    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        expected, chained = module(x), x
+        for part in itertools.chain.from_iterable(block.modules for block in blocks):
+            chained = part(chained)
+    if not isinstance(expected, torch.Tensor) or not isinstance(chained, torch.Tensor):
         raise UserError(Problem("strategy", "the model's forward must return one tensor"))
-    if expected.shape != found.shape or not torch.allclose(expected, found, rtol=1e-3, atol=1e-5):
-        raise UserError(
-            Problem(
-                "strategy",
-                "the blocks that pipeline_blocks() states give another result than forward",
-                "it must return everything that forward applies, in that order",
-            )
-        )
+    if expected.shape != chained.shape or not expected.allclose(chained, rtol=1e-3, atol=1e-5):
+        what = "the blocks that pipeline_blocks() states give another result than forward"
+        remedy = "it must return everything that forward applies, in that order"
+        raise UserError(Problem("strategy", what, remedy))
 
 
 @contextmanager
@@ -135,19 +131,16 @@ def run_through(
     Raises:
         UserError: A micro-batch is too small for a batch norm to train on.
     """
-    device = inputs.device
-    x = inputs[:1].detach()
-    if trains:
-        x = torch.cat([x] * rows)
-    devices = [device] if device.type == "cuda" else []
-    found = []
-    with torch.random.fork_rng(devices):
-        for _ in range(ROUNDS if measured else 1):
-            found.append(_one_round(blocks, x, trains, convert, context, measured))
-    edges = found[0][0]
+    x = torch.cat([inputs[:1].detach()] * (rows if trains else 1))
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        rounds = [
+            _one_round(blocks, x, trains, convert, context, measured)
+            for _ in range(ROUNDS if measured else 1)
+        ]
+    edges = rounds[0][0]
     if not measured:
         return edges, None
-    return edges, [min(times) for times in zip(*(times for _, times in found[1:]), strict=True)]
+    return edges, [min(times) for times in zip(*(times for _, times in rounds[1:]), strict=True)]
 
 
 def _one_round(
@@ -159,9 +152,9 @@ def _one_round(
     measured: bool,
 ) -> tuple[list[Edge], list[float]]:
     """Through all blocks, one copied at a time: all of them may not fit."""
-    rows, edges, times = len(x), [], []
+    edges, times = [], []
     for number, block in enumerate(blocks):
-        edges.append(Edge.of(x))
+        edges.append(Edge.through(x))
         copied = convert(nn.Sequential(*(copy.deepcopy(m) for m in block.modules)))
         copied.to(x.device).train(trains)
         try:
@@ -174,18 +167,18 @@ def _one_round(
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise UserError(_one_value(block, rows)) from error
+            what = f"batch norm in {block.name} sees one value per channel in a micro-batch of"
+            remedy = "larger micro-batches: fewer of them, or a larger data.batch_size"
+            raise UserError(
+                Problem(
+                    "strategy.micro_batches",
+                    f"{what} {len(x)} sample",
+                    f"model.norm=group, or {remedy}",
+                )
+            ) from error
         del copied
-    edges.append(Edge.of(x))
+    edges.append(Edge.through(x))
     return edges, times
-
-
-def _one_value(block: Block, rows: int) -> Problem:
-    return Problem(
-        "strategy.micro_batches",
-        f"batch norm in {block.name} sees one value per channel in a micro-batch of {rows} sample",
-        "model.norm=group, or larger micro-batches: fewer of them, or a larger data.batch_size",
-    )
 
 
 def _timed(

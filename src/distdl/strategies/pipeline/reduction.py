@@ -13,7 +13,7 @@ from distdl.strategies.sharing import buckets
 
 
 class GradientReducer:
-    """What DistributedDataParallel does for a whole model, for the pieces of one stage.
+    """What DistributedDataParallel does for a complete model, for the pieces of one stage.
 
     Gradients are complete after the backward of the last micro-batch. As that one goes through the
     blocks, each bucket is all-reduced as soon as its last gradient is there, always in the same
@@ -80,7 +80,7 @@ class GradientReducer:
             self._launched.append((bucket, flat, work))
 
     def finish(self) -> None:
-        """Waits for what is under way and puts the averages in the place of the gradients."""
+        """Waits for what is under way and replaces the gradients by their averages."""
         if not self._active:
             return
         for piece in range(len(self.pieces)):

@@ -49,7 +49,7 @@ class Block:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    # One tensor at a time: the whole must not be in memory twice.
+    # One tensor at a time: the module must not be in memory twice.
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -65,25 +65,20 @@ def blocks_in(module: nn.Module) -> list[Block]:
     Raises:
         UserError: It does not, a parameter is in no block or in two, or nothing can be cut.
     """
-    missing = [name for name in CONTRACT if not hasattr(module, name)]
+    missing = [f"no {name}()" for name in CONTRACT if not hasattr(module, name)]
     if missing:
-        raise UserError(
-            Problem(
-                "strategy",
-                f"{type(module).__name__} cannot be split into stages: it has no "
-                + ", no ".join(f"{name}()" for name in missing),
-                "docs/strategies/pipeline.md says what they return; or strategy=ddp",
-            )
-        )
+        what = f"{type(module).__name__} cannot be split into stages: it has {', '.join(missing)}"
+        remedy = "docs/strategies/pipeline.md says what they return; or strategy=ddp"
+        raise UserError(Problem("strategy", what, remedy))
     blocks: list[list[NamedBlock]] = [[]]
     for name, part in module.pipeline_blocks():  # type: ignore[operator]
         has_parameters = next(part.parameters(), None) is not None
         if has_parameters and any(next(p.parameters(), None) is not None for _, p in blocks[-1]):
             blocks.append([])
         blocks[-1].append((name, part))
-    found = [Block(_title(parts, i), tuple(parts)) for i, parts in enumerate(blocks)]
-    _check_parameters(module, found)
-    return found
+    titled = [Block(_title(parts, i), tuple(parts)) for i, parts in enumerate(blocks)]
+    _check_parameters(module, titled)
+    return titled
 
 
 def _title(parts: Sequence[NamedBlock], number: int) -> str:
@@ -93,12 +88,13 @@ def _title(parts: Sequence[NamedBlock], number: int) -> str:
 
 def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
     owners: dict[int, int] = {}
+    modules = dict(module.named_modules(remove_duplicate=False))
     for number, block in enumerate(blocks):
         for name, part in block.parts:
             # None, or not what the module has under that name: it could not be put away.
             if name is None and next(part.parameters(), None) is not None:
                 raise _refused(f"the block {type(part).__name__} has parameters and no name")
-            if name is not None and _submodule(module, name) is not part:
+            if name is not None and modules.get(name) is not part:
                 raise _refused(f"the block {name!r} is not the module of that name")
             for parameter in part.parameters():
                 if owners.setdefault(id(parameter), number) != number:
@@ -108,17 +104,9 @@ def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
             raise _refused(f"the parameter {name} is in none of the blocks")
 
 
-def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _refused(what: str) -> UserError:
-    return UserError(
-        Problem("strategy", f"the model cannot be split into stages: {what}", "strategy=ddp")
-    )
+    what = f"the model cannot be split into stages: {what}"
+    return UserError(Problem("strategy", what, "strategy=ddp"))
 
 
 class Elsewhere(nn.Module):
@@ -143,7 +131,7 @@ class Elsewhere(nn.Module):
 
 
 def split(module: nn.Module, blocks: Sequence[Block], kept: Collection[int]) -> None:
-    """Puts `Elsewhere` in the place of the blocks whose number is not among `kept`."""
+    """Replaces by `Elsewhere` the blocks whose number is not among `kept`."""
     for number, block in enumerate(blocks):
         for name, part in block.parts:
             if name is not None and number not in kept:
@@ -151,7 +139,7 @@ def split(module: nn.Module, blocks: Sequence[Block], kept: Collection[int]) -> 
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
+def complete(module: nn.Module) -> Iterator[None]:
     """For a moment the module is complete: blocks of other stages are there, on `meta`.
 
     So names, their order and the groups of an optimizer come out as they do in one process.

@@ -10,24 +10,39 @@ callbacks are the same on all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from distdl.errors import Problem, UserError
 from distdl.portable import names_of
-from distdl.strategies.pipeline import checks, plan, splitting
+from distdl.ranges import AboveZero, Positive
+from distdl.strategies.pipeline import partition_plan, splitting, stage_rules
 from distdl.strategies.pipeline.engine import Engine, Piece
 from distdl.strategies.pipeline.exchange import StagedStrategy
 from distdl.strategies.pipeline.reduction import GradientReducer
+
+
+class Splitter(Callback):
+    """Splits the module when the data is there and no other callback has seen the module yet.
+
+    A moving average of the weights copies the module in its own `setup`: it must find the pieces.
+    """
+
+    def __init__(self, strategy: PipelineStrategy) -> None:
+        self._strategy = strategy
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not splitting.is_split(pl_module):
+            self._strategy.split(trainer)
 
 
 class PipelineStrategy(StagedStrategy):
@@ -43,7 +58,7 @@ class PipelineStrategy(StagedStrategy):
             be; "parameters": count parameters instead; or the names of the blocks at which a new
             piece begins.
         pieces_per_stage: Of interleaved and zero_bubble: pieces of the model per device.
-        across: "devices" or "nodes", see Place.
+        across: "devices" or "nodes", see StagePosition.
         bucket_cap_mb: Gradients are averaged over the replicas in buckets of so many MiB.
 
     Raises:
@@ -52,41 +67,38 @@ class PipelineStrategy(StagedStrategy):
 
     def __init__(
         self,
-        stages: int | None = None,
-        schedule: str = "1f1b",
-        micro_batches: int | None = None,
+        stages: Positive | None = None,
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b",
+        micro_batches: Positive | None = None,
         balance: str | list[str] = "measured",
-        pieces_per_stage: int = 2,
-        across: str = "devices",
-        bucket_cap_mb: float = 25,
+        pieces_per_stage: Positive = 2,
+        across: Literal["devices", "nodes"] = "devices",
+        bucket_cap_mb: AboveZero = 25,
     ) -> None:
         super().__init__()
         self.schedule, self.balance = schedule, balance
-        self.given = {
+        self.settings = {
             "stages": stages,
             "schedule": schedule,
             "micro_batches": micro_batches,
             "pieces_per_stage": pieces_per_stage,
             "across": across,
         }
-        self._micro_batches = micro_batches
-        self.pieces_per_stage = checks.pieces_per_stage(schedule, pieces_per_stage)
+        self.pieces_per_stage = stage_rules.pieces_per_stage(schedule, pieces_per_stage)
         self.bucket_cap_mb = bucket_cap_mb
         self._outputs: torch.Tensor | None = None
         self._aside: list[torch.Tensor | None] = []
         self._window_open = False  # between the first batch of an optimizer step and the step
         self._blocked = False
-        self._splitter: plan.Splitter | None = None
-        self._plan: plan.Plan | None = None
+        self._splitter: Splitter | None = None
+        self._plan: partition_plan.PipelinePlan | None = None
 
-    @staticmethod
-    def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with the settings, before anything starts."""
-        yield from checks.check(node, context)
+    check = staticmethod(stage_rules.check)
 
     @property
-    def micro_batches(self) -> int:
-        return self._micro_batches or checks.default_micro_batches(self.place.stages)
+    def micro_batches(self) -> int:  # type: ignore[override]
+        stages = self.position.stages
+        return self.settings["micro_batches"] or stage_rules.default_micro_batches(stages)
 
     # ------------------------------------------------------------------------------- set-up
 
@@ -95,9 +107,9 @@ class PipelineStrategy(StagedStrategy):
         module = self.lightning_module
         assert module is not None
         if self._splitter is None:
-            self.place = self.placed(self.global_rank, self.world_size)
-            self.pipeline, self.replicas = self.place.groups(self.root_device.type)
-            self._splitter = plan.Splitter(self)
+            self.position = self.position_of(self.global_rank, self.world_size)
+            self.pipeline, self.replicas = self.position.groups(self.root_device.type)
+            self._splitter = Splitter(self)
         callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
         if self._splitter not in callbacks:
             callbacks.insert(0, self._splitter)
@@ -106,16 +118,13 @@ class PipelineStrategy(StagedStrategy):
         """Cuts the module: called once, by the Splitter."""
         module = trainer.lightning_module
         if str(trainer.precision).startswith("16"):
-            raise UserError(
-                Problem(
-                    "trainer.precision", "a pipeline has no fp16", "trainer.precision=bf16-mixed"
-                )
-            )
+            what = "a pipeline has no fp16"
+            raise UserError(Problem("trainer.precision", what, "trainer.precision=bf16-mixed"))
         blocks = splitting.blocks_in(module)
-        self._plan = plan.make(self, trainer, blocks)
+        self._plan = partition_plan.make(self, trainer, blocks)
         bounds = self._plan.bounds
         self._spans = [blocks[start:end] for start, end in itertools.pairwise(bounds)]
-        self._mine = range(self.place.stage, len(self._spans), self.place.stages)
+        self._mine = range(self.position.stage, len(self._spans), self.position.stages)
         self._shapes = [
             torch.nn.Sequential(*(block.on_meta() for block in span)) for span in self._spans
         ]
@@ -150,7 +159,7 @@ class PipelineStrategy(StagedStrategy):
             self.bucket_cap_mb,
         )
         self._engine = Engine(
-            self.place,
+            self.position,
             self.pipeline,
             self.root_device,
             pieces,
@@ -176,8 +185,8 @@ class PipelineStrategy(StagedStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
-        # Built over the whole model, an optimizer has the groups that it has in one process.
-        with splitting.whole(module):
+        # Built over the complete model, an optimizer has the groups that it has in one process.
+        with splitting.complete(module):
             super().setup_optimizers(trainer)
             self.optimizer_names = [names_of(o, module) for o in self.optimizers]
         for optimizer in self.optimizers:
@@ -251,7 +260,7 @@ class PipelineStrategy(StagedStrategy):
         return loss / (self.micro_batches * module.trainer.accumulate_grad_batches)
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """In the place of the module's forward, which no rank has the blocks for."""
+        """Instead of the module's forward, which no rank has the blocks for."""
         module = self.lightning_module
         assert module is not None
         if not module.trainer.training:

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import move_data_to_device
 from torch.utils._pytree import tree_map
 
-from distdl.strategies.pipeline.place import Place
+from distdl.strategies.pipeline.stage_rules import StagePosition
 
 
 class FirstStageLoader:
@@ -22,13 +20,16 @@ class FirstStageLoader:
 
     Args:
         loader: Any iterable.
-        place: Which stage this rank is.
+        position: Which stage this rank is.
         group: The ranks of its pipeline.
         key: Which part of a batch holds the inputs: a key of a dict, the position in a tuple.
     """
 
-    def __init__(self, loader: Any, place: Place, group: dist.ProcessGroup, key: Any) -> None:
-        self.loader, self._place, self._group, self._key = loader, place, group, key
+    def __init__(
+        self, loader: Any, position: StagePosition, group: dist.ProcessGroup, key: Any
+    ) -> None:
+        self.loader, self._position = loader, position
+        self._group, self._key = group, key
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -39,7 +40,7 @@ class FirstStageLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._place.first:
+        if self._position.first:
             for batch in self.loader:
                 self._share((without_inputs(batch, self._key),))
                 yield batch
@@ -74,17 +75,3 @@ def _pinned(value: Any) -> Any:
     """Out of ordinary memory, from which a copy to the GPU makes the host wait."""
     on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return value.pin_memory() if on_host else value
-
-
-def to_device(
-    module: LightningModule, batch: Any, device: torch.device, dataloader_idx: int
-) -> Any:
-    """Lightning's three hooks of a batch's way to the device; what is on `meta` stays there."""
-    batch = module._call_batch_hook("on_before_batch_transfer", batch, dataloader_idx)
-
-    def move(value: Any) -> Any:
-        on_meta = isinstance(value, torch.Tensor) and value.is_meta
-        return value if on_meta else move_data_to_device(value, device)
-
-    batch = tree_map(move, batch)
-    return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)

@@ -1,7 +1,8 @@
-"""What a checkpoint needs so that Lightning (2.6) goes on from it exactly, and it does not keep."""
+"""What a checkpoint needs so that a resume is exact, and Lightning (2.6) does not keep."""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from typing import Any
@@ -12,10 +13,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as theirs
 from torch import nn
 
-from distdl import cluster
+from distdl import cluster, optim
+
+log = logging.getLogger(__name__)
 
 # Their `on_train_epoch_start` sets up the epoch, and may come twice. Lightning leaves that hook out
-# when it goes on inside an epoch.
+# when it resumes inside an epoch.
 SET_UP_THE_EPOCH = (theirs.GradientAccumulationScheduler, theirs.StochasticWeightAveraging)
 
 
@@ -33,20 +36,64 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
         fit_loop["epoch_progress"][part]["processed"] -= 1
 
 
-def recount_batches(progress: dict[str, Any], consumed: int, samples_per_batch: int) -> None:
+def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: int) -> None:
     """Lightning counts batches; when they hold another number of samples, they are other batches.
 
     Rounded up, so that the rest of the epoch never needs more samples than it has.
+
+    Args:
+        kept: Of the checkpoint.
+        samples_per_batch: Of this run; 0: unknown.
     """
-    done = math.ceil(consumed / samples_per_batch)
-    current, total = progress["current"], progress["total"]
+    if not samples_per_batch or kept["samples_per_batch"] == samples_per_batch:
+        return
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     # The checkpoint was written inside on_train_batch_end, one before `completed`.
-    open_batches = current["processed"] - current["completed"]
-    shift = done - current["processed"]
-    for part in (current, total):
-        for name in ("ready", "started", "processed"):
-            part[name] += shift
-        part["completed"] = part["processed"] - open_batches
+    open_batches = progress.current.processed - progress.current.completed
+    shift = math.ceil(kept["consumed"] / samples_per_batch) - progress.current.processed
+    for part in (progress.current, progress.total):
+        part.ready += shift
+        part.started += shift
+        part.processed += shift
+        part.completed = part.processed - open_batches
+
+
+def rescale(
+    trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
+) -> None:
+    """Another global batch: the rate follows its rule, the schedule keeps its epoch.
+
+    Args:
+        optimizer: The config's node; None: the module has its own.
+        before, now: Samples per optimizer step; None: unknown.
+    """
+    if not before or not now or before == now:
+        return
+    if not optimizer:
+        log.warning("the global batch was %d and is %d: the rate is as it was", before, now)
+        return
+    old, new = optim.rate_of(optimizer, before), optim.rate_of(optimizer, now)
+    for entry in trainer.lr_scheduler_configs:
+        optim.rescale_schedule(
+            entry.scheduler,
+            entry.scheduler.optimizer,
+            old_lr=old,
+            new_lr=new,
+            step_ratio=before / now,
+        )
+    log.warning(
+        "the global batch was %d and is %d: the learning rate goes from %.4g to %.4g (%s)",
+        before,
+        now,
+        old,
+        new,
+        optimizer.get("lr_scaling", "none"),
+    )
+
+
+def built_rates(optimizers: list[Any]) -> list[list[float]]:
+    """Of the groups of optimizers that have not stepped: before a schedule's first factor."""
+    return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
 
 
 def rng_state() -> dict[str, Any]:
@@ -80,7 +127,7 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
 
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
-    """What weights and optimizers do not tell. Collective.
+    """What weights and optimizers do not hold. Collective.
 
     Args:
         half_a_step: A module that steps by hand has accumulated gradients, which DDP has averaged
@@ -102,7 +149,7 @@ def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
 
 
 def begin_epoch_again(trainer: Trainer) -> None:
-    """Going on inside an epoch: callbacks that set it up do so again, and the rates stay."""
+    """A resume inside an epoch: callbacks that set it up do so again, and the rates stay."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -115,6 +162,6 @@ def begin_epoch_again(trainer: Trainer) -> None:
 
 
 def without_search(trainer: Trainer) -> None:
-    """A run that goes on has its learning rate: Lightning would search for it again."""
+    """A resumed run has its learning rate: Lightning would search for it again."""
     kept = [c for c in trainer.callbacks if not isinstance(c, theirs.LearningRateFinder)]  # type: ignore[attr-defined]
     trainer.callbacks = kept  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Before a pipeline starts: how the model is cut, found out on one rank and told to all."""
+"""How the model is cut into the pieces of a pipeline: found out on rank 0, the same on all."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from distdl import cluster
 from distdl.errors import UserError
-from distdl.strategies.pipeline import balance, checks, probe
+from distdl.strategies.pipeline import balance, probe, stage_rules
 from distdl.strategies.pipeline.probe import Edge
-from distdl.strategies.pipeline.splitting import Block, is_split
+from distdl.strategies.pipeline.splitting import Block
 
 if TYPE_CHECKING:
-    from distdl.strategies.pipeline.strategy import PipelineStrategy
+    from distdl.strategies.pipeline.exchange import StagedStrategy
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """How a model is cut.
 
     Args:
@@ -39,44 +39,27 @@ class Plan:
     seconds: list[float] | None
 
 
-class Splitter(Callback):
-    """Splits the module when the data is there and no other callback has seen the module yet.
-
-    A moving average of the weights copies the module in its own `setup`: it must find the pieces.
-    """
-
-    def __init__(self, strategy: PipelineStrategy) -> None:
-        self._strategy = strategy
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not is_split(pl_module):
-            self._strategy.split(trainer)
-
-
-def make(strategy: PipelineStrategy, trainer: Trainer, blocks: Sequence[Block]) -> Plan:
-    """Runs a sample through the blocks on rank 0; all ranks get what came of it.
+def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:
+    """Runs a sample through the blocks on rank 0. Collective.
 
     Raises:
         UserError: More pieces than blocks, or the blocks are not what the model's forward does.
     """
-    per_stage = strategy.pieces_per_stage
-    pieces = strategy.place.stages * per_stage
-    problems = list(checks.too_many(pieces, per_stage, len(blocks)))
-    if problems:
-        raise UserError(*(checks.at_strategy(p) for p in problems))
-    found = None
+    too_many = stage_rules.too_many(
+        strategy.position.stages, strategy.pieces_per_stage, len(blocks)
+    )
+    if problems := list(too_many):
+        raise UserError(*map(stage_rules.at_strategy, problems))
+    plan = None
     if trainer.global_rank == 0:
-        found = _found_out(strategy, trainer, blocks, pieces)
-        log.info("%s", table(strategy, blocks, found))
-    return cluster.tell_all(found)
+        plan = _measured(strategy, trainer, blocks)
+        log.info("%s", table(strategy, blocks, plan))
+    return cluster.tell_all(plan)
 
 
-def _found_out(
-    strategy: PipelineStrategy, trainer: Trainer, blocks: Sequence[Block], pieces: int
-) -> Plan:
-    module = trainer.lightning_module
+def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:
     inputs, rows = _inputs(trainer, strategy.root_device)
-    probe.check_chain(module, blocks, inputs)
+    probe.check_chain(trainer.lightning_module, blocks, inputs)
     trains = trainer.state.fn == TrainerFn.FITTING
     edges, seconds = probe.run_through(
         blocks,
@@ -87,13 +70,14 @@ def _found_out(
         context=strategy.precision_plugin.forward_context,
         measured=trains and strategy.balance == "measured",
     )
+    stages = strategy.position.stages
+    pieces = stages * strategy.pieces_per_stage
     if isinstance(strategy.balance, str):
         costs = seconds or [float(block.size) for block in blocks]
-        bounds = balance.partition(costs, pieces)
-        bounds = balance.even_out(costs, bounds, strategy.place.stages)
+        bounds = balance.even_out(costs, balance.partition(costs, pieces), stages)
     else:
         bounds = balance.cut_at([block.name for block in blocks], strategy.balance, pieces)
-    return Plan(bounds, [edges[bound] for bound in bounds], seconds)
+    return PipelinePlan(bounds, [edges[bound] for bound in bounds], seconds)
 
 
 def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -110,32 +94,32 @@ def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
     return inputs, rows or len(inputs)
 
 
-def table(strategy: PipelineStrategy, blocks: Sequence[Block], plan: Plan) -> str:
+def table(strategy: StagedStrategy, blocks: Sequence[Block], plan: PipelinePlan) -> str:
     """The stages, what they cost, the bubble that follows, and how to ask for this very split."""
-    place, count = strategy.place, strategy.micro_batches
-    stages, per_stage = place.stages, strategy.pieces_per_stage
-    spans = list(itertools.pairwise(plan.bounds))
+    position, count = strategy.position, strategy.micro_batches
+    stages, spans = position.stages, list(itertools.pairwise(plan.bounds))
 
     def of_stage(stage: int, values: Sequence[float]) -> float:
         return sum(sum(values[start:end]) for start, end in spans[stage::stages])
 
     seconds = [of_stage(s, plan.seconds) if plan.seconds else 1.0 for s in range(stages)]
     sizes = [of_stage(s, [block.size for block in blocks]) for s in range(stages)]
-    idle = balance.bubble(strategy.schedule, seconds, per_stage, count)
+    idle = balance.bubble(strategy.schedule, seconds, strategy.pieces_per_stage, count)
     assumed = "" if plan.seconds else " if the stages take equally long"
-    replicas = f" x {place.replicas} replicas" if place.replicas > 1 else ""
+    replicas = f" x {position.replicas} replicas" if position.replicas > 1 else ""
     lines = [
         f"pipeline  {stages} stages{replicas}, {strategy.schedule}, {count} micro-batches: "
         f"predicted bubble {100 * idle:.1f} %{assumed}",
         f"  {'stage':>5}  {'blocks':>6}  {'parameters':>12}  {'ms':>8}  {'share':>6}  begins at",
     ]
+    unknown = f"{'-':>8}  {'-':>6}"
     for stage in range(stages):
-        own = spans[stage::stages]
+        pieces = spans[stage::stages]
         cost = f"{1e3 * seconds[stage]:8.1f}  {100 * seconds[stage] / sum(seconds):4.0f} %"
         lines.append(
-            f"  {stage:>5}  {sum(end - start for start, end in own):>6}  {int(sizes[stage]):>12,}  "
-            + (cost if plan.seconds else f"{'-':>8}  {'-':>6}")
-            + f"  {', '.join(blocks[start].name for start, _ in own)}"
+            f"  {stage:>5}  {sum(end - start for start, end in pieces):>6}  "
+            f"{int(sizes[stage]):>12,}  {cost if plan.seconds else unknown}"
+            f"  {', '.join(blocks[start].name for start, _ in pieces)}"
         )
     starts = ",".join(blocks[start].name for start in plan.bounds[1:-1])
     lines.append(f"  the same split again: strategy.balance=[{starts}]")

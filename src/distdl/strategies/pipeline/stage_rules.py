@@ -1,0 +1,229 @@
+"""Which rank is which stage of a pipeline, and which settings a pipeline can run with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from torch.distributed.device_mesh import init_device_mesh
+
+from distdl.errors import Problem, UserError
+from distdl.meta import WEIGHTS
+from distdl.strategies.pipeline import balance, splitting
+from distdl.strategies.pipeline.balance import SEVERAL_PIECES
+from distdl.suggest import closest
+
+BALANCES = ("measured", "parameters")
+# torch 2.11 cannot compute the weight gradients of some networks apart, and counts some twice where
+# it can: torch/distributed/pipelining/_backward.py, fixed there by 2.14.
+ZERO_BUBBLE_SINCE = "2.14"
+
+
+@dataclass(frozen=True)
+class StagePosition:
+    """One rank on the mesh of pipelines (replicas of the model) and their stages.
+
+    Args:
+        stage: Which part of the model this rank has; 0 takes the images.
+        stages: Parts of the model, one per rank of a pipeline.
+        replica: Which pipeline this rank belongs to; each takes its own share of the data.
+        replicas: How many pipelines there are.
+        across: "devices": the stages of a pipeline are neighbouring ranks. "nodes": they are as far
+            apart as they can be, so that the copies of a stage share a node.
+    """
+
+    stage: int
+    stages: int
+    replica: int
+    replicas: int
+    across: str = "devices"
+
+    @classmethod
+    def of_rank(
+        cls, rank: int, world_size: int, stages: int, across: str = "devices"
+    ) -> StagePosition:
+        assert world_size % stages == 0
+        replicas = world_size // stages
+        if across == "nodes":
+            return cls(rank // replicas, stages, rank % replicas, replicas, across)
+        return cls(rank % stages, stages, rank // stages, replicas, across)
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def groups(self, device_type: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The ranks of this pipeline in the order of their stages, and the copies of this stage.
+
+        Collective.
+        """
+        names: tuple[str, str] = ("replica", "stage")
+        shape = (self.replicas, self.stages)
+        if self.across == "nodes":
+            names, shape = names[::-1], shape[::-1]
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        return mesh["stage"].get_group(), mesh["replica"].get_group()
+
+
+def pieces_per_stage(schedule: str, pieces: int) -> int:
+    return pieces if schedule in SEVERAL_PIECES else 1
+
+
+def stages_of(node: Mapping[str, Any], world_size: int) -> int:
+    return node.get("stages") or world_size
+
+
+def default_micro_batches(stages: int) -> int:
+    """Four per stage (Huang et al. 2019, "GPipe", arXiv 1811.06965, section 2.3)."""
+    return 4 * stages
+
+
+def splits_backward() -> bool:
+    """Whether this torch computes the gradients of weights apart, for any network."""
+    return torch.__version__ >= ZERO_BUBBLE_SINCE
+
+
+def at_strategy(problem: Problem) -> Problem:
+    """The problem with the path that a user writes."""
+    return replace(problem, path=f"strategy.{problem.path}".removesuffix("."))
+
+
+# ------------------------------------------------------- what is refused before anything starts
+
+
+def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
+    """The strategy's hook of validation: settings, batch, precision, model."""
+    config = context.get("config") or {}
+    trainer = config.get("trainer") or {}
+    unfit = list(problems(node, context["world_size"]))
+    yield from unfit
+    if str(trainer.get("precision")) in ("16", "16-mixed", "16-true"):
+        what = "a pipeline does not train in fp16: the stages would scale their losses differently"
+        yield Problem("", what, "trainer.precision=bf16-mixed")
+    if node.get("schedule") == "zero_bubble" and not splits_backward():
+        what = f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and there is an older one"
+        yield Problem("schedule", what, "strategy.schedule=interleaved")
+    if trainer.get("sync_batchnorm"):
+        what = "batch norm cannot be synchronised: each stage sees one micro-batch at a time"
+        remedy = "trainer.sync_batchnorm=false; model.norm=group does not depend on the batch"
+        yield Problem("", what, remedy)
+    if not unfit:
+        stages = stages_of(node, context["world_size"])
+        yield from _batch(node, stages, (config.get("data") or {}).get("batch_size"))
+        if "model" not in context.get("refused", ()):
+            yield from _model(node, stages, config.get("model"))
+
+
+def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
+    """What is wrong with the settings, given the number of ranks; paths are relative to the node.
+
+    Args:
+        node: stages, schedule, micro_batches, pieces_per_stage, balance, as the strategy takes
+            them; each is of its type.
+    """
+    cut = node.get("balance", "measured")
+    if isinstance(cut, str) and cut not in BALANCES:
+        near = closest(cut, BALANCES)
+        listed = "measured, parameters, or a list of blocks: strategy.balance=[network.layer3.0]"
+        remedy = f"did you mean strategy.balance={near}?" if near else listed
+        yield Problem("balance", f"is {cut!r}", remedy)
+    stages = stages_of(node, world_size)
+    if world_size < 2:
+        what = "a pipeline needs at least two devices, and there is one"
+        yield Problem("", what, "trainer.devices=2")
+    elif stages < 2:
+        yield Problem("stages", "a pipeline of one stage is none", "strategy=ddp")
+    elif world_size % stages:
+        fit = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
+        what = f"{stages} stages do not divide the {world_size} devices"
+        yield Problem("stages", what, f"strategy.stages={' or '.join(fit)}")
+    else:
+        yield from _micro_batches(node, stages)
+
+
+def _micro_batches(node: Mapping[str, Any], stages: int) -> Iterator[Problem]:
+    schedule = node.get("schedule", "1f1b")
+    count = node.get("micro_batches") or default_micro_batches(stages)
+    if count < stages:
+        what = f"{count} are too few for {stages} stages: most of them would always wait"
+        remedy = f"strategy.micro_batches={default_micro_batches(stages)}, at least {stages}"
+        yield Problem("micro_batches", what, remedy)
+    elif not _equal_rounds(count, stages, schedule):
+        what = f"{count} do not make equal rounds of about {stages}, which {schedule=!s} needs"
+        yield Problem("micro_batches", what, f"strategy.micro_batches={count // stages * stages}")
+    if schedule in SEVERAL_PIECES and (node.get("pieces_per_stage") or 2) < 2:
+        what = f"{schedule=!s} needs at least two"
+        yield Problem("pieces_per_stage", what, "strategy.pieces_per_stage=2")
+
+
+def _equal_rounds(count: int, stages: int, schedule: str) -> bool:
+    return schedule not in SEVERAL_PIECES or count % (count // stages) == 0
+
+
+def _batch(node: Mapping[str, Any], stages: int, rows: Any) -> Iterator[Problem]:
+    count = node.get("micro_batches") or default_micro_batches(stages)
+    if type(rows) is int and rows > 0 and rows % count:
+        schedule = node.get("schedule", "1f1b")
+        # Micro-batches of several samples: a batch norm may not be able to train on one.
+        counts = (n for n in range(stages, rows // 2 + 1) if rows % n == 0)
+        fit = [n for n in counts if _equal_rounds(n, stages, schedule)]
+        near = min(fit, key=lambda n: abs(n - count), default=None)
+        more = f"strategy.micro_batches={near}, or " if near else ""
+        what = f"data.batch_size={rows} does not divide into {count} micro-batches"
+        remedy = f"{more}data.batch_size={max(2, round(rows / count)) * count}"
+        yield Problem("micro_batches", what, remedy)
+
+
+def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem]:
+    """Builds the model on `meta` and looks for its blocks."""
+    if not isinstance(model, Mapping) or "_target_" not in model:
+        return
+    if model.get("compile"):
+        yield Problem("", "the stages of a pipeline are not compiled", "model.compile=false")
+    try:
+        with torch.device("meta"):
+            module = instantiate(_without_weights(model), _convert_="all")
+    except Exception:
+        return  # the check of the model itself reports it, or it cannot be built on meta
+    try:
+        blocks = splitting.blocks_in(module)
+        schedule, pieces = node.get("schedule", "1f1b"), node.get("pieces_per_stage") or 2
+        per_stage = pieces_per_stage(schedule, pieces)
+        yield from too_many(stages, per_stage, len(blocks))
+        if isinstance(node.get("balance"), list):
+            names = [block.name for block in blocks]
+            balance.cut_at(names, node["balance"], stages * per_stage)
+    except UserError as error:
+        for problem in error.problems:
+            path = problem.path.removeprefix("strategy").removeprefix(".")
+            yield replace(problem, path="" if path == "model" else path)
+
+
+def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
+    """Refuses more pieces of a model than it has blocks."""
+    if stages * per_stage <= blocks:
+        return
+    several, most = per_stage > 1, blocks // stages
+    pieces = f" of {per_stage} pieces" if several else ""
+    what = f"{stages} stages{pieces} are more than the {blocks} blocks of the model"
+    if several and most > 1:
+        yield Problem("pieces_per_stage", what, f"at most strategy.pieces_per_stage={most}")
+    else:
+        fewer = " strategy.pieces_per_stage=2" if per_stage > 2 else ""
+        most = blocks // 2 if several else blocks
+        yield Problem("stages", what, f"at most strategy.stages={most}{fewer}")
+
+
+def _without_weights(node: Any) -> Any:
+    """Nothing is downloaded to be looked at on `meta`."""
+    if isinstance(node, Mapping):
+        return {k: _without_weights(v) for k, v in node.items() if k not in WEIGHTS}
+    return [_without_weights(v) for v in node] if isinstance(node, list) else node

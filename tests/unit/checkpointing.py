@@ -1,0 +1,50 @@
+"""Trainings with distdl's Checkpointer, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from distdl.callbacks import Checkpointer
+from distdl.checkpoint import CheckpointStore
+from distdl.data.sampling import TrainPosition
+from distdl.formats import AnyCheckpoint
+from distdl.stopping import StopRequest
+
+
+def checkpointer(folder: Path, **more: Any) -> Checkpointer:
+    """One that keeps everything, in `folder`."""
+    settings = {"global_batch_size": 1, "keep_last": 100, **more}
+    return Checkpointer(CheckpointStore(folder), StopRequest(), TrainPosition(), **settings)
+
+
+def numbers(count: int) -> Any:
+    return DataLoader(torch.zeros(count))  # type: ignore[arg-type]
+
+
+def fit(
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    *data: Any,
+    resume: Path | None = None,
+    trust: bool = False,
+    **arguments: Any,
+) -> Trainer:
+    """Trains on one CPU, quietly.
+
+    Args:
+        data: Of `Trainer.fit`.
+        resume: A checkpoint.
+        trust: It may run code while it is read.
+        arguments: Of the Trainer.
+    """
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"plugins": [AnyCheckpoint()], **dict.fromkeys(off, False), **arguments}
+    trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **options)
+    trainer.fit(module, *data, ckpt_path=resume, weights_only=not trust if resume else None)
+    return trainer
