@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobSpec, JobState
 from distdl.launchers.common import Count, LauncherSettings, wait_until_ended
 
@@ -61,7 +61,7 @@ class LocalLauncher(LauncherSettings):
         """The job of an attempt, `local:///.../attempts/001`: to be looked at, or cancelled."""
         folder = Path(handle.removeprefix("local://"))
         if not (folder / "launch.yaml").exists():
-            raise UserError(Problem(handle, "there is no attempt of a run there"))
+            raise UserError.at(handle, "there is no attempt of a run there")
         return LocalJob(folder, None)
 
 

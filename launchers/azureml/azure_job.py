@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
@@ -135,7 +135,7 @@ class AzureMLJob(AskedJob):
         if run is None:
             what = "has not started yet, and Azure ML has no name for it"
             remedy = f"cancel the whole sweep: {self._connection.workspace.handle(self._name)}"
-            raise UserError(Problem(self.handle, what, remedy))
+            raise UserError.at(self.handle, what, remedy)
         if not self.state().ended:
             with azure_errors(self.handle):
                 self._connection.client.jobs.begin_cancel(run)

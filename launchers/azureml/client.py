@@ -148,7 +148,7 @@ def parse(handle: str) -> tuple[Workspace, str, str | None]:
     match = HANDLE.fullmatch(handle)
     if match is None:
         remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
-        raise UserError(Problem(handle, "is no handle of a job on Azure ML", remedy))
+        raise UserError.at(handle, "is no handle of a job on Azure ML", remedy)
     subscription, group, name, job, member = match.groups()
     return Workspace(subscription, group, name), job, member
 
@@ -283,16 +283,16 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
             "where a managed identity is"
         )
         what = f"Azure knows nobody here who may do this: {brief(error.message)}"
-        raise UserError(Problem(path, what, remedy)) from error
+        raise UserError.at(path, what, remedy) from error
     except core.HttpResponseError as error:
         what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
-        raise UserError(Problem(path, what, remedies.get(code_of(error), ""))) from error
+        raise UserError.at(path, what, remedies.get(code_of(error), "")) from error
     except core.AzureError as error:
-        raise UserError(Problem(path, f"Azure does not answer: {brief(error)}")) from error
+        raise UserError.at(path, f"Azure does not answer: {brief(error)}") from error
     except Exception as error:
         # The SDK's own exceptions have no common base outside it, and importing it takes seconds.
         if type(error).__module__.startswith(("azure.", "marshmallow")):
-            raise UserError(Problem(path, f"Azure's SDK refuses: {brief(error)}")) from error
+            raise UserError.at(path, f"Azure's SDK refuses: {brief(error)}") from error
         raise
 
 
@@ -303,7 +303,7 @@ def code_of(error: BaseException | None) -> str:
 
 def no_extra(error: ImportError) -> UserError:
     what = f"Azure's packages are not installed ({error.name})"
-    return UserError(Problem("launcher", what, "pip install 'distdl[azure]'"))
+    return UserError.at("launcher", what, "pip install 'distdl[azure]'")
 
 
 def brief(error: object) -> str:

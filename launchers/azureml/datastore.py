@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.launchers.azureml.client import Connection, azure_errors
 from distdl.launchers.common import FarFile, fetch_files
 from distdl.stores.azure import BlobStore
@@ -32,14 +32,14 @@ class DatastoreFolder(BlobStore):
     def __init__(self, connection: Connection, address: str) -> None:
         match = ADDRESS.fullmatch(address)
         if match is None:
-            raise UserError(Problem(address, "is no folder of a datastore"))
+            raise UserError.at(address, "is no folder of a datastore")
         name, folder = match.groups()
         with azure_errors():
             facts = connection.client.datastores.get(name, include_secrets=True)
         container = getattr(facts, "container_name", None)
         if container is None:
             what = f"is a datastore of type {facts.type}; only those of blobs can be copied from"
-            raise UserError(Problem(name, what))
+            raise UserError.at(name, what)
         account = facts.account_name
         endpoint = f"{facts.protocol}://{account}.blob.{facts.endpoint}"
         super().__init__(address, container, folder, account, endpoint, patience=PATIENCE)
@@ -72,7 +72,7 @@ def fetch(connection: Connection, address: str, to: Path) -> int:
         folder = DatastoreFolder(connection, address)
         files = folder.files()
         if not files:
-            raise UserError(Problem("", f"nothing is in {address} yet"))
+            raise UserError.at("", f"nothing is in {address} yet")
         return fetch_files(to, files, folder.download)
 
 
@@ -100,4 +100,4 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise UserError(Problem("", str(error), error.remedy)) from error
+        raise UserError.at("", str(error), error.remedy) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobSpec
 from distdl.launchers.azureml import request as requests
 from distdl.launchers.azureml import submit, vm_sizes
@@ -67,7 +67,7 @@ class AzureMLLauncher(AzureSettings):
     def reach(self, request: AzureMLRequest) -> None:
         if self.files:
             what = "is for a dry run, and this would send the job"
-            raise UserError(Problem("launcher.files", what, "add dry_run=true, or leave it out"))
+            raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
         self._chosen().look()
 
     def submit(self, request: AzureMLRequest) -> Any:

@@ -57,7 +57,7 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
                 least, most = wanted["min_instances"], wanted["max_instances"]
                 return say(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
     what = f"there is no cluster {name}, and launcher.create_compute=false"
-    raise UserError(Problem("launcher.compute", what))
+    raise UserError.at("launcher.compute", what)
 
 
 def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
@@ -69,7 +69,7 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
     name, problems = wanted["name"], []
     if str(cluster.type).lower() != "amlcompute":
         what = f"{name} is no AmlCompute cluster but a {cluster.type}"
-        raise UserError(Problem("launcher.compute", what))
+        raise UserError.at("launcher.compute", what)
     most = cluster.max_instances
     if most is not None and num_nodes > most:
         what = f"cluster {name} has {most} nodes at most, and the job needs {num_nodes}"
@@ -123,7 +123,7 @@ def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) 
             for name, value in values.items():
                 client.set_secret(name, value, content_type="distdl: a forwarded variable of a run")
         except ValueError as error:  # what answers there is no Key Vault
-            raise UserError(Problem("launcher.key_vault", f"{vault}: {brief(error)}")) from error
+            raise UserError.at("launcher.key_vault", f"{vault}: {brief(error)}") from error
 
 
 def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None:

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 LOCALHOST = "localhost"  # no host named: this machine
 FLAVOURS = ("openmpi4", "openmpi5", "mpich", "intel")
@@ -127,7 +127,7 @@ def find(mpirun: str) -> str:
     """
     path = shutil.which(mpirun)
     if path is None:
-        raise UserError(Problem("launcher.mpirun", f"there is no {mpirun} here", INSTALL))
+        raise UserError.at("launcher.mpirun", f"there is no {mpirun} here", INSTALL)
     return path
 
 
@@ -141,7 +141,7 @@ def ask(mpirun: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(Problem("launcher.mpirun", f"{mpirun} --version: {error}")) from None
+        raise UserError.at("launcher.mpirun", f"{mpirun} --version: {error}") from None
     printed = done.stdout + done.stderr
     if "Intel(R) MPI" in printed:
         return "intel"
@@ -154,7 +154,7 @@ def ask(mpirun: str) -> str:
     first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
     what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"
     remedy = "use one of these, or write which it resembles: launcher.flavour=mpich"
-    raise UserError(Problem("launcher.mpirun", what, remedy))
+    raise UserError.at("launcher.mpirun", what, remedy)
 
 
 def program(mpirun: str, flavour: str) -> str:

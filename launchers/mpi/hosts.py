@@ -51,7 +51,7 @@ def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
     for entry in entries:
         match = ENTRY.fullmatch(str(entry).strip())
         if match is None:
-            raise UserError(Problem("hosts", f"{entry!r} is no host", "write node1 or node1:4"))
+            raise UserError.at("hosts", f"{entry!r} is no host", "write node1 or node1:4")
         hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or slots)
     return tuple(Host(*pair) for pair in hosts.items())
 
@@ -70,7 +70,7 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
         lines = Path(path).expanduser().read_text().splitlines()
     except OSError as error:
         remedy = "a file with a line per host: node1 slots=4; or launcher.hosts=[node1:4,node2:4]"
-        raise UserError(Problem("hostfile", f"{path}: {error.strerror}", remedy)) from None
+        raise UserError.at("hostfile", f"{path}: {error.strerror}", remedy) from None
     entries, problems = [], []
     for number, line in enumerate(lines, 1):
         name, *options = line.partition("#")[0].split() or [""]

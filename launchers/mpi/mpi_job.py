@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.launchers.common import wait_until_ended
 from distdl.launchers.mpi.supervisor import LOG, RECORD
@@ -46,15 +46,15 @@ class MpiJob:
         """
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
-            raise UserError(Problem(handle, "is no job of mpirun", "mpi://<host>/<attempt folder>"))
+            raise UserError.at(handle, "is no job of mpirun", "mpi://<host>/<attempt folder>")
         job = cls(Path(match[2]))
         host = job.record().get("host")
         if host is None:
             what = f"there is no {RECORD} in {job.folder} here: nothing was started there"
             remedy = f"if it was on {match[1]}, ask there" if match[1] else ""
-            raise UserError(Problem(handle, what, remedy))
+            raise UserError.at(handle, what, remedy)
         if host != match[1]:
-            raise UserError(Problem(handle, f"the job in that folder is of {host}", job.handle))
+            raise UserError.at(handle, f"the job in that folder is of {host}", job.handle)
         return job
 
     @property
@@ -107,7 +107,7 @@ class MpiJob:
             return
         if record["host"] != socket.gethostname():
             what = f"mpirun runs on {record['host']}, and this is {socket.gethostname()}"
-            raise UserError(Problem(self.handle, what, "cancel it there"))
+            raise UserError.at(self.handle, what, "cancel it there")
         if self._is_supervised(record):
             os.kill(record["pid"], signal.SIGTERM)
 

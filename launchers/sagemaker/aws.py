@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 _SIGN_IN = (
     "launcher",
@@ -69,14 +69,14 @@ def explained() -> Iterator[None]:
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
         what = "boto3 is not installed"
-        raise UserError(Problem("launcher", what, "pip install 'distdl[sagemaker]'")) from None
+        raise UserError.at("launcher", what, "pip install 'distdl[sagemaker]'") from None
     try:
         yield
     except ClientError as error:
         what = f"{code_of(error)}: {error.response['Error'].get('Message', '')}"
         refused = f"AWS refuses {error.operation_name}. {what}"
-        raise UserError(Problem("launcher", refused)) from None
+        raise UserError.at("launcher", refused) from None
     except (BotoCoreError, Boto3Error) as error:
         about = ABOUT.get(type(error).__name__, ("launcher", ""))
         prefix = "no AWS credentials" if about is _SIGN_IN else "AWS"
-        raise UserError(Problem(about[0], f"{prefix}: {error}", about[1])) from None
+        raise UserError.at(about[0], f"{prefix}: {error}", about[1]) from None

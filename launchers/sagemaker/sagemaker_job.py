@@ -181,7 +181,7 @@ class SageMakerJob(AskedJob):
 
         uri = (self.describe().get("CheckpointConfig") or {}).get("S3Uri")
         if not uri:
-            raise UserError(Problem(self.handle, "has no store"))
+            raise UserError.at(self.handle, "has no store")
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         start = f"{prefix.rstrip('/')}/"
         with explained():

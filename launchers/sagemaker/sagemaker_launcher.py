@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobSpec
 from distdl.launchers.sagemaker.aws import Aws, explained
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
@@ -44,7 +44,7 @@ class SageMakerLauncher(SageMakerSettings):
         for name, value in request.environment(self.region).items():
             if len(value) > LONGEST_VALUE:
                 what = f"{len(value)} characters; SageMaker takes {LONGEST_VALUE}"
-                raise UserError(Problem(name, what))
+                raise UserError.at(name, what)
         return request
 
     def reach(self, request: SageMakerRequest) -> None:
@@ -69,6 +69,6 @@ class SageMakerLauncher(SageMakerSettings):
     def attach(self, handle: str) -> SageMakerJob:
         match = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
         if match is None:
-            raise UserError(Problem(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>"))
+            raise UserError.at(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>")
         aws = self._regions.setdefault(match[1], Aws(match[1], self.aws.profile))
         return SageMakerJob(match[2], aws)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.launchers.common import forwarded, manifests_last
 from distdl.launchers.sagemaker.aws import Aws, code_of, explained
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
@@ -64,7 +64,7 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
         raise
     if theirs != mine.read_bytes():
         what = f"{request.uri(request.key)} holds a run of the same name and another config"
-        raise UserError(Problem("launcher.prefix", what, "choose another name or launcher.prefix"))
+        raise UserError.at("launcher.prefix", what, "choose another name or launcher.prefix")
 
 
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.launchers.common import Forgotten
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
 
@@ -114,7 +114,7 @@ def from_a_login_node() -> Iterator[None]:
         yield
     except Unreachable as error:
         remedy = "launcher=slurm submits from a login node of a cluster"
-        raise UserError(Problem("launcher", str(error), remedy)) from None
+        raise UserError.at("launcher", str(error), remedy) from None
 
 
 def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
@@ -133,7 +133,7 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
     reason = " / ".join(filter(None, errors.strip().splitlines()))
     known = (about for words, about in REFUSALS.items() if words in reason.lower())
     key, remedy = next(known, ("launcher", ""))
-    raise UserError(Problem(key, f"sbatch refuses it: {reason or 'without a reason'}", remedy))
+    raise UserError.at(key, f"sbatch refuses it: {reason or 'without a reason'}", remedy)
 
 
 def look(number: str) -> Look:
@@ -203,7 +203,7 @@ def cancel(number: str) -> None:
     """
     done = run("scancel", number)
     if done.returncode != 0:
-        raise UserError(Problem(f"slurm://{number}", done.stderr.strip()))
+        raise UserError.at(f"slurm://{number}", done.stderr.strip())
 
 
 def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobSpec
 from distdl.launchers.common import refuse
 from distdl.launchers.slurm import commands, script
@@ -89,5 +89,5 @@ class SlurmLauncher(SlurmSettings):
         match = re.fullmatch(r"slurm://(\d+(?:_\d+)?)", handle)
         if match is None:
             remedy = "such as slurm://123 or slurm://123_0"
-            raise UserError(Problem(handle, "is no job of Slurm's", remedy))
+            raise UserError.at(handle, "is no job of Slurm's", remedy)
         return SlurmJob(match[1], self.poll_seconds)

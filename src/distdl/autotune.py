@@ -29,7 +29,7 @@ from distdl import config as configs
 from distdl.build import build
 from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.environment import Environment
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import Resources
 from distdl.rank_context import RankContext
 from distdl.run_directory import Attempt, RunDirectory
@@ -79,7 +79,7 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     able = [each for each in measured if each.seconds is not None]
     if not able:
         what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
-        raise UserError(Problem("strategy.autotune", what, "a smaller data.batch_size"))
+        raise UserError.at("strategy.autotune", what, "a smaller data.batch_size")
     best = min(able, key=lambda each: each.seconds or 0.0).candidate
     return freeze(config, context, best, "autotune", measured)
 

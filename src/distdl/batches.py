@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl.config import is_own
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import Resources
 from distdl.resources import replicas
 
@@ -132,7 +132,7 @@ def keep_global_batch(
             "choose a number of devices that divides it, or say the new batch: "
             "data.batch_size=<per device>"
         )
-        raise UserError(Problem("trainer.devices", what, remedy))
+        raise UserError.at("trainer.devices", what, remedy)
     return Kept(
         {"data.batch_size": per_device},
         [

@@ -12,7 +12,7 @@ import torch
 
 from distdl import cluster
 from distdl.environment import Environment
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.redact import redact
 from distdl.resources import VISIBLE, listed
 
@@ -43,14 +43,12 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
         torch.cuda.init()
     except RuntimeError as error:  # the driver shows GPUs, and cannot run this torch on them
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            Problem(
-                "trainer.accelerator",
-                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
-                f"{socket.gethostname()}: {reason}",
-                "update NVIDIA's driver, or install a torch that is built for the CUDA version "
-                "that nvidia-smi shows, or write trainer.accelerator=cpu",
-            )
+        raise UserError.at(
+            "trainer.accelerator",
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
+            f"{socket.gethostname()}: {reason}",
+            "update NVIDIA's driver, or install a torch that is built for the CUDA version "
+            "that nvidia-smi shows, or write trainer.accelerator=cpu",
         ) from error
 
 
@@ -59,13 +57,11 @@ def _missing(here: Environment, count: int) -> UserError:
     remedy = "ask for as many devices as a node has, or write trainer.accelerator=cpu"
     if torch.version.cuda is None and torch.version.hip is None:
         remedy = "this torch is built for CPUs: install one for CUDA; or trainer.accelerator=cpu"
-    return UserError(
-        Problem(
-            "trainer.devices",
-            f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
-            f"node, and torch sees {count} GPUs there{named}",
-            remedy,
-        )
+    return UserError.at(
+        "trainer.devices",
+        f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
+        f"node, and torch sees {count} GPUs there{named}",
+        remedy,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.run_directory import CONFIG, LAUNCH, PROVENANCE, Attempt, RunDirectory
 from distdl.run_files import write_stamped, write_text
 from distdl.snapshot import Snapshot
@@ -83,9 +83,7 @@ class Bundle:
             return attempt
         recipe = (self.path / CONFIG).read_bytes()
         if run.exists and (run.path / CONFIG).read_bytes() != recipe:
-            raise UserError(
-                Problem(str(run.path), "belongs to another run: its config.yaml differs")
-            )
+            raise UserError.at(str(run.path), "belongs to another run: its config.yaml differs")
         targets = [run.path / PROVENANCE, run.path / CONFIG]  # with config.yaml the run exists
         for target in (*targets, attempt.path / LAUNCH):
             if not target.exists():

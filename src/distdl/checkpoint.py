@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.run_directory import read_json, sync, write_json
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class CheckpointStore:
             each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
             what = f"all checkpoints of this run are damaged, and it would begin anew:{each}"
             remedy = f"to begin anew: another name=, or mv {self.folder} {self.folder}.damaged"
-            raise UserError(Problem(str(self.folder), what, remedy))
+            raise UserError.at(str(self.folder), what, remedy)
         return None
 
 
@@ -176,28 +176,28 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
     path, where = Path(named), f"{key}={named}" if key else str(named)
     forms = "name a .ckpt file or a run directory"
     if path == Path():
-        raise UserError(Problem(where, "names no checkpoint", forms))
+        raise UserError.at(where, "names no checkpoint", forms)
     if own and f"{named}.ckpt" in ALIASES:
         path = own / f"{named}.ckpt"
         if not path.exists():
             other = f"{key}=last, " if (own / "last.ckpt").exists() else ""
             remedy = f"{other}the run that has one (name=...), a .ckpt file, or a run directory"
-            raise UserError(Problem(where, f"this run has no {named}.ckpt", remedy))
+            raise UserError.at(where, f"this run has no {named}.ckpt", remedy)
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints").newest()
         if newest is None:
-            raise UserError(Problem(where, "this run has no checkpoint"))
+            raise UserError.at(where, "this run has no checkpoint")
         return newest
     if not path.exists():
-        raise UserError(Problem(where, "no such checkpoint", forms))
+        raise UserError.at(where, "no such checkpoint", forms)
     # A file from elsewhere has no manifest, and that is no damage.
     if path.name and manifest_of(path).exists():
         if damage := damage_of(path):
-            raise UserError(Problem(where, f"this checkpoint is damaged: {damage}"))
+            raise UserError.at(where, f"this checkpoint is damaged: {damage}")
     elif not looks_like_one(path):
         what = "is no checkpoint, or not all of one"
         remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
-        raise UserError(Problem(where, what, remedy))
+        raise UserError.at(where, what, remedy)
     return path
 
 

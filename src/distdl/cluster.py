@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 
 from distdl.environment import Environment
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.stopping import Stopped, StopRequest
 
@@ -52,7 +52,7 @@ def connect(environment: Environment, accelerator: str) -> None:
             f"rank: {str(error).strip().splitlines()[-1]}"
         )
         remedy = "start one process per GPU; with srun, --gpus-per-task=1 gives each its own"
-        raise UserError(Problem("trainer.devices", what, remedy)) from error
+        raise UserError.at("trainer.devices", what, remedy) from error
 
 
 def device_index(environment: Environment) -> int:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from distdl import autotune
 from distdl.config import BENCHMARK, TRAIN
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.models.compilers import keep_results, refuse_without_compiler
 from distdl.rank_context import RankContext
 
@@ -71,7 +71,7 @@ def fastest(measured: list[autotune.Measured]) -> autotune.Setting:
     able = [each for each in measured if each.seconds is not None]
     if not able:
         what = f"the model does not train in any mode; the last one: {measured[-1].why}"
-        raise UserError(Problem("model.compile", what, "a smaller data.batch_size"))
+        raise UserError.at("model.compile", what, "a smaller data.batch_size")
     best = min(able, key=lambda each: each.seconds or 0.0)
     plain = measured[0].seconds
     if plain is not None and (best.seconds or 0.0) > (1 - LEAST_GAIN) * plain:

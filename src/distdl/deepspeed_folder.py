@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 FP32 = "single_partition_of_fp32_groups"
 TRAINER = "lightning"  # our key for what the Trainer keeps beside weights and optimizer states
@@ -49,12 +49,12 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
     optimizers = ranked(path / tag, "*_optim_*.pt")
     parts = [loaded(file, trust)["optimizer_state_dict"] for file in optimizers]
     if not parts:
-        raise UserError(Problem(str(path), "holds no optimizer states of ZeRO", "stage 1, 2 or 3"))
+        raise UserError.at(str(path), "holds no optimizer states of ZeRO", "stage 1, 2 or 3")
     counts = parts[0].get("partition_count", len(parts))
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(parts) or not models:
         what = f"holds the optimizer states of {len(parts)} ranks, and {count} have written them"
-        raise UserError(Problem(str(path), what))
+        raise UserError.at(str(path), what)
     state = models[0]
     checkpoint = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNINGS if k in state})
     checkpoint["state_dict"] = weights(models, parts)

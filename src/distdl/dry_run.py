@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl import batches, jobs, launch
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import Launcher
 from distdl.planning import Plan
 from distdl.run_directory import RunDirectory, shown
@@ -65,7 +65,7 @@ def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> lis
     target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
     if target.exists():
         what = f"{shown(target)} is there already"
-        raise UserError(Problem("launcher.files", what, "remove it, or name another folder"))
+        raise UserError.at("launcher.files", what, "remove it, or name another folder")
     (spec,) = launch.specs_of([planned], [launch.next_attempt(planned)])
     request: Any = launcher.request(replace(spec, bundle="bundle"))
     target.parent.mkdir(parents=True, exist_ok=True)

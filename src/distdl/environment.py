@@ -156,7 +156,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
         known = ", ".join(ROWS)
-        raise UserError(Problem(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", f"one of: {known}"))
+        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", f"one of: {known}")
     if launcher == "external":
         rows = _claims(env)
     else:
@@ -166,8 +166,8 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
         resolved = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
-        raise UserError(
-            Problem(LAUNCHER_VARIABLE, f"launcher={launcher} started this process without {wanted}")
+        raise UserError.at(
+            LAUNCHER_VARIABLE, f"launcher={launcher} started this process without {wanted}"
         )
     else:
         if launcher == "external":
@@ -179,7 +179,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
             f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
         )
         remedy = "start as many processes as trainer.num_nodes x trainer.devices"
-        raise UserError(Problem("trainer.devices", what, remedy))
+        raise UserError.at("trainer.devices", what, remedy)
     return resolved
 
 
@@ -227,7 +227,7 @@ def _read(
         if local_world_size < world_size:
             what = f"{row.name}: {world_size} processes on several nodes, and no main address"
             remedy = "export MASTER_ADDR=<host of rank 0> on every node"
-            raise UserError(Problem("MASTER_ADDR", what, remedy))
+            raise UserError.at("MASTER_ADDR", what, remedy)
         address, source = "127.0.0.1", "one node"
     sources["main_address"] = source
     port, sources["main_port"] = _main_port(env)
@@ -248,7 +248,7 @@ def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
             if env[one] != env[other]:
                 what = f"{one}={env[one]} contradicts {other}={env[other]}"
                 remedy = "unset the variables of the launcher that did not start this process"
-                raise UserError(Problem(one, what, remedy))
+                raise UserError.at(one, what, remedy)
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -256,9 +256,9 @@ def _number(env: Mapping[str, str], name: str) -> int:
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", env[name].strip())
     if match is None and "," in env[name]:
         what = f"{env[name]}: the nodes have different numbers of processes"
-        raise UserError(Problem(name, what, "start equally many on every node"))
+        raise UserError.at(name, what, "start equally many on every node")
     if match is None:
-        raise UserError(Problem(name, f"{env[name]!r} is not a number"))
+        raise UserError.at(name, f"{env[name]!r} is not a number")
     return int(match[1])
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig
 
 from distdl import compose, dry_run, launch, planning, user_conf
 from distdl import environment as environments
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import EXIT_REFUSED
 from distdl.planning import Plan
 
@@ -81,7 +81,7 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
     elif isinstance(asked, int) and asked not in (-1, per_node):
         what = f"{asked} per node are asked for, and {per_node} were started"
     if what:
-        raise UserError(Problem("trainer.devices", what, remedy))
+        raise UserError.at("trainer.devices", what, remedy)
     where.trainer.devices, where.trainer.num_nodes = per_node, nodes
     where.launcher = {"_target_": TARGET}
 

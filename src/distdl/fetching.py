@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distdl import cluster
 from distdl.checkpoint import manifest_of
 from distdl.environment import Environment
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.run_directory import sync, write_text
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     if cluster.tell_all(path.is_dir()):
         what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
         remedy = "python -m distdl convert makes a file of it, which travels by itself"
-        raise UserError(Problem(str(path), what, remedy))
+        raise UserError.at(str(path), what, remedy)
     if environment.rank == 0:
         log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
     size = cluster.tell_all(path.stat().st_size if environment.rank == 0 else None)

@@ -124,7 +124,7 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
         return deepspeed_folder.read(path, trust=trust)
     what = "this folder is no checkpoint that distdl can read"
     remedy = "name a file, a run directory, or a folder that FSDP or DeepSpeed wrote"
-    raise UserError(Problem(str(path), what, remedy))
+    raise UserError.at(str(path), what, remedy)
 
 
 def is_training(checkpoint: Any) -> bool:

@@ -168,7 +168,7 @@ class JobSpec:
         if found := re.search(f"[{characters}]", str(self.folder)):
             remedy = "choose another output_dir, experiment_name or name"
             what = f"has {found[0]!r}: {why}"
-            raise UserError(Problem(str(self.folder), what, remedy))
+            raise UserError.at(str(self.folder), what, remedy)
 
     @property
     def folder(self) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl import failures, jobs
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import Job, JobState
 from distdl.run_directory import Attempt, RunDirectory, shown
 from distdl.run_files import Damaged
@@ -59,7 +59,7 @@ def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
     """
     runs = jobs.runs_below(folder)
     if not runs:
-        raise UserError(Problem(str(folder), "there are no runs", "python -m distdl jobs list DIR"))
+        raise UserError.at(str(folder), "there are no runs", "python -m distdl jobs list DIR")
     platforms = jobs.Platforms()
     entries: list[tuple[RunDirectory, Attempt, Job | Exception | None]] = []
     for run in runs:

@@ -125,9 +125,9 @@ def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
     chosen = {a.number: a for a in run.attempts()}
     if not chosen:
         remedy = f"start it, or resume it: python -m distdl resume {shown(run.path)}"
-        raise UserError(Problem(shown(run.path), "has no attempt on record", remedy))
+        raise UserError.at(shown(run.path), "has no attempt on record", remedy)
     if number is not None and number not in chosen:
-        raise UserError(Problem("--attempt", f"there is no {number}", f"1 to {max(chosen)}"))
+        raise UserError.at("--attempt", f"there is no {number}", f"1 to {max(chosen)}")
     return chosen[number or max(chosen)]
 
 
@@ -202,9 +202,9 @@ def instantiate(node: Any) -> Launcher:
     except (ImportError, AttributeError) as error:
         what = f"{target} cannot be imported here"
         remedy = f"is {target.partition('.')[0]} installed in this environment?"
-        raise UserError(Problem("launcher", what, remedy)) from error
+        raise UserError.at("launcher", what, remedy) from error
     if not kinds.launches(named):
-        raise UserError(Problem("launcher._target_", f"{target} is no launcher"))
+        raise UserError.at("launcher._target_", f"{target} is no launcher")
     try:
         return build(node, _convert_="all")
     except InstantiationException as error:
@@ -250,7 +250,7 @@ def refuse_second(run: RunDirectory) -> None:
         f"watch it: python -m distdl jobs logs --follow {path}, "
         f"or end it: python -m distdl jobs cancel {path}"
     )
-    raise UserError(Problem(path, f"attempt {last.number} is {seen.lower()} ({job})", remedy))
+    raise UserError.at(path, f"attempt {last.number} is {seen.lower()} ({job})", remedy)
 
 
 def runs_below(folder: Path) -> list[RunDirectory]:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl import batches, following, jobs, provenance, snapshot, stopping
 from distdl import config as configs
 from distdl.bundle import Bundle
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.failures import KILLED, describe
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.own_code import python_path
@@ -151,7 +151,7 @@ def refuse_unset(planned: Sequence[Plan]) -> None:
     if missing:
         what = f"not set in this shell: {', '.join(missing)}"
         remedy = f"export {next(iter(missing))}=..."
-        raise UserError(Problem("launcher.forward_env", what, remedy))
+        raise UserError.at("launcher.forward_env", what, remedy)
 
 
 def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
@@ -174,7 +174,7 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
             with suppress(OSError):
                 planned.run.take_back()
         what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
-        raise UserError(Problem("output_dir", what, "choose another: output_dir=FOLDER")) from error
+        raise UserError.at("output_dir", what, "choose another: output_dir=FOLDER") from error
     if code is not None:
         with refusal_recorded(attempt):
             Bundle.write(planned.run, attempt, code)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.schedules import constant, rescale_schedule, warmup_cosine, warmup_step
 
 __all__ = [
@@ -68,7 +68,7 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
     if rule == "none":
         return lr
     remedy = "one of linear, sqrt, none"
-    raise UserError(Problem("optimizer.lr_scaling", f"no rule {rule!r}", remedy))
+    raise UserError.at("optimizer.lr_scaling", f"no rule {rule!r}", remedy)
 
 
 def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
@@ -164,7 +164,7 @@ def build_optimizer(
         module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
     )
     if not groups:
-        raise UserError(Problem("model", "has no trainable parameter", "unfreeze something"))
+        raise UserError.at("model", "has no trainable parameter", "unfreeze something")
     if "lr" in config:
         arguments["lr"] = rate_of(config, global_batch)
         for group in groups:
@@ -284,7 +284,7 @@ def build_schedule(
     if endless & taken.keys() - config.keys() and target is not constant:
         what = "follows the length of the training, and nothing says how long it is"
         remedy = "trainer.max_steps=<optimizer steps>, or schedule=constant"
-        raise UserError(Problem("schedule", what, remedy))
+        raise UserError.at("schedule", what, remedy)
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
     per_step = target in OUR_SCHEDULES or "total_steps" in taken
@@ -299,7 +299,7 @@ def build_schedule(
 
 def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:
     if not config.get("_target_"):
-        raise UserError(Problem(f"{node}._target_", "is missing", remedy))
+        raise UserError.at(f"{node}._target_", "is missing", remedy)
     return get_object(config["_target_"])
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 TAG = "__distdl__"
 TRUST = (
@@ -49,10 +49,10 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
     try:
         return _restored(checkpoint, trust, "")
     except _NotTrusted as error:
-        raise UserError(Problem(str(file), str(error), TRUST)) from None
+        raise UserError.at(str(file), str(error), TRUST) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"its state is not as distdl writes it ({type(error).__name__}: {error})"
-        raise UserError(Problem(str(file), what)) from error
+        raise UserError.at(str(file), what) from error
 
 
 class Packing:
@@ -95,7 +95,7 @@ class Packing:
             data = pickled(value)
         except Exception as error:
             what = f"holds a {name_of(kind)}, which cannot be saved ({error})"
-            raise UserError(Problem(path, what)) from error
+            raise UserError.at(path, what) from error
         return {TAG: "pickle", "of": name_of(kind), "data": data}
 
     def _container(self, value: Any, path: str) -> Any:

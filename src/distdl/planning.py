@@ -131,7 +131,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
             "choose another name, or resume that run: "
             f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
         )
-        raise UserError(Problem("name", what, remedy))
+        raise UserError.at("name", what, remedy)
     if not member:  # a member is refused in its turn, and the others train
         refuse_second(planned)
     return proceed(planned, given=())

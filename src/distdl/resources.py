@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import Resources
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -47,7 +47,7 @@ def visible() -> list[str]:
     if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
         what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or is not there"
         remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
-        raise UserError(Problem(VISIBLE, what, remedy))
+        raise UserError.at(VISIBLE, what, remedy)
     return names
 
 
@@ -99,7 +99,7 @@ def resolve(
     if num_nodes != 1:
         what = f"launcher=local is this one machine, and {num_nodes} nodes are asked for"
         remedy = "write trainer.num_nodes=1, or choose a launcher that starts several nodes"
-        raise UserError(Problem("trainer.num_nodes", what, remedy))
+        raise UserError.at("trainer.num_nodes", what, remedy)
     names = visible() if accelerator in ("auto", "gpu", "cuda") else []
     gpus = len(names)
     shown_by = f"{VISIBLE}={os.environ[VISIBLE]!r}" if VISIBLE in os.environ else "nvidia-smi"
@@ -110,7 +110,7 @@ def resolve(
     if accelerator == "gpu" and not gpus:
         what = f"a GPU is asked for, and this machine shows none (by {shown_by})"
         remedy = "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU"
-        raise UserError(Problem("trainer.accelerator", what, remedy))
+        raise UserError.at("trainer.accelerator", what, remedy)
     ids: tuple[str, ...] | None = None
     if isinstance(devices, (list, tuple)):
         ids = _chosen(devices, names, accelerator, shown_by)
@@ -120,7 +120,7 @@ def resolve(
     if accelerator == "gpu" and devices > gpus:
         what = f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})"
         remedy = f"write trainer.devices={gpus}"
-        raise UserError(Problem("trainer.devices", what, remedy))
+        raise UserError.at("trainer.devices", what, remedy)
     return Resources(1, int(devices), accelerator, ids)
 
 
@@ -146,7 +146,7 @@ def _chosen(
         )
         remedy = f"write trainer.devices={len(names)} for all of them"
     if what:
-        raise UserError(Problem("trainer.devices", what, remedy))
+        raise UserError.at("trainer.devices", what, remedy)
     return tuple(names[index] for index in given)
 
 
@@ -160,7 +160,7 @@ def _elsewhere(
     if not isinstance(devices, int) or devices < 1:
         what = f"{devices!r} cannot be counted from here"
         remedy = "write the number of devices per node, e.g. trainer.devices=4"
-        raise UserError(Problem("trainer.devices", what, remedy))
+        raise UserError.at("trainer.devices", what, remedy)
     # On a cluster a missing GPU must be an error there, never a training on the CPU instead.
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 

@@ -191,7 +191,7 @@ def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:
         if value not in (None, default):
             what = f"launch.yaml of the run names the program {value}: a dry run does not start it"
             remedy = f"if it is yours: launcher.{name}={value}"
-            raise UserError(Problem(f"launcher.{name}", what, remedy))
+            raise UserError.at(f"launcher.{name}", what, remedy)
 
 
 def _refused(path: str, known: Sequence[str] = ()) -> Problem:

@@ -76,7 +76,7 @@ class Snapshot:
         """
         if state_of(path) != self.searched[path]:
             what = "was changed while the job was put together"
-            raise UserError(Problem(name.partition("/")[2], what, "start it again"))
+            raise UserError.at(name.partition("/")[2], what, "start it again")
 
 
 def take(
@@ -306,10 +306,8 @@ def too_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) ->
         sizes[top] = sizes.get(top, 0) + path.stat().st_size
     largest = sorted(sizes, key=lambda top: -sizes[top])[:3]
     shown = ", ".join(f"{top} {sizes[top] / 1e6:,.0f} MB" for top in largest)
-    return UserError(
-        Problem(
-            "project.root",
-            f"{root} has more than the {limit_mb:g} MB of code that a job takes along: {shown}",
-            f"name what is no code in .gitignore or {IGNORE_FILE}, or set project.root",
-        )
+    return UserError.at(
+        "project.root",
+        f"{root} has more than the {limit_mb:g} MB of code that a job takes along: {shown}",
+        f"name what is no code in .gitignore or {IGNORE_FILE}, or set project.root",
     )

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from distdl.build import Built
 from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.resume_state import built_rates
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.optim import KERNELS
 from distdl.run_directory import shown
 
@@ -68,7 +68,7 @@ def prepare(context: Built, path: str) -> None:
                 raise
             what = f"its weights are not those of {type(module).__name__} as configured: {error}"
             remedy = "the class and arguments that wrote it; strict_loading = False of the module"
-            raise UserError(Problem(file, what, remedy)) from None
+            raise UserError.at(file, what, remedy) from None
         if trainer.state.fn != TrainerFn.FITTING:  # of which Lightning takes the weights alone
             loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
             loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
@@ -108,7 +108,7 @@ def prepare(context: Built, path: str) -> None:
                 what = f"is {limit}, and {file} was trained for {done} {unit}"
                 more = f"trainer.max_{unit}={done + limit}, or with checkpoint.resume_from its "
                 more += f"weights alone: python -m distdl convert {file} --to weights"
-                raise UserError(Problem(f"trainer.max_{unit}", what, more))
+                raise UserError.at(f"trainer.max_{unit}", what, more)
         if foreign:
             context.checkpointer.position.epoch = epochs
         if foreign and not complete:

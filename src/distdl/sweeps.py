@@ -45,7 +45,7 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     members = compose.sweep(overrides, config_dirs)
     swept = compose.sweep_keys(overrides)
     if "name" in swept:
-        raise UserError(Problem("name", "a sweep names its members itself", "name=<sweep>"))
+        raise UserError.at("name", "a sweep names its members itself", "name=<sweep>")
 
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 
 def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterator[str]:
@@ -21,7 +21,7 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
         interval: Seconds between two looks.
     """
     if path.is_symlink():  # a run's folder may come from somebody else
-        raise UserError(Problem(str(path), f"is a link to {path.readlink()}, and is not shown"))
+        raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
     position, rest = 0, b""
     while True:
         last_look = not alive()

@@ -49,7 +49,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     if todo and not settings.confirm:
         if not sys.stdin.isatty():
             what = "nobody can be asked here, there is no terminal"
-            raise UserError(Problem("confirm", what, "write confirm=true"))
+            raise UserError.at("confirm", what, "write confirm=true")
         if input("Go on? Type yes: ").strip().lower() != "yes":
             print("Nothing was done.")
             return 1
@@ -82,7 +82,7 @@ def only_subscription(arm: Arm) -> str:
     names = ", ".join(f"{s['subscriptionId']} ({s.get('displayName', '')})" for s in visible)
     what = f"you can see {len(visible) or 'no'} subscription{'s' if visible else ''}"
     remedy = f"write subscription=ID, of: {names}" if visible else "az login"
-    raise UserError(Problem("subscription", what, remedy))
+    raise UserError.at("subscription", what, remedy)
 
 
 def look(
@@ -97,7 +97,7 @@ def look(
     subscription = arm.get(ids.subscription, "2022-12-01")
     if subscription is None:
         what = f"there is no subscription {settings.subscription}, or you may not see it"
-        raise UserError(Problem("subscription", what, "az account list; az login"))
+        raise UserError.at("subscription", what, "az account list; az login")
     known: dict[str, Any] = {ids.subscription: subscription}
     group, *_ = wanted = resources(settings)
     exists = arm.get(group.id, group.api) is not None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distdl import cluster
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 
 def least_of_all(batches: float) -> float:
@@ -39,7 +39,7 @@ def refuse_uneven(batches: float) -> None:
             f"{other}: the ranks would wait for each other"
         )
         remedy = f"shard evenly, or trainer.limit_train_batches={min(seen):g}"
-        raise UserError(Problem("data", what, remedy))
+        raise UserError.at("data", what, remedy)
 
 
 class Agreement:

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
     def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
         if below(filepath, ours) is not None:
             what = f"{filepath} lies in {ours}, where distdl writes and deletes its own checkpoints"
-            raise UserError(Problem("callbacks", what, f"save into {ours.parent / FOLDER}"))
+            raise UserError.at("callbacks", what, f"save into {ours.parent / FOLDER}")
         save(filepath, *args, **options)
 
     trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]

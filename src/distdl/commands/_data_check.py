@@ -19,7 +19,7 @@ from distdl.commands import _data_needs as needs
 from distdl.commands import _data_screen as show
 from distdl.commands._data_open import DataAtUri
 from distdl.commands._prepare_next import override
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare.bar import Bar
 from distdl.stores import StoreError
 
@@ -46,7 +46,7 @@ def check(options: argparse.Namespace) -> int:
     try:
         seen, rates = inspect(found, options)
     except StoreError as error:
-        raise UserError(Problem(found.uri, str(error), error.remedy)) from error
+        raise UserError.at(found.uri, str(error), error.remedy) from error
     show.images(screen, seen, sum(s.count for s in seen.values()) == found.count)
     if rates is None:
         screen.line("verdict", "none of the images that were looked at can be decoded")

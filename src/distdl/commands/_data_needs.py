@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.resources import loader_workers
 from distdl.suggest import closest
 
@@ -66,14 +66,14 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     """
     if rate is not None:
         if rate <= 0:
-            raise UserError(Problem("--rate", f"must be more than 0, not {rate}"))
+            raise UserError.at("--rate", f"must be more than 0, not {rate}")
         return Need(rate, "as you say")
     remedy = "measure yours with data=synthetic, and say it: --rate 1500"
     for option, value, known in (("--model", model, MODELS), ("--gpu", gpu, GPUS)):
         if value not in known:
             close = closest(value, known)
             what = f"no rate of {value} is known; known are {', '.join(known)}"
-            raise UserError(Problem(option, what, f"{option} {close}" if close else remedy))
+            raise UserError.at(option, what, f"{option} {close}" if close else remedy)
     published, source = GPUS[gpu]
     if model == "resnet50":
         return Need(published, f"resnet50 on one {gpu.upper()} ({source})")

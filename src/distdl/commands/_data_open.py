@@ -178,7 +178,7 @@ def find(uri: str) -> DataAtUri:
     try:
         return _shards(open_data_set(uri, patience=PATIENCE), remote)
     except StoreError as error:
-        raise UserError(Problem(uri.partition("?")[0], str(error), error.remedy)) from error
+        raise UserError.at(uri.partition("?")[0], str(error), error.remedy) from error
     except UserError as error:  # speaks of a run's data.root, and most often names it
         problems = (Problem("", p.what, p.remedy) for p in error.problems if p.path == "data.root")
         raise (UserError(*found) if (found := list(problems)) else error) from error
@@ -190,7 +190,7 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
             what = f"{split.index.name} is not the index that {MANIFEST} speaks of"
-            raise UserError(Problem(store.uri, what, "copy or upload the data set again"))
+            raise UserError.at(store.uri, what, "copy or upload the data set again")
         rows = load_index(content, f"{store.uri}/{split.index.name}")
         refuse_misfit(rows, data, name)
         names = [shard.name for shard in split.shards]
@@ -198,7 +198,7 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
             size = store.size(shard.name)
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
-                raise UserError(Problem(store.uri, f"{shard.name} {state}", "copy it again"))
+                raise UserError.at(store.uri, f"{shard.name} {state}", "copy it again")
         splits[name] = SplitImages(rows["label"], rows["bytes"], len(names), rows, names)
     kind = "shards in a store" if remote else "shards"
     folder = Path() if remote else Path(store.uri)
@@ -209,12 +209,12 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
 def _folder(folder: Path) -> DataAtUri:
     if folder.is_file():
         what = "is a file: give the folder that holds train/ and val/, or dataset.json"
-        raise UserError(Problem(str(folder), what))
+        raise UserError.at(str(folder), what)
     if not folder.is_dir():
-        raise UserError(Problem(str(folder), "no such folder"))
+        raise UserError.at(str(folder), "no such folder")
     if (folder / WORK).is_dir():
         what = "its preparation was interrupted, or is under way"
-        raise UserError(Problem(str(folder), what, "the same `prepare` command goes on with it"))
+        raise UserError.at(str(folder), what, "the same `prepare` command goes on with it")
     if not (folder / "train").is_dir():
         names = [path.name for path in folder.iterdir()]
         found = (kind for kind, form in RAW.items() if any(re.search(form, n) for n in names))
@@ -223,7 +223,7 @@ def _folder(folder: Path) -> DataAtUri:
         remedy = "it must hold train/<class>/ and val/<class>/"
         if raw:
             remedy = f"python -m distdl prepare {raw} --source {shlex.quote(str(folder))} --to OUT"
-        raise UserError(Problem(str(folder), what, remedy))
+        raise UserError.at(str(folder), what, remedy)
     try:
         source = Folder(folder)
         samples = list(source.scan(lambda done, total: None))

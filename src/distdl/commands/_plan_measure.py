@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distdl import optim
 from distdl.build import configures_optimizers, make
 from distdl.config import plain
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.meta import WEIGHTS
 
 SAMPLES = 4  # that are loaded; fake ones fill the batch
@@ -158,7 +158,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
         measured = _extrapolated(batch, samples, size, config, global_batch)
     except Exception as error:
         what = f"a training step fails here: {type(error).__name__}: {_first_line(error)}"
-        raise UserError(Problem("model", what)) from error
+        raise UserError.at("model", what) from error
     measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
     return measured
 
@@ -184,7 +184,7 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
     except Exception as error:
         what = f"no batch can be loaded here: {type(error).__name__}: {error}"
         remedy = "plan with random images of the same size: data=synthetic data.image_size=..."
-        raise UserError(Problem("data", what, remedy)) from error
+        raise UserError.at("data", what, remedy) from error
     return batch_size_of(batch) or 1, batch
 
 

@@ -10,7 +10,7 @@ from distdl import batches, compose, own_code, resources, validate
 from distdl.commands._plan_advice import StrategyAdvice, advise
 from distdl.commands._plan_estimate import Estimate, Machine, estimates
 from distdl.commands._plan_measure import MeasuredStep, measure
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.job import Resources
 from distdl.planning import root_of
 
@@ -45,7 +45,7 @@ def plan_strategy(
     root = root_of(config)
     notes, facts = validate.validate(config, size, project_root=str(root))
     if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
-        raise UserError(Problem("optimizer", "there is none", "choose one, e.g. optimizer=sgd"))
+        raise UserError.at("optimizer", "there is none", "choose one, e.g. optimizer=sgd")
     config.pop("hydra", None)
     own_code.make_importable(own_code.own_folders(root))
     measured = measure(config, batches.global_batch_size(config, size) or devices)

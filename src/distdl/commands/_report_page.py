@@ -16,7 +16,7 @@ from markupsafe import Markup
 from distdl.benchmark import FILE as BENCHMARK
 from distdl.commands import _report_benchmark, _report_plots
 from distdl.commands import _report_data as data
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.tracking.outbox import Outbox
 from distdl.tracking.records import find_run
 
@@ -70,7 +70,7 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
         output = output / "report.html"
     if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
         what = "exists and is not a report: it is left as it is"
-        raise UserError(Problem(str(output), what, "choose another name: --output FILE"))
+        raise UserError.at(str(output), what, "choose another name: --output FILE")
     contents = data.load(run)
     page = render(contents)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ class Member:
         path = shown(self.run.path)
         if state is not None and not configs.same_recipe(self.config, self.run.recipe()):
             what = f"{path} was measured with another config"
-            raise UserError(Problem("name", what, "choose another name=, or leave it out"))
+            raise UserError.at("name", what, "choose another name=, or leave it out")
         if self.is_damaged():
             print(f"{self.name}: {shown(self.file)} could not be read")
         if state in (JobState.PENDING, JobState.RUNNING):
@@ -287,7 +287,7 @@ def _batch(node: Any, world: int, mode: str, batch: int) -> str:
     if total % shares:
         what = f"a global batch of {total} does not divide by {shares} (strong scaling)"
         remedy = f"data.batch_size={-(-total // shares) * shares}, or --mode weak"
-        raise UserError(Problem("data.batch_size", what, remedy))
+        raise UserError.at("data.batch_size", what, remedy)
     return f"data.batch_size={total // shares}"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdl.benchmark.verdict import traced
 from distdl.config import unit_of
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.scaling import Link, Links, Prediction, Setting, predict
 from distdl.scaling.setting import STRATEGIES
 
@@ -97,13 +97,13 @@ def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
     if not name:
         if spot:
             remedy = "name its VM size too: --vm Standard_ND40rs_v2"
-            raise UserError(Problem("--spot", "there is no VM that has a price", remedy))
+            raise UserError.at("--spot", "there is no VM that has a price", remedy)
         return None
     size = vm_sizes.find(name)
     if size is None and not vm:
         return None  # it is trained on all the same; its price is unknown
     if size is None:
-        raise UserError(Problem("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name)))
+        raise UserError.at("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name))
     spot = spot or (not vm and launcher.get("tier") in vm_sizes.SPOT)
     cost = size.spot_price_per_hour if spot else size.price_per_hour
     return Rented(size.name, size.gpus, cost, size.infiniband_gbps * 1e9 / 8)

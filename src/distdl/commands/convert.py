@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl import checkpoint as checkpoints
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.suggest import closest
 
 WEIGHTS = "weights"
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if options.to not in known:
         near = closest(options.to, known) or next((n for n in known if options.to in n), "")
         remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
-        raise UserError(Problem("--to", f"there is no {options.to!r}", remedy))
+        raise UserError.at("--to", f"there is no {options.to!r}", remedy)
     source = checkpoints.find(options.checkpoint)
     target = options.output or default_target(source, options.to)
     free(target, options.to)
@@ -96,9 +96,9 @@ def free(target: Path, to: str) -> None:
     forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
     if target.suffix not in forms:
         what = f"{target} is not called {' or '.join(forms)}"
-        raise UserError(Problem("--output", what, f"--output {target.with_suffix(forms[0])}"))
+        raise UserError.at("--output", what, f"--output {target.with_suffix(forms[0])}")
     if target.exists():
-        raise UserError(Problem("--output", f"{target} exists", "name another: --output FILE"))
+        raise UserError.at("--output", f"{target} exists", "name another: --output FILE")
 
 
 def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
@@ -109,12 +109,12 @@ def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) ->
     """
     if "optimizer_states" not in checkpoint:
         what, remedy = "holds weights and no state of a training", "start a training from them"
-        raise UserError(Problem(str(source), what, f"{remedy}: model.weights={source}"))
+        raise UserError.at(str(source), what, f"{remedy}: model.weights={source}")
     batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
     if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
         what = f"the global batch of {batch} does not divide by {world_size}"
         remedy = "choose one that divides it, or resume with another data.batch_size"
-        raise UserError(Problem("--world-size", what, remedy))
+        raise UserError.at("--world-size", what, remedy)
 
 
 def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if options.verb == "wait":
         return max(wait(*target) for target in targets)
     if len(targets) > 1:
-        raise UserError(Problem(options.target, f"has {len(targets)} runs", "name one of them"))
+        raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
     return show_logs(*targets[0], options.follow)
 
 
@@ -94,7 +94,7 @@ def allowed(overrides: Sequence[str]) -> list[str]:
         value = override.value()
         if override.key_or_group != "project.allow" or not isinstance(value, list):
             remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"
-            raise UserError(Problem(str(override.input_line), "changes nothing here", remedy))
+            raise UserError.at(str(override.input_line), "changes nothing here", remedy)
         names += map(str, value)
     return names
 

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from distdl.commands._prepare_next import SPLITS, how_to_have, print_next
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare import shard_plan as plans
 from distdl.prepare.bar import Bar, duration, size
 from distdl.prepare.images import DEFAULT_QUALITY, Treatment
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     check(options, treatment)
     if options.to.resolve().is_relative_to(options.source.resolve()):
         what = f"{options.to} is inside the source, {options.source}"
-        raise UserError(Problem("--to", what, "name a folder outside of it: --to DIR"))
+        raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
     with readable("--source"):
         source: Source = module.open_source(options)
         described = source.describe()
@@ -114,17 +114,17 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
         raise SystemExit(0)
     if not argv or argv[0].startswith("-"):
         what = "what is it? The first word says so"
-        raise UserError(Problem("prepare", what, "\n    ".join(shown)))
+        raise UserError.at("prepare", what, "\n    ".join(shown))
     name = argv[0]
     if name not in KINDS and "." not in name:
         near = closest(name, KINDS)
         remedy = f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown)
-        raise UserError(Problem(name, "is no kind of source", remedy))
+        raise UserError.at(name, "is no kind of source", remedy)
     path = KINDS[name][0] if name in KINDS else name
     try:
         return importlib.import_module(path), argv[1:]
     except ImportError as error:
-        raise UserError(Problem(name, f"cannot import {path}: {error}")) from error
+        raise UserError.at(name, f"cannot import {path}: {error}") from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -135,7 +135,7 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         near = closest(wrong[0], known) if message.startswith("unrecognized") and wrong else None
         remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
-        raise UserError(Problem(" ".join(self.prog.split()[3:]), message, remedy))
+        raise UserError.at(" ".join(self.prog.split()[3:]), message, remedy)
 
 
 def not_empty(text: str) -> str:
@@ -185,19 +185,19 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
     """Raises UserError for what can be known to be wrong from the options alone."""
     if "://" in options.to:
         what = f"{options.to} is no folder"
-        raise UserError(Problem("--to", what, f"--to DIR --upload {shlex.quote(options.to)}"))
+        raise UserError.at("--to", what, f"--to DIR --upload {shlex.quote(options.to)}")
     options.to = Path(options.to).expanduser()
     for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
         if getattr(options, name) < least:
             what = f"{getattr(options, name)} is less than {least}"
-            raise UserError(Problem(f"--{name.replace('_', '-')}", what))
+            raise UserError.at(f"--{name.replace('_', '-')}", what)
     treatment.check()
     if options.upload:
         from distdl.stores import open_store
 
         if options.format != "shards":
             what = "a million small files are slow to read from a store"
-            raise UserError(Problem("--upload", what, "--format shards"))
+            raise UserError.at("--upload", what, "--format shards")
         open_store(options.upload)  # refuses what it does not understand now, and not in hours
 
 
@@ -270,7 +270,7 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
     needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
     if needed > free and not treatment.lossy:
         what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
-        raise UserError(Problem("--to", what, "free some space, or name another disk: --to DIR"))
+        raise UserError.at("--to", what, "free some space, or name another disk: --to DIR")
 
 
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:

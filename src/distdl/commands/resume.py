@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distdl import compose, dry_run, environment, external, jobs, launch, resuming
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.run_directory import RunDirectory, shown
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         remedy = "python -m distdl jobs list shows them"
         if newest is not None:
             remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
-        raise UserError(Problem("RUN", "which run is to go on?", remedy))
+        raise UserError.at("RUN", "which run is to go on?", remedy)
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
         return external.main(lambda here: resuming.plan(run, options.overrides, here))

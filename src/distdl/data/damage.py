@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Damage:
                 else "replace or remove it"
             )
             remedy = f"{what}, or leave such images out: data.on_damaged=skip"
-            raise UserError(Problem("data.root", f"cannot decode {messages[0]}", remedy))
+            raise UserError.at("data.root", f"cannot decode {messages[0]}", remedy)
         self.in_epoch += len(messages)
         for text in messages:
             if text not in self._known:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.views import View
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare.image_files import DamagedImage
 
 # So many damaged images one after the other are no accident of the images.
@@ -81,7 +81,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
                 "damaged": damaged[0] if damaged else "",
             }
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
-        raise UserError(Problem("data.root", what, "python -m distdl data check says how many are"))
+        raise UserError.at("data.root", what, "python -m distdl data check says how many are")
 
     def _seen(self, index: int, epoch: int) -> dict[str, Any]:
         try:

@@ -78,7 +78,7 @@ class FolderImages(EncodedImages):
                 in_class += [beside + os.fsencode(file) for file in sorted(files) if is_image(file)]
             if not in_class:
                 what = f"{folder / name} holds no image"
-                raise UserError(Problem("data.root", what, ", ".join(EXTENSIONS)))
+                raise UserError.at("data.root", what, ", ".join(EXTENSIONS))
             paths += in_class
             labels += [label] * len(in_class)
         self._paths = np.array(paths, dtype=np.bytes_)

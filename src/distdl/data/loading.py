@@ -27,7 +27,7 @@ from distdl.data.rebuilding import NotRebuilt, rebuilt
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.streams import Striding
 from distdl.data.worker_signals import Surviving
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.seeds import stable_seed
 
 
@@ -292,29 +292,25 @@ class _Share:
                 self._warn("stride", text % self.world_size)
             return self._left(loader, "an iterable dataset" if says is None else None)
         name = type(loader.dataset).__name__
-        raise UserError(
-            Problem(
-                "data",
-                f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
-                f"{self.world_size} ranks different samples",
-                f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
-                f"let each rank take every {self.world_size}th sample; or leave all loaders alone: "
-                "trainer.use_distributed_sampler=false",
-            )
+        raise UserError.at(
+            "data",
+            f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
+            f"{self.world_size} ranks different samples",
+            f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
+            f"let each rank take every {self.world_size}th sample; or leave all loaders alone: "
+            "trainer.use_distributed_sampler=false",
         )
 
     def _cannot(self, loader: DataLoader[Any], why: str) -> Any:
         name = type(loader).__name__
         if self.world_size == 1 or self.stage != "train":
             return self._left(loader, f"left as it is ({name}: {why})")
-        raise UserError(
-            Problem(
-                "data",
-                f"train_dataloader: the ranks would all train on the same samples, since {name} "
-                f"cannot be given one rank's share: {why}",
-                "change that, or shard by yourself and leave all loaders alone: "
-                "trainer.use_distributed_sampler=false",
-            )
+        raise UserError.at(
+            "data",
+            f"train_dataloader: the ranks would all train on the same samples, since {name} "
+            f"cannot be given one rank's share: {why}",
+            "change that, or shard by yourself and leave all loaders alone: "
+            "trainer.use_distributed_sampler=false",
         )
 
     def _left(self, loader: Any, why: str | None = None) -> Any:

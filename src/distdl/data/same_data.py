@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from distdl import cluster
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 
 def refuse_others(key: str) -> None:
@@ -26,4 +26,4 @@ def refuse_others(key: str) -> None:
                 f"and {other[0]} is rank {rank}'s, on {other[1]}"
             )
             remedy = "copy one of them to every node, or start again"
-            raise UserError(Problem("data.root", what, remedy))
+            raise UserError.at("data.root", what, remedy)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.seeds import stable_seed
 
 
@@ -115,17 +115,15 @@ class TrainBatches(Sampler[list[SampleKey]]):
         self.global_batch = batch_size * world_size
         if num_samples < self.global_batch and batched:
             what = f"{num_samples} training batches are fewer than the {world_size} ranks"
-            raise UserError(Problem("data", what, "fewer devices, or smaller batches"))
+            raise UserError.at("data", what, "fewer devices, or smaller batches")
         if num_samples < self.global_batch:
-            raise UserError(
-                Problem(
-                    "data.batch_size",
-                    f"{num_samples} training samples are fewer than one global batch of "
-                    f"{batch_size} x {world_size} = {self.global_batch}",
-                    f"data.batch_size={max(1, num_samples // world_size)}"
-                    if num_samples >= world_size
-                    else "fewer devices, or more samples",
-                )
+            raise UserError.at(
+                "data.batch_size",
+                f"{num_samples} training samples are fewer than one global batch of "
+                f"{batch_size} x {world_size} = {self.global_batch}",
+                f"data.batch_size={max(1, num_samples // world_size)}"
+                if num_samples >= world_size
+                else "fewer devices, or more samples",
             )
 
     def __len__(self) -> int:

@@ -198,7 +198,7 @@ class StoredImages(ImageData):
         room = cache.room()
         if room < wanted:
             what = f"{root} has room for {room / GB:.3g} GB and needs {wanted / GB:.3g} GB"
-            raise UserError(Problem("data.cache_dir", what, REMEDY))
+            raise UserError.at("data.cache_dir", what, REMEDY)
         if self.trainer is None or self.trainer.global_rank == 0:
             shards = [s for split in data.manifest.splits.values() for s in split.shards]
             cached = sum(map(cache.has, shards))
@@ -280,5 +280,5 @@ def _most_shards(manifest: Manifest, limit: int) -> int:
     if most < 1:
         least = (3 * largest + indices) / GB
         what = "holds not even three shards"
-        raise UserError(Problem("data.cache_gb", what, f"at least {least:.3g}"))
+        raise UserError.at("data.cache_gb", what, f"at least {least:.3g}")
     return most

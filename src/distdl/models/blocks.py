@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 # (dotted name, module); None for a step that has no name in the network, as `torch.flatten` has.
 NamedBlock = tuple[str | None, nn.Module]
@@ -39,13 +39,11 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
 
 
 def _no_chain(network: nn.Module, why: str) -> UserError:
-    return UserError(
-        Problem(
-            "model",
-            f"{type(network).__name__} does not state the blocks that it is a chain of: {why}",
-            "give it a method pipeline_blocks() that returns [(name, module), ...] in the order in "
-            "which forward applies them, or use another strategy",
-        )
+    return UserError.at(
+        "model",
+        f"{type(network).__name__} does not state the blocks that it is a chain of: {why}",
+        "give it a method pipeline_blocks() that returns [(name, module), ...] in the order in "
+        "which forward applies them, or use another strategy",
     )
 
 

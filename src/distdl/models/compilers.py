@@ -8,7 +8,7 @@ import shutil
 import sysconfig
 import tempfile
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.shards.cache import default_root
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -45,7 +45,7 @@ def refuse_without_compiler(device: str) -> None:
     if what:
         packages = "apt-get install g++ python3-dev"
         remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"
-        raise UserError(Problem("model.compile", what, remedy))
+        raise UserError.at("model.compile", what, remedy)
 
 
 def _has_python_headers() -> bool:

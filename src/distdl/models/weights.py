@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from distdl import formats
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
     """
     path = Path(file)
     if not path.exists():
-        raise UserError(Problem("model.weights", f"no such file: {file}"))
+        raise UserError.at("model.weights", f"no such file: {file}")
     given = formats.read(path)["state_dict"]
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in given):
@@ -41,7 +41,7 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
     if missing or unknown or len({name.rpartition(".")[0] for name in other}) > 1:
         shown = ", ".join([*other, *missing, *unknown][:3])
         what = f"{file} holds the weights of another network than {type(network).__name__}: {shown}"
-        raise UserError(Problem("model.weights", what, "choose the model that it was made with"))
+        raise UserError.at("model.weights", what, "choose the model that it was made with")
     if other:
         log.warning("not from %s, since its shape is another: %s", file, ", ".join(other))
     network.load_state_dict({k: v for k, v in given.items() if k not in other}, strict=False)

@@ -53,7 +53,7 @@ class Folder:
             if not folder.is_dir():
                 what = no_folder(folder)
             remedy = "it must hold train/<class>/ and val/<class>/"
-            raise UserError(Problem("--source", what, remedy))
+            raise UserError.at("--source", what, remedy)
         self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
@@ -68,7 +68,7 @@ class Folder:
                 images = [(path, *_size_and_mtime(path)) for path in files_below(top, walk=walk)]
                 if not images:
                     what = f"{top} holds no image"
-                    raise UserError(Problem("--source", what, ", ".join(EXTENSIONS)))
+                    raise UserError.at("--source", what, ", ".join(EXTENSIONS))
                 for path, size, mtime in images:
                     where = path.relative_to(self.folder).as_posix()
                     inner = path.relative_to(top).as_posix()

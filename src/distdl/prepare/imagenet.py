@@ -24,7 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare.image_files import EXTENSIONS, is_image
 from distdl.prepare.source import (
     Files,
@@ -128,16 +128,12 @@ class ImageNet:
             except tarfile.TarError as error:
                 known = f" (its MD5 is {TARS[split][1]})" if path.name == TARS[split][0] else ""
                 remedy = f"download it again{known}"
-                raise UserError(
-                    Problem("--source", f"{path} is damaged: {error}", remedy)
-                ) from None
+                raise UserError.at("--source", f"{path} is damaged: {error}", remedy) from None
 
     def _check(self, counts: Counter[str]) -> None:
         if not (counts["train"] and counts["val"]):
             missing = "training" if not counts["train"] else "validation"
-            raise UserError(
-                Problem("--source", f"{self.folder} has no {missing} images of ImageNet")
-            )
+            raise UserError.at("--source", f"{self.folder} has no {missing} images of ImageNet")
         if dict(counts) != COUNTS and not self.subset:
             what = "; ".join(
                 f"{counts[name]:,} {noun} instead of {COUNTS[name]:,}"
@@ -148,7 +144,7 @@ class ImageNet:
                 if counts[name] != COUNTS[name]
             )
             remedy = "download the tars again, or if that is what you want: --subset"
-            raise UserError(Problem("--source", f"{self.folder} has {what}", remedy))
+            raise UserError.at("--source", f"{self.folder} has {what}", remedy)
 
 
 def val_class(name: str) -> str:
@@ -189,7 +185,7 @@ def _part(folder: Path, split: str) -> Path:
         "the tars are available, for research, at "
         "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"
     )
-    raise UserError(Problem("--source", what, remedy))
+    raise UserError.at("--source", what, remedy)
 
 
 def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Where]]:
@@ -207,7 +203,7 @@ def _wnid(name: str) -> str:
     parts = name.split("/")
     if len(parts) < 2 or not WNID.fullmatch(parts[-2]):
         what = f"{name} is in no class (n01440764.tar or n01440764/)"
-        raise UserError(Problem("--source", what, "for other images: prepare folder"))
+        raise UserError.at("--source", what, "for other images: prepare folder")
     return parts[-2]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image, ImageFile
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare.image_files import load_image
 
 # PIL's names of what stays as it is; MPO is a JPEG with another one behind it, as phones write it.
@@ -78,9 +78,9 @@ class Treatment:
         for name in ("max_side", "short_side"):
             side = getattr(self, name)
             if side is not None and side < 1:
-                raise UserError(Problem(f"--{name.replace('_', '-')}", f"{side} is no size"))
+                raise UserError.at(f"--{name.replace('_', '-')}", f"{side} is no size")
         if self.quality is not None and not 1 <= self.quality <= 100:
-            raise UserError(Problem("--quality", f"{self.quality} is not from 1 to 100"))
+            raise UserError.at("--quality", f"{self.quality} is not from 1 to 100")
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""

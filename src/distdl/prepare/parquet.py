@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare import records
 from distdl.prepare.source import Progress, Sample, refuse_changed
 
@@ -100,7 +100,7 @@ class ParquetImages:
                 for row, (label, file_name) in enumerate(zip(labels, names, strict=True)):
                     if label is None:
                         what = f"{place}: row {row} of row group {group} has no {self._label}"
-                        raise UserError(Problem("--source", what))
+                        raise UserError.at("--source", what)
                     number = numbers[label] if isinstance(label, str) else int(label)
                     if number < 0:
                         raise records.no_class(f"{place}: row {row} of row group {group}", number)
@@ -150,7 +150,7 @@ class ParquetImages:
                 file = pq.ParquetFile(self._folder / name, page_checksum_verification=True)
             except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
                 what = f"{self._folder / name} is no Parquet file: {error}"
-                raise UserError(Problem("--source", what)) from error
+                raise UserError.at("--source", what) from error
             self._file = name, file
         return self._file[1]
 
@@ -162,7 +162,7 @@ class ParquetImages:
             labels = table.column(self._label).to_pylist()
         except (KeyError, ValueError, OSError) as error:
             what = f"{self._folder / name} cannot be read, or has no column {self._label}: {error}"
-            raise UserError(Problem("--source", what)) from error
+            raise UserError.at("--source", what) from error
         names: list[Any] = [""] * len(labels)
         if self._name and self._name.partition(".")[0] in table.column_names:
             names = table.column(self._name.partition(".")[0]).to_pylist()
@@ -209,7 +209,7 @@ def _pyarrow_parquet() -> Any:
         import pyarrow.parquet as pq
     except ImportError as error:
         what = "Parquet is read by pyarrow, which is not installed"
-        raise UserError(Problem("--source", what, "pip install 'distdl[data]'")) from error
+        raise UserError.at("--source", what, "pip install 'distdl[data]'") from error
     return pq
 
 
@@ -260,10 +260,10 @@ def _chosen(
     if wanted is not None:
         if wanted not in fits:
             is_there = f"{wanted} holds no {what}" if wanted in schema.names else f"no {wanted}"
-            raise UserError(Problem(option, f"{is_there}; the columns are {columns}"))
+            raise UserError.at(option, f"{is_there}; the columns are {columns}")
         return wanted
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:
         return (named or fits)[0]
     which = "no column holds" if not fits else f"{len(fits)} columns may hold"
-    raise UserError(Problem(option, f"{which} {what}: {columns}", f"{option} NAME"))
+    raise UserError.at(option, f"{which} {what}: {columns}", f"{option} NAME")

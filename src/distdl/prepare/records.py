@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare.source import Sample
 from distdl.stores.walking import walk_once
 
@@ -49,11 +49,11 @@ def find_files(
         UserError: There is none, or its name says no split.
     """
     if not source.exists():
-        raise UserError(Problem("--source", f"no such folder: {source}"))
+        raise UserError.at("--source", f"no such folder: {source}")
     folder = source if source.is_dir() else source.parent
     files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
     if not files:
-        raise UserError(Problem("--source", f"{source} holds no file named {shown}"))
+        raise UserError.at("--source", f"{source} holds no file named {shown}")
     if split is not None:
         return folder, dict.fromkeys(files, split)
     split_by_name: dict[str, str] = {}
@@ -62,12 +62,12 @@ def find_files(
         splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
         if not splits:
             what = f"{folder / name} has a name that says neither train nor validation"
-            raise UserError(Problem("--source", what, "--split train, if all files are of it"))
+            raise UserError.at("--source", what, "--split train, if all files are of it")
         if splits[0]:
             split_by_name[name] = splits[0]
     if not split_by_name:
         what = f"{source} holds files of a test set only"
-        raise UserError(Problem("--source", what, "--split val, if that is what you want"))
+        raise UserError.at("--source", what, "--split val, if that is what you want")
     return folder, split_by_name
 
 
@@ -93,7 +93,7 @@ def _below(folder: Path, names: str) -> Iterator[str]:
 def no_class(place: str, label: int) -> UserError:
     """A label that cannot be one; `place` says of which sample."""
     remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
-    return UserError(Problem("--source", f"{place} has the label {label}: no class", remedy))
+    return UserError.at("--source", f"{place} has the label {label}: no class", remedy)
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Labelled:
         known = self._names.setdefault(sample.label, class_name) if class_name else ""
         if known != class_name:
             what = f"{sample.where[0]}: label {sample.label} is {class_name}, and {known} elsewhere"
-            raise UserError(Problem("--source", what))
+            raise UserError.at("--source", what)
         name = sample.name or f"{sample.split}_{len(self._samples):08d}"
         self._samples.append(replace(sample, name=name))
 
@@ -140,7 +140,7 @@ class Labelled:
             UserError: The smallest label is another one, or two classes have one name.
         """
         if not self._samples:
-            raise UserError(Problem("--source", "its files hold no sample"))
+            raise UserError.at("--source", "its files hold no sample")
         known = dict(enumerate(names)) if names else self._names
         labels = {sample.label for sample in self._samples}
         if names:
@@ -148,16 +148,16 @@ class Labelled:
         low, high = min(labels), max(labels)
         if offset is None and low > 1:
             what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
-            raise UserError(Problem("--label-offset", what, "--label-offset 0, or 1"))
+            raise UserError.at("--label-offset", what, "--label-offset 0, or 1")
         self._offset = offset = low if offset is None else offset
         if low < offset:
             what = f"is {offset}, but a sample has the label {low}"
-            raise UserError(Problem("--label-offset", what, f"--label-offset {low}"))
+            raise UserError.at("--label-offset", what, f"--label-offset {low}")
         classes = [known.get(label, str(label - offset)) for label in range(offset, high + 1)]
         twice = sorted({name for name in classes if classes.count(name) > 1})
         if twice:
             what = f"two labels have the name {twice[0]}"
-            raise UserError(Problem("--source", what, "labels and names contradict each other"))
+            raise UserError.at("--source", what, "labels and names contradict each other")
         return classes
 
     def samples(self) -> Iterator[Sample]:

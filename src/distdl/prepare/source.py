@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from distdl.errors import Problem, Unfinished
+from distdl.errors import Unfinished
 from distdl.prepare.image_files import EXTENSIONS, is_image
 from distdl.stores.walking import walk_once
 
@@ -118,7 +118,7 @@ def refuse_changed(
         "put it back as it was (cp -p), and the same command continues; to prepare what "
         "the files are now: the same command with another --to"
     )
-    raise Unfinished(Problem("--source", what, remedy))
+    raise Unfinished.at("--source", what, remedy)
 
 
 def files_below(

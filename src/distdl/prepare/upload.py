@@ -65,7 +65,7 @@ def check_target(url: str, out: Path | None) -> None:
     try:
         store = open_store(url, patience=PATIENCE)
         if not is_remote(url) and Path(store.uri).is_file():
-            raise UserError(Problem("--upload", f"{store.uri} is a file, and no folder"))
+            raise UserError.at("--upload", f"{store.uri} is a file, and no folder")
         if out is None:
             _refuse(store, list(store.names()))
         else:
@@ -86,7 +86,7 @@ def _refuse(store: Store, others: list[str]) -> None:
         what = f"{store.uri} holds something else: {', '.join(others[:3])}"
         if MANIFEST in others:
             what = f"{store.uri} holds a prepared data set already"
-        raise UserError(Problem("--upload", what, "choose an empty folder"))
+        raise UserError.at("--upload", what, "choose an empty folder")
 
 
 def _failed(error: StoreError, again: str) -> Problem:
@@ -100,7 +100,7 @@ def read_manifest(out: Path) -> Manifest:
     path = out / MANIFEST
     if not path.is_file():
         what = f"{out} is no prepared data set: it has no {MANIFEST}"
-        raise UserError(Problem("--upload", what, "prepare it first"))
+        raise UserError.at("--upload", what, "prepare it first")
     return Manifest.from_json(path.read_bytes(), str(path))
 
 
@@ -115,7 +115,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
     _refuse(store, sorted(set(stored) - known.keys() - {MANIFEST}))
     if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
         what = f"{store.uri} holds another prepared data set"
-        raise UserError(Problem("--upload", what, "choose an empty folder"))
+        raise UserError.at("--upload", what, "choose an empty folder")
     for name in stored:
         # The indexes hold the sha256 of each sample: where they are equal, so are the shards.
         file = known.get(name)
@@ -126,7 +126,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
             same = hashlib.sha256(store.read(name)).hexdigest() == file.sha256
         if not same:
             what = f"{store.uri} holds another {name}, perhaps of an upload that was not finished"
-            raise UserError(Problem("--upload", what, "choose an empty folder, or empty this one"))
+            raise UserError.at("--upload", what, "choose an empty folder, or empty this one")
     return {file for name, file in known.items() if name not in stored}
 
 
@@ -155,7 +155,7 @@ class _Sending:
             sha256 = ""
         if sha256 != file.sha256:
             what = f"{path} is {'damaged' if sha256 else 'missing'}"
-            raise Unfinished(Problem("--upload", what, "prepare the data set again, elsewhere"))
+            raise Unfinished.at("--upload", what, "prepare the data set again, elsewhere")
         if not self._stop.is_set():
             self.store.upload(path, file.name, self._passed)
 
@@ -176,7 +176,7 @@ class _Sending:
             size = self.store.size(file.name)
             if size != file.bytes:
                 what = f"{file.name} has {size} bytes at {self.store.uri}, and {file.bytes} here"
-                raise Unfinished(Problem("--upload", what, "remove it there and upload again"))
+                raise Unfinished.at("--upload", what, "remove it there and upload again")
 
     def _passed(self, count: int) -> None:
         if self._stop.is_set():

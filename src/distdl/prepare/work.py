@@ -70,7 +70,7 @@ class Preparation:
     def _check(self) -> None:
         out = self.out
         if out.exists() and not out.is_dir():
-            raise UserError(Problem("--to", f"{out} is no folder", "name another: --to DIR"))
+            raise UserError.at("--to", f"{out} is no folder", "name another: --to DIR")
         for name in (MANIFEST, FOLDER_MANIFEST):
             if (out / name).exists():
                 made = json.loads((out / name).read_bytes()).get("made", {})
@@ -83,7 +83,7 @@ class Preparation:
             others = [path.name for path in out.iterdir() if path.name != WORK]
             if others:
                 what = f"{out} is not empty: {', '.join(sorted(others)[:3])}"
-                raise UserError(Problem("--to", what, "name a new folder: --to DIR"))
+                raise UserError.at("--to", what, "name a new folder: --to DIR")
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
         # An option of earlier versions, which changed no pixel.
@@ -95,7 +95,7 @@ class Preparation:
             remedy = "repeat that command, name another folder (--to DIR), or remove this one"
             if all(one.startswith("source.") for one in different):
                 remedy = f"prepare what it is now from the beginning: --to DIR, or first {removal}"
-            raise UserError(Problem("--to", what, remedy))
+            raise UserError.at("--to", what, remedy)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -113,7 +113,7 @@ class Preparation:
                 yield
         except Timeout:
             what = f"another command is preparing {self.out} at this moment"
-            raise UserError(Problem("--to", what, "wait for it")) from None
+            raise UserError.at("--to", what, "wait for it") from None
         except OSError as error:
             remedy = "fix that, and the same command goes on where it was"
             problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
@@ -150,7 +150,7 @@ class Preparation:
         except BrokenProcessPool as error:
             what = "a worker process was killed, perhaps for want of memory"
             remedy = "the same command goes on where it was; fewer: --workers N"
-            raise Unfinished(Problem("--workers", what, remedy)) from error
+            raise Unfinished.at("--workers", what, remedy) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
         """Writes index and manifest, once all parts are there.

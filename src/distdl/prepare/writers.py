@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distdl.atomic_files import atomic_file, write_bytes
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.prepare.image_files import DamagedImage
 from distdl.prepare.images import Treatment, Unwritten
 from distdl.prepare.shard_plan import Part
@@ -135,7 +135,7 @@ class Writer:
             read = self.source.read(sample)
             data, extension, oddity = self.treatment.apply(read, sample.name)
         except Unwritten as error:  # its source is intact, and --skip-damaged no remedy
-            raise UserError(Problem(sample.name, str(error))) from error
+            raise UserError.at(sample.name, str(error)) from error
         except (DamagedImage, ValueError, OSError) as error:
             # Without the path of this machine, which Python's own message repeats.
             reason = getattr(error, "strerror", None) or str(error)

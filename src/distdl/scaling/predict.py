@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.scaling.fields import Count, checked
 from distdl.scaling.links import Group, all_reduce, exposed, fastest
 from distdl.scaling.setting import Setting
@@ -176,10 +176,10 @@ def _group(setting: Setting, count: int) -> Group:
     full = count // per_node * per_node
     if count != full:
         what = f"{count} devices do not fill nodes of {per_node}"
-        raise UserError(Problem("num_devices", what, f"{full} or {full + per_node}"))
+        raise UserError.at("num_devices", what, f"{full} or {full + per_node}")
     if count % stages:
         what = f"{count} devices do not divide into pipelines of {stages} stages"
-        raise UserError(Problem("num_devices", what))
+        raise UserError.at("num_devices", what)
     # Consecutive ranks are the stages of one pipeline (strategies/pipeline/place.py).
     together = per_node // stages if per_node % stages == 0 else 1
     return Group(count // stages, together, sharing=per_node // together)

@@ -28,7 +28,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from distdl.atomic_files import sync, write_bytes
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.shards.format import File
 from distdl.stores import Progress, Store, StoreError
 from distdl.stores.files import reserved
@@ -65,7 +65,7 @@ class Cache:
             os.utime(self._used)
         except OSError as error:
             what = f"cannot keep shards in {self.root}: {error.strerror}"
-            raise UserError(Problem("data.cache_dir", what, REMEDY)) from error
+            raise UserError.at("data.cache_dir", what, REMEDY) from error
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_used": None}
@@ -122,7 +122,7 @@ class Cache:
                 if not damage:
                     return self.path(file)
         what = f"{self.store.uri}/{file.name} came {TRIES} times, and {damage}"
-        raise UserError(Problem("data.root", what, DAMAGED))
+        raise UserError.at("data.root", what, DAMAGED)
 
     def _download(
         self,
@@ -244,7 +244,7 @@ DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume 
 
 def _unreachable(message: str, transient: bool) -> UserError:
     remedy = "the run can be resumed when it is back" if transient else ""
-    return UserError(Problem("data.root", message, remedy))
+    return UserError.at("data.root", message, remedy)
 
 
 def default_root() -> Path:

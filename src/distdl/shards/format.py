@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 MANIFEST = "dataset.json"
 WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
@@ -88,7 +88,7 @@ class Manifest:
             found = json.loads(text)
             if found["format"] == FORMAT and found["version"] > VERSION:
                 what = f"{where} was prepared by a newer distdl, as version {found['version']}"
-                raise UserError(Problem("data.root", what, "update distdl"))
+                raise UserError.at("data.root", what, "update distdl")
             if found["format"] != FORMAT or found["version"] != VERSION:
                 raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
             splits = {
@@ -103,7 +103,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             what = f"{where} is no manifest of version {VERSION}: {error}"
             remedy = "python -m distdl prepare ... writes one"
-            raise UserError(Problem("data.root", what, remedy)) from error
+            raise UserError.at("data.root", what, remedy) from error
 
 
 def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
@@ -117,5 +117,5 @@ def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
         if rows.dtype != ROW:
             raise ValueError(f"its rows are {rows.dtype}")
     except (ValueError, EOFError, OSError) as error:
-        raise UserError(Problem("data.root", f"{where} is no index: {error}")) from error
+        raise UserError.at("data.root", f"{where} is no index: {error}") from error
     return rows

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distdl.atomic_files import write_bytes
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.shards.cache import Cache, NoRoom
 from distdl.shards.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
@@ -66,20 +66,20 @@ class DataSet:
             where = cache.fetch(file) if cache else Path(self.store.uri) / file.name
             data = where.read_bytes()
         except OSError as error:
-            raise UserError(Problem("data.root", f"{self.store.uri}: {error}")) from error
+            raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
             if cache is not None:  # was intact when it came
                 cache.drop(file)
                 data = cache.fetch(file).read_bytes()
             else:
                 what = f"{where} is not the index that {MANIFEST} speaks of"
-                raise UserError(Problem("data.root", what, "copy or prepare the data set again"))
+                raise UserError.at("data.root", what, "copy or prepare the data set again")
         return load_index(data, str(where))
 
     def split(self, name: str) -> Split:
         if name not in self.manifest.splits:
             has = ", ".join(self.manifest.splits)
-            raise UserError(Problem("data.root", f"{self.store.uri} has no {name!r}, only: {has}"))
+            raise UserError.at("data.root", f"{self.store.uri} has no {name!r}, only: {has}")
         return self.manifest.splits[name]
 
 
@@ -112,7 +112,7 @@ def open_data_set(
         remedy = error.remedy
         if isinstance(error, Absent):
             remedy = "python -m distdl prepare ... --upload URL writes it last, after all else"
-        raise UserError(Problem("data.root", str(error), remedy)) from error
+        raise UserError.at("data.root", str(error), remedy) from error
     return _data_set(text, store)
 
 
@@ -126,7 +126,7 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
     for split in manifest.splits.values():
         for file in (split.index, *split.shards):
             if Path(file.name).name != file.name or file.name.startswith("."):
-                raise UserError(Problem("data.root", f"{file.name!r} is no name of a shard"))
+                raise UserError.at("data.root", f"{file.name!r} is no name of a shard")
     return DataSet(manifest, text, store, note)
 
 
@@ -233,7 +233,7 @@ class Shards:
                 if self.cache is None:
                     what = f"{self.where / file.name} is missing"
                     remedy = "copy or prepare the data set again"
-                    raise UserError(Problem("data.root", what, remedy)) from None
+                    raise UserError.at("data.root", what, remedy) from None
                 # It went again, before it was opened: another process needed the room.
         self._open[number] = handle
         return handle
@@ -248,7 +248,7 @@ class Shards:
             return self.cache.fetch(file, None if evictable is None else lambda: evictable(file))
         except NoRoom as error:
             remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
-            raise UserError(Problem("data.cache_dir", str(error), remedy)) from error
+            raise UserError.at("data.cache_dir", str(error), remedy) from error
         except UserError as error:
             self._lost = error
             raise
@@ -295,4 +295,4 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
             return
         misfit = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
     what = f"{data.store.uri}: the index of {split!r} {misfit}"
-    raise UserError(Problem("data.root", what, "copy or prepare the data set again"))
+    raise UserError.at("data.root", what, "copy or prepare the data set again")

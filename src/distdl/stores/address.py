@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.stores.store import PATIENCE, Store
 
 FORMS = (
@@ -46,7 +46,7 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
             to such a store is missing (it says which extra to install).
     """
     if not uri:  # a variable that is not set; to Path it is the current folder
-        raise UserError(Problem("", "an empty address", FORMS))
+        raise UserError.at("", "an empty address", FORMS)
     match = _SCHEME.match(uri)
     scheme = match[1].lower() if match else "file"
     if scheme == "file":
@@ -59,7 +59,7 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
 
         bucket, _, folder = uri[len("s3://") :].partition("/")
         if not bucket:
-            raise UserError(Problem(uri, "names no bucket", "s3://bucket/path"))
+            raise UserError.at(uri, "names no bucket", "s3://bucket/path")
         return S3Store(bucket, folder, patience=patience)
     return _azure(uri, scheme, patience)
 
@@ -81,7 +81,7 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             container, _, folder = folder.partition("/")
         elif not rest:
             what = "is no address of Azure Blob, the only kind of https that is understood"
-            raise UserError(Problem(shown, what, FORMS))
+            raise UserError.at(shown, what, FORMS)
     elif scheme in ("azure", "az", "abfs", "abfss"):
         folder = parts.path
         container = parts.username or host
@@ -89,9 +89,9 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             account, _, domain = host.partition(".")
             endpoint = f"https://{account}.{re.sub('^dfs[.]', 'blob.', domain)}"
     else:
-        raise UserError(Problem(shown, "has a form that is not understood", FORMS))
+        raise UserError.at(shown, "has a form that is not understood", FORMS)
     if not container:
-        raise UserError(Problem(shown, "names no container", FORMS))
+        raise UserError.at(shown, "names no container", FORMS)
     return BlobStore(
         shown, container, unquote(folder), account, endpoint, parts.query, patience=patience
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.stores.remote import PART, RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
 
@@ -51,11 +51,11 @@ class BlobStore(RemoteStore):
             import azure.storage.blob  # noqa: F401
         except ImportError:
             what = "needs the package azure-storage-blob, which is not installed"
-            raise UserError(Problem(uri, what, "pip install 'distdl[azure]'")) from None
+            raise UserError.at(uri, what, "pip install 'distdl[azure]'") from None
         if not account and not os.environ.get(_CONNECTION) and not os.environ.get(_ACCOUNT):
             what = f"names no account, and neither {_CONNECTION} nor {_ACCOUNT} is set"
             remedy = f"export {_ACCOUNT}=name, or abfss://{container}@ACCOUNT.dfs.core.windows.net/"
-            raise UserError(Problem(uri, what, remedy))
+            raise UserError.at(uri, what, remedy)
         self._container, self._account, self._endpoint = container, account, endpoint
         self._sas = sas
 
@@ -74,7 +74,7 @@ class BlobStore(RemoteStore):
             else:
                 what = "is no address of an account or container"
                 remedy = f"look at {_ACCOUNT}, and at the URI"
-            raise UserError(Problem(self.uri, what, remedy)) from None
+            raise UserError.at(self.uri, what, remedy) from None
 
     def _container_client(self) -> Any:
         from azure.storage.blob import ContainerClient
@@ -108,7 +108,7 @@ class BlobStore(RemoteStore):
             from azure.identity import DefaultAzureCredential
         except ImportError:
             what = f"no {_KEY} and no {_SAS} is set, and azure-identity is not installed"
-            raise UserError(Problem(self.uri, what, "pip install 'distdl[azure]'")) from None
+            raise UserError.at(self.uri, what, "pip install 'distdl[azure]'") from None
         return DefaultAzureCredential()
 
     def _server(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distdl.atomic_files import atomic_file
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.stores.store import Progress, StoreError
 
 _PIECE = 8 << 20  # bytes copied at a time
@@ -102,7 +102,7 @@ def readable(where: str) -> Iterator[None]:
             raise
         what = f"{error.filename} cannot be read: {error.strerror}"
         remedy = "the user who runs this needs the right to read it, and to enter its folder"
-        raise UserError(Problem(where, what, remedy)) from error
+        raise UserError.at(where, what, remedy) from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.stores.remote import RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
 
@@ -37,7 +37,7 @@ class S3Store(RemoteStore):
             import boto3  # noqa: F401
         except ImportError:
             what = "needs the package boto3, which is not installed"
-            raise UserError(Problem(self.uri, what, "pip install 'distdl[s3]'")) from None
+            raise UserError.at(self.uri, what, "pip install 'distdl[s3]'") from None
 
     def _connect(self) -> Any:
         import boto3

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.stores.files import raised
 
 # Of a folder, whatever path or link leads to it: device and inode.
@@ -80,6 +80,6 @@ class ClassFolders:
             known, path = self._class.setdefault(identity(inner), (name, inner))
             if known != name:
                 what = f"{path} and {inner} are the same folder: its images would have two labels"
-                raise UserError(Problem(self.where, what, "remove the link"))
+                raise UserError.at(self.where, what, "remove the link")
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
             yield inner, folders, names

@@ -61,7 +61,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         autotune: bool = False,
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
-            raise UserError(Problem("strategy", "DeepSpeed is not installed", INSTALL))
+            raise UserError.at("strategy", "DeepSpeed is not installed", INSTALL)
         if not torch.cuda.is_available():  # asked while it is imported
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().__init__(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 
 class AutocastPrecision(DeepSpeedPrecision):
@@ -21,7 +21,7 @@ class AutocastPrecision(DeepSpeedPrecision):
         if self.by_hand:  # by the Trainer is in DeepSpeed's settings
             what = "DeepSpeed clips in its own step, and self.clip_gradients does nothing"
             remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
-            raise UserError(Problem("strategy", what, remedy))
+            raise UserError.at("strategy", what, remedy)
 
     def convert_input(self, data: Any) -> Any:
         return data if self.autocasts_on else super().convert_input(data)

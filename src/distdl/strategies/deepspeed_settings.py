@@ -31,7 +31,7 @@ def find(config: str) -> Path:
         path = Path(folder, config)
         if path.is_file():
             return path
-    raise UserError(Problem("config", f"no such file: {config}", "a JSON file of DeepSpeed's"))
+    raise UserError.at("config", f"no such file: {config}", "a JSON file of DeepSpeed's")
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def settings_of(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text())
     except ValueError as error:
-        raise UserError(Problem("config", f"{path} is no JSON: {error}")) from error
+        raise UserError.at("config", f"{path} is no JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError(Problem("config", f"{path} is no JSON object"))
+        raise UserError.at("config", f"{path} is no JSON object")
     settings = without_auto(settings)
     problems = [
         Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}")

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distdl import cluster
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 CALLS = 2  # a moving average of the weights may begin with a copy, which changes nothing
 
@@ -23,7 +23,7 @@ def refuse_second_order(unit: Any) -> None:
     def refusing(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             what = "create_graph=True (a gradient penalty) gives wrong gradients under fsdp"
-            raise UserError(Problem("strategy", what, "strategy=ddp"))
+            raise UserError.at("strategy", what, "strategy=ddp")
         return pre_backward(gradient)
 
     state._pre_backward = refusing
@@ -56,7 +56,7 @@ def watch_weights(module: Any) -> None:
         if names := [name for each in watched for name in each]:
             what = f"training_step changes weights ({names[0]}), which is lost under fsdp"
             remedy = "do it in on_train_batch_end, in place and not by .data; or strategy=ddp"
-            raise UserError(Problem("strategy", what, remedy))
+            raise UserError.at("strategy", what, remedy)
         return output
 
     module.training_step = training_step

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 
 if TYPE_CHECKING:
     from distdl.tracking import RunInfo
@@ -94,7 +94,7 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
         reason = next(iter(str(error).strip().splitlines()), "")
         what = f"cannot start: {type(error).__name__}: {reason}"
         remedy = "log in to it, let it work offline (docs/tracking.md), or choose tracking=mlflow"
-        raise UserError(Problem(f"tracking.{key}", what, remedy)) from error
+        raise UserError.at(f"tracking.{key}", what, remedy) from error
 
 
 def end(key: str, logger: Any, status: str) -> None:

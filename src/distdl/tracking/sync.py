@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.tracking.outbox import Outbox, redact
 from distdl.tracking.records import journals
 
@@ -31,14 +31,14 @@ def sync(run: Path) -> int:
     if not outbox.found:
         what = "was not tracked in MLflow: there is nothing to send"
         remedy = f"to see its curves: python -m distdl report {run}"
-        raise UserError(Problem(str(run), what, remedy))
+        raise UserError.at(str(run), what, remedy)
     uri = outbox.state.server or outbox.database()
     if "***" in uri:  # a password is never stored
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         what = f"the server {outbox.state.server} needs a password, which is never stored"
         remedy = "set MLFLOW_TRACKING_URI to the whole address, and type the same again"
-        raise UserError(Problem(str(outbox.path), what, remedy))
+        raise UserError.at(str(outbox.path), what, remedy)
     prepare_environment()
     sender = Delivery(outbox, uri, alone=True)
     with contextlib.ExitStack() as locks:

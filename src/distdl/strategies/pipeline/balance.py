@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.suggest import closest
 
 # How much of the time in which one micro-batch fills the pipeline is idle time, per schedule, with
@@ -98,15 +98,15 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
         if name not in names:
             near = closest(str(name), list(names))
             remedy = f"did you mean {near}?" if near else f"one of {', '.join(names)}"
-            raise UserError(Problem(path, f"the model has no block {name!r}", remedy))
+            raise UserError.at(path, f"the model has no block {name!r}", remedy)
     bounds = [0, *(names.index(name) for name in starts), len(names)]
     if sorted(set(bounds)) != bounds:
         what = "the blocks are not in the model's order, or one begins the first stage"
-        raise UserError(Problem(path, what))
+        raise UserError.at(path, what)
     if len(starts) != pieces - 1:
         what = f"names {len(starts)} blocks, and {pieces} pieces have {pieces - 1} beginnings after"
         remedy = "name the first block of each piece but the first"
-        raise UserError(Problem(path, f"{what} the first", remedy))
+        raise UserError.at(path, f"{what} the first", remedy)
     return bounds
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._pytree import tree_map
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.strategies.pipeline.probe import Edge
 from distdl.strategies.pipeline.splitting import Block
 from distdl.strategies.pipeline.stage_rules import StagePosition
@@ -144,7 +144,7 @@ class Engine:
         if rows % self.micro_batches:
             what = f"a batch of {rows} does not divide into {self.micro_batches} micro-batches"
             remedy = "choose a batch size that does, and drop_last=True for the last one"
-            raise UserError(Problem("strategy.micro_batches", what, remedy))
+            raise UserError.at("strategy.micro_batches", what, remedy)
         schedule, sizes = self._prepared(inputs, training=True)
         self._follow(True)
         keywords = {}

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.strategies.pipeline.splitting import Block
 
 # Passes through all blocks; the first warms up. Of each block the fastest counts: whatever disturbs
@@ -83,11 +83,11 @@ def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.
         for part in itertools.chain.from_iterable(block.modules for block in blocks):
             chained = part(chained)
     if not isinstance(expected, torch.Tensor) or not isinstance(chained, torch.Tensor):
-        raise UserError(Problem("strategy", "the model's forward must return one tensor"))
+        raise UserError.at("strategy", "the model's forward must return one tensor")
     if expected.shape != chained.shape or not expected.allclose(chained, rtol=1e-3, atol=1e-5):
         what = "the blocks that pipeline_blocks() states give another result than forward"
         remedy = "it must return everything that forward applies, in that order"
-        raise UserError(Problem("strategy", what, remedy))
+        raise UserError.at("strategy", what, remedy)
 
 
 @contextmanager
@@ -169,12 +169,10 @@ def _one_round(
                 raise
             what = f"batch norm in {block.name} sees one value per channel in a micro-batch of"
             remedy = "larger micro-batches: fewer of them, or a larger data.batch_size"
-            raise UserError(
-                Problem(
-                    "strategy.micro_batches",
-                    f"{what} {len(x)} sample",
-                    f"model.norm=group, or {remedy}",
-                )
+            raise UserError.at(
+                "strategy.micro_batches",
+                f"{what} {len(x)} sample",
+                f"model.norm=group, or {remedy}",
             ) from error
         del copied
     edges.append(Edge.through(x))

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.models.blocks import NamedBlock
 
 # What a module must have to be split; see docs/strategies/pipeline.md.
@@ -69,7 +69,7 @@ def blocks_in(module: nn.Module) -> list[Block]:
     if missing:
         what = f"{type(module).__name__} cannot be split into stages: it has {', '.join(missing)}"
         remedy = "docs/strategies/pipeline.md says what they return; or strategy=ddp"
-        raise UserError(Problem("strategy", what, remedy))
+        raise UserError.at("strategy", what, remedy)
     blocks: list[list[NamedBlock]] = [[]]
     for name, part in module.pipeline_blocks():  # type: ignore[operator]
         has_parameters = next(part.parameters(), None) is not None
@@ -106,7 +106,7 @@ def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
 
 def _refused(what: str) -> UserError:
     what = f"the model cannot be split into stages: {what}"
-    return UserError(Problem("strategy", what, "strategy=ddp"))
+    return UserError.at("strategy", what, "strategy=ddp")
 
 
 class Elsewhere(nn.Module):

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from distdl.errors import Problem, UserError
+from distdl.errors import UserError
 from distdl.portable import names_of
 from distdl.ranges import AboveZero, Positive
 from distdl.strategies.pipeline import partition_plan, splitting, stage_rules
@@ -119,7 +119,7 @@ class PipelineStrategy(StagedStrategy):
         module = trainer.lightning_module
         if str(trainer.precision).startswith("16"):
             what = "a pipeline has no fp16"
-            raise UserError(Problem("trainer.precision", what, "trainer.precision=bf16-mixed"))
+            raise UserError.at("trainer.precision", what, "trainer.precision=bf16-mixed")
         blocks = splitting.blocks_in(module)
         self._plan = partition_plan.make(self, trainer, blocks)
         bounds = self._plan.bounds
