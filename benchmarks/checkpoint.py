@@ -89,9 +89,9 @@ class Distdl(Arm):
 
     def __init__(self, folder: Path) -> None:
         from distdl.callbacks import Checkpointer
-        from distdl.checkpoint import CheckpointStore
         from distdl.data.sampling import TrainPosition
-        from distdl.stopping import StopRequest
+        from distdl.ranks.stopping import StopRequest
+        from distdl.runs.checkpoints import CheckpointStore
 
         super().__init__(folder)
         self.ours = Checkpointer(
@@ -123,7 +123,7 @@ ARMS: dict[str, type[Arm]] = {"none": Arm, "lightning": Lightning, "distdl": Dis
 
 
 def fit(kind: type[Arm], folder: Path) -> Arm:
-    from distdl.formats import AnyCheckpoint
+    from distdl.checkpoint.formats import AnyCheckpoint
 
     arm = kind(folder)
     trainer = Trainer(

@@ -80,7 +80,7 @@ def lay_out(folder: Path, total: int) -> Path:
 def rank_main(total: str, keep: str = "") -> None:
     """A rank of the loop by hand; `keep`: with what distdl tells malloc."""
     if keep:
-        from distdl.allocator import keep_freed_memory
+        from distdl.worker.allocator import keep_freed_memory
 
         keep_freed_memory()
     torch.set_num_threads(1)

@@ -52,7 +52,7 @@ def lay_out(folder: Path) -> None:
 
 
 def prepare(source: Path, to: Path, *options: str) -> None:
-    from distdl.commands import prepare
+    from distdl.cli import prepare
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         code = prepare.main(["folder", "--source", str(source), "--to", str(to), *options])

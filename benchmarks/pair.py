@@ -83,7 +83,7 @@ def work(paths: Sequence[Path]) -> None:
 def rank_main(plan: str) -> None:
     """One rank of `work`."""
     from benchmarks import runs
-    from distdl.run_directory import RunDirectory
+    from distdl.runs.directory import RunDirectory
 
     given = json.loads(Path(plan).read_text())
     for path, port in zip(given["runs"], given["ports"], strict=True):

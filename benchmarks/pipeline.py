@@ -86,8 +86,9 @@ def by_distdl(rank: int, size: int, total: int) -> None:
     from lightning.pytorch import LightningDataModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
-    from distdl import cluster, environment
+    from distdl.distributed import process_group
     from distdl.models import ImageClassifier
+    from distdl.ranks import environment
     from distdl.strategies import PipelineStrategy
 
     class Classifier(ImageClassifier):
@@ -106,7 +107,7 @@ def by_distdl(rank: int, size: int, total: int) -> None:
         accelerator="cpu",
         devices=STAGES,
         strategy=PipelineStrategy(micro_batches=MICRO_BATCHES),
-        plugins=[cluster.LaunchedEnvironment(here)],
+        plugins=[process_group.LaunchedEnvironment(here)],
         callbacks=[stops.Stops(WARM_UP, STEPS)],
         max_epochs=1,
         logger=False,
@@ -124,7 +125,9 @@ def named(arm: str, size: int) -> str:
 
 def arm_main(arm: str, size: str, total: str) -> None:
     """A process that takes turns: a rank, or the one that is alone."""
-    from distdl import allocator, cluster, environment
+    from distdl.distributed import process_group
+    from distdl.ranks import environment
+    from distdl.worker import allocator
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -133,9 +136,9 @@ def arm_main(arm: str, size: str, total: str) -> None:
         one_process(int(size), int(total))
         return
     here = environment.resolve()
-    cluster.connect(here, "cpu")
+    process_group.connect(here, "cpu")
     {HAND: by_hand, OURS: by_distdl}[arm](here.rank, int(size), int(total))
-    cluster.disconnect()
+    process_group.disconnect()
 
 
 def measured(rounds: int) -> dict[str, list[float]]:

@@ -6,23 +6,24 @@ import contextlib
 import io
 from pathlib import Path
 
-from distdl.run_directory import RunDirectory
+from distdl.runs.directory import RunDirectory
 
 CONF = Path(__file__).with_name("conf")
 
 
 def lay_out(folder: Path, *overrides: str) -> RunDirectory:
     """A run that no worker has begun yet, with its first attempt, below `folder`."""
-    from distdl import compose, launch
-    from distdl.resources import resolve
+    from distdl.config import compose
+    from distdl.config.resources import resolve
+    from distdl.launch import start
 
     config = compose.compose([f"output_dir={folder}", *overrides], [str(CONF)])
-    recipe = launch.configs.recipe_of(config)
+    recipe = start.configs.recipe_of(config)
     run = RunDirectory(folder / f"run{len(list(folder.iterdir()))}")
-    run.create(launch.configs.to_yaml(recipe), {})
+    run.create(start.configs.to_yaml(recipe), {})
     size = resolve(config.trainer, local=True)
-    plan = launch.Plan(config, recipe, size, run, f"bench/{run.path.name}")
-    run.begin_attempt(launch.launch_record(plan, Path.cwd()))
+    plan = start.Plan(config, recipe, size, run, f"bench/{run.path.name}")
+    run.begin_attempt(start.launch_record(plan, Path.cwd()))
     return run
 
 
@@ -32,11 +33,11 @@ def work(run: RunDirectory) -> None:
     Raises:
         RuntimeError: The worker failed; its output.
     """
-    from distdl import worker
+    from distdl.worker import main
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = worker.main([str(run.path), str(run.path)])
+        code = main.main([str(run.path), str(run.path)])
     if code:
         raise RuntimeError(f"the worker ended with {code}: {said.getvalue()[-2000:]}")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import pair, runs
 from benchmarks.table import Goal
-from distdl.traffic import in_words
+from distdl.distributed.traffic import in_words
 
 SKIPPED, STEPS = 2, 8
 COMMON = (

@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from distdl import walltime
-from distdl.errors import Problem, UserError
 from distdl.job import Job, JobSpec, JobState
-from distdl.ranges import AboveZero, Count, Positive
+from distdl.util import walltime
+from distdl.util.errors import Problem, UserError
+from distdl.util.ranges import AboveZero, Count, Positive
+
+if TYPE_CHECKING:
+    from distdl.runs.attempt import Attempt
 
 __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 
@@ -58,7 +61,7 @@ def with_paths(inputs: Any) -> Any:
 
 
 T = TypeVar("T")
-# What the user writes becomes seconds, of type int (see `distdl.walltime`).
+# What the user writes becomes seconds, of type int (see `distdl.util.walltime`).
 Walltime = Annotated[Any, BeforeValidator(_seconds)]
 # null is an empty list, and an empty mapping.
 ListOf = Annotated[list[T], BeforeValidator(lambda value: [] if value is None else value)]
@@ -151,7 +154,7 @@ def refuse(found: Iterable[Problem]) -> None:
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
     """`did you mean X?`, or nothing where nothing is close."""
-    from distdl.suggest import closest
+    from distdl.util.suggest import closest
 
     near = closest(str(word), known)
     return f"did you mean {near}?" if near else ""
@@ -212,6 +215,21 @@ def _expected(message: str) -> str:
 
 
 # ---- what becomes part of a request -------------------------------------------------------------
+
+
+def newest_checkpoint(store: Path) -> Sequence[Path]:
+    """The file of a run's newest complete checkpoint, and its manifest; nothing if it has none."""
+    from distdl.runs.checkpoints import CheckpointStore, manifest_of
+
+    newest = CheckpointStore(store / "checkpoints").newest()
+    return (newest, manifest_of(newest)) if newest else ()
+
+
+def attempt_at(folder: Path) -> Attempt:
+    """An attempt by its folder: what its ranks have recorded so far."""
+    from distdl.runs.attempt import Attempt
+
+    return Attempt(folder)
 
 
 def forwarded(spec: JobSpec) -> dict[str, str]:
@@ -370,7 +388,7 @@ def fetch_files(
     to: Path, files: Mapping[str, FarFile], download: Callable[[str, Path], object]
 ) -> int:
     """Copies a run's files into a folder. What is there in the same size and not older is kept, and
-    so are the run's own files (`distdl.inside`).
+    so are the run's own files (`distdl.util.safe_paths`).
 
     Args:
         to: The folder.
@@ -380,7 +398,7 @@ def fetch_files(
     Returns:
         How many were copied.
     """
-    from distdl.inside import places
+    from distdl.util.safe_paths import places
 
     copied = 0
     for name, path in places(to, manifests_last(files)).items():

@@ -20,7 +20,7 @@ class ExternalRequest:
 
 
 class ExternalLauncher:
-    """Describes a job whose processes exist; `distdl.external` lets them work."""
+    """Describes a job whose processes exist; `distdl.launch.external` lets them work."""
 
     def request(self, spec: JobSpec) -> ExternalRequest:
         return ExternalRequest(spec)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from distdl.errors import UserError
 from distdl.job import JobSpec, JobState
 from distdl.launchers.common import Count, LauncherSettings, wait_until_ended
+from distdl.util.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LocalJob:
     url = None
 
     def __init__(self, folder: Path, request: LocalRequest | None) -> None:
-        from distdl.run_directory import Attempt
+        from distdl.runs.directory import Attempt
 
         self._request = request
         self._attempt = Attempt(folder)
@@ -90,12 +90,12 @@ class LocalJob:
         try:
             return self._here() if self._request.in_process else self._under_agent()
         except KeyboardInterrupt as interrupt:  # before anything of it listened
-            from distdl import stopping
+            from distdl.ranks import stopping
 
             return self._ended(-stopping.number_of(interrupt))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        from distdl.tailing import tail
+        from distdl.util.tail import tail
 
         path = self._attempt.logs / "rank_0.log"
         if path.exists() or follow:
@@ -109,15 +109,16 @@ class LocalJob:
             os.kill(pid, signal.SIGINT)
 
     def _here(self) -> JobState:
-        from distdl import leaving, worker
+        from distdl.ranks import process_exit
+        from distdl.worker import main
 
         assert self._request is not None
-        leaving.name_who_stays()
+        process_exit.name_who_stays()
         os.environ.update(self._request.env)
-        return self._ended(worker.main(self._request.spec.worker()[2:]))
+        return self._ended(main.main(self._request.spec.worker()[2:]))
 
     def _under_agent(self) -> JobState:
-        from distdl import agent
+        from distdl.worker import agent
 
         assert self._request is not None
         spec = self._request.spec
@@ -132,6 +133,6 @@ class LocalJob:
         return self._ended(code)
 
     def _ended(self, code: int) -> JobState:
-        from distdl import stopping
+        from distdl.ranks import stopping
 
         return self._attempt.conclude(stopping.state_of(code), code)

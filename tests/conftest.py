@@ -55,7 +55,7 @@ DISTDL = ("-m", "distdl")
 UNCHECKED = (
     "-c",
     "import sys\n"
-    "from distdl import __main__, validate\n"
+    "from distdl.cli import main as __main__; from distdl.validation import validate\n"
     "validate._ask_child = lambda request: {'problems': [], 'notes': [], 'facts': {}}\n"
     "sys.argv[0] = __main__.__file__\n"
     "sys.exit(__main__.main())\n",
@@ -203,7 +203,7 @@ def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Said]:
     """The command line in this process, in an empty folder: quick, where no worker is started."""
-    from distdl.__main__ import main
+    from distdl.cli.main import main
 
     monkeypatch.setattr(subprocess.Popen, "_execute_child", start_distdl)
     kept = environment()
@@ -229,8 +229,8 @@ def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
     answer = {"problems": [], "notes": [], "facts": {}}
     for ask in ("_ask_child", "_ask_here"):
-        monkeypatch.setattr(f"distdl.validate.{ask}", lambda request: answer)
-    monkeypatch.setattr("distdl.planning.suppressed_import", lambda module: None)
+        monkeypatch.setattr(f"distdl.validation.validate.{ask}", lambda request: answer)
+    monkeypatch.setattr("distdl.launch.planning.suppressed_import", lambda module: None)
 
 
 @pytest.fixture
@@ -240,8 +240,8 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(request: str) -> None:
         raise AssertionError("something was imported to find this out")
 
-    monkeypatch.setattr("distdl.validate._ask_child", reached)
-    monkeypatch.setattr("distdl.validate._ask_here", reached)
+    monkeypatch.setattr("distdl.validation.validate._ask_child", reached)
+    monkeypatch.setattr("distdl.validation.validate._ask_here", reached)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from distdl.commands.prepare import main
-from distdl.shards.format import Manifest, load_index
+from distdl.cli.prepare import main
+from distdl.datasets.format import Manifest, load_index
 
 SUBSET = ("--subset", "--shard-mb", "0.02", "--workers", "1")
 

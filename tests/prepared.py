@@ -16,9 +16,9 @@ import pytest
 from lightning.pytorch import Trainer
 from PIL import Image
 
-from distdl.shards.cache import Cache
-from distdl.shards.format import MANIFEST, Manifest, Shard
-from distdl.shards.writing import ShardFile, write_index
+from distdl.datasets.cache import Cache
+from distdl.datasets.format import MANIFEST, Manifest, Shard
+from distdl.datasets.writing import ShardFile, write_index
 from distdl.stores.files import FileStore
 
 PER_SHARD = 8  # samples

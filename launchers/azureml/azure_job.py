@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
 from distdl.launchers.common import AskedJob, from_pages, pace
+from distdl.util.errors import UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
 STATES = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from distdl.errors import Problem, UserError
+from distdl.util.errors import Problem, UserError
 
 
 class Cloud(NamedTuple):
@@ -308,7 +308,7 @@ def no_extra(error: ImportError) -> UserError:
 
 def brief(error: object) -> str:
     """The first lines of what may be pages, without what repeats."""
-    from distdl.redact import redact
+    from distdl.util.redact import redact
 
     text = re.sub(r"\x1b\[\d*m", "", str(error))  # the SDK colours its messages
     lines = [line.strip() for line in text.splitlines() if line.strip()]

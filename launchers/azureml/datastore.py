@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import UserError
 from distdl.launchers.azureml.client import Connection, azure_errors
 from distdl.launchers.common import FarFile, fetch_files
 from distdl.stores.azure import BlobStore
 from distdl.stores.store import StoreError
+from distdl.util.errors import UserError
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
 PATIENCE = 30.0  # seconds to keep trying while Azure does not answer: somebody is waiting

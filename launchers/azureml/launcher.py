@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from distdl.errors import UserError
 from distdl.job import JobSpec
 from distdl.launchers.azureml import request as requests
 from distdl.launchers.azureml import submit, vm_sizes
@@ -18,6 +17,7 @@ from distdl.launchers.azureml.client import Connection, Workspace, parse
 from distdl.launchers.azureml.request import AzureMLRequest
 from distdl.launchers.azureml.settings import AzureSettings
 from distdl.launchers.common import forwarded
+from distdl.util.errors import UserError
 
 
 class AzureMLLauncher(AzureSettings):

@@ -20,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from distdl.errors import Problem
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.common import (
     Count,
@@ -33,6 +32,7 @@ from distdl.launchers.common import (
     matching,
     with_paths,
 )
+from distdl.util.errors import Problem
 
 Size = Annotated[str, matching(r"[1-9]\d*[bkmgBKMG]", "a size", "a number and b, k, m or g: 16g")]
 # https://learn.microsoft.com/azure/azure-resource-manager/management/resource-name-rules

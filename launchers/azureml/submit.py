@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
 from distdl.job import JobSpec
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, azure_errors, brief, quiet
 from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of, to_yaml
-from distdl.launchers.common import slug
+from distdl.launchers.common import newest_checkpoint, slug
+from distdl.util.errors import Problem, UserError
 
 # What a cluster was made with, and what the launcher would make it with.
 COMPARED = {
@@ -130,14 +130,10 @@ def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None
     """A run that began elsewhere takes its newest checkpoint along."""
     if spec.attempt == 1:
         return
-    from distdl.checkpoint import CheckpointStore, manifest_of
-
-    newest = CheckpointStore(Path(spec.store) / "checkpoints").newest()
-    if newest is None:
-        return
-    files = {f"checkpoints/{path.name}": path for path in (newest, manifest_of(newest))}
-    if datastore.send(connection, address, files):
-        say(f"sent the checkpoint {newest.name}")
+    newest = newest_checkpoint(Path(spec.store))
+    files = {f"checkpoints/{path.name}": path for path in newest}
+    if files and datastore.send(connection, address, files):
+        say(f"sent the checkpoint {newest[0].name}")
 
 
 def new_name(request: AzureMLRequest) -> str:

@@ -78,7 +78,7 @@ def unknown(name: str) -> str:
 
 def did_you_mean(name: str) -> str:
     """`did you mean Standard_NC24rs_v3?`; "" where none is close."""
-    from distdl.suggest import closest
+    from distdl.util.suggest import closest
 
     short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
     word = name.lower().removeprefix("standard_")

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 LOCALHOST = "localhost"  # no host named: this machine
 FLAVOURS = ("openmpi4", "openmpi5", "mpich", "intel")

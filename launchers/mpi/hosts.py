@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import Problem, UserError
 from distdl.launchers.mpi.flavours import LOCALHOST, Host
+from distdl.util.errors import Problem, UserError
 
 # No password and no question, for nobody is there; and a host that vanishes is noticed after
 # 3 x 3 seconds. What the user's own ssh line says comes before and wins.

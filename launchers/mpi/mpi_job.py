@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.launchers.common import wait_until_ended
 from distdl.launchers.mpi.supervisor import LOG, RECORD
-from distdl.processes import is_alive
+from distdl.util.errors import UserError
+from distdl.util.processes import is_alive
 
 INTERVAL = 0.2  # seconds between two looks
 
@@ -92,7 +92,7 @@ class MpiJob:
         return wait_until_ended(self, INTERVAL)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        from distdl.tailing import tail
+        from distdl.util.tail import tail
 
         yield from tail(self.folder / LOG, lambda: follow and not self.state().ended)
 

@@ -17,13 +17,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distdl.errors import Problem, UserError
 from distdl.job import JobSpec, JobState, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded
 from distdl.launchers.mpi import flavours, supervisor
 from distdl.launchers.mpi.flavours import LOCALHOST, Host, Start
 from distdl.launchers.mpi.hosts import OPTIONS, SSH_SCRIPT, Reach, is_here, parse, read_hostfile
 from distdl.launchers.mpi.mpi_job import MpiJob
+from distdl.util.errors import Problem, UserError
 
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 15000, 10000

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, birth, prctl
+from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, birth, prctl
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 PORT = "DISTDL_KEEPER_PORT"

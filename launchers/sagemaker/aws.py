@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 _SIGN_IN = (
     "launcher",

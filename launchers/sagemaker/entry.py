@@ -22,9 +22,11 @@ from pathlib import Path
 from types import FrameType
 
 from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
+from distdl.launchers.common import attempt_at
 from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
 from distdl.launchers.sagemaker.sagemaker_request import REGION, SECRETS
 from distdl.launchers.sagemaker.sagemaker_settings import instances
+from distdl.util.errors import UserError
 
 ROOT = "DISTDL_SAGEMAKER_ROOT"  # in place of /opt/ml
 RESOURCES = "input/config/resourceconfig.json"  # below /opt/ml
@@ -215,9 +217,10 @@ class HostRanks:
 
     def stopped(self) -> int:
         """The agent ends with 1 for any signal; the primary host's status.json knows better."""
-        from distdl.run_directory import read_json
-
-        status = read_json(self.folder / "status.json")
+        try:
+            status = attempt_at(self.folder).status()
+        except UserError:  # cut while it was written
+            status = {}
         known = self.hosts.number == 0 and status.get("ended")
         return int(status["exit_code"]) if known else EXIT_PREEMPTED
 
@@ -227,11 +230,9 @@ class HostRanks:
 
     def first_error(self, code: int) -> HostEnd:
         """The earliest failure of a rank on this host, redacted when it was written."""
-        from distdl.run_directory import Attempt
-
         if code == 0:
             return HostEnd(0)
-        first = Attempt(self.folder).first_error()
+        first = attempt_at(self.folder).first_error()
         if first is None:
             return HostEnd(
                 code,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
 from distdl.job import JobState
 from distdl.launchers.common import AskedJob, FarFile, Forgotten, fetch_files, from_pages
 from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+from distdl.util.errors import Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
@@ -172,7 +172,7 @@ class SageMakerJob(AskedJob):
 
     def fetch(self, to: Path) -> None:
         """Copies the run's store from S3 into a folder; what is there already is left alone, and so
-        are the run's own files (`distdl.inside`).
+        are the run's own files (`distdl.util.safe_paths`).
 
         Raises:
             UserError: SageMaker knows no such job, or AWS refuses it.

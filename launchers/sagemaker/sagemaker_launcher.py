@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distdl.errors import UserError
 from distdl.job import JobSpec
 from distdl.launchers.sagemaker.aws import Aws, explained
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, instances
+from distdl.util.errors import UserError
 
 SCHEME = "sagemaker://"
 LONGEST_VALUE = 512  # characters of a variable

@@ -16,8 +16,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from distdl import walltime
-from distdl.errors import Problem
 from distdl.launchers.common import (
     LauncherSettings,
     ListOf,
@@ -29,6 +27,8 @@ from distdl.launchers.common import (
     matching,
     unknown_keys,
 )
+from distdl.util import walltime
+from distdl.util.errors import Problem
 
 REQUIRED = {
     "role": "launcher.role=arn:aws:iam::<account>:role/<name>, which the job acts as",

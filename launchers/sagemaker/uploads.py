@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import UserError
 from distdl.launchers.common import forwarded, manifests_last
 from distdl.launchers.sagemaker.aws import Aws, code_of, explained
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
+from distdl.util.errors import UserError
 
 # Of a run that has a history here (it began with launcher=local, say): what it resumes from.
 HISTORY = ("checkpoints", "logs", "tracking")

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import UserError
 from distdl.launchers.common import Forgotten
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
+from distdl.util.errors import UserError
 
 TIMEOUT = 60  # seconds; a command waits for an absent controller for 10 to 20
 # Of the shell's variables, what a batch script and srun need to find their way.

@@ -123,7 +123,7 @@ class SlurmJob(AskedJob):
         Raises:
             UserError: Slurm does not answer, or has forgotten the job.
         """
-        from distdl.tailing import tail
+        from distdl.util.tail import tail
 
         shown = ""
         while follow and self._meaning(answer := self._look()) is JobState.PENDING:

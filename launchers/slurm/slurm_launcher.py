@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.errors import UserError
 from distdl.job import JobSpec
 from distdl.launchers.common import refuse
 from distdl.launchers.slurm import commands, script
 from distdl.launchers.slurm.slurm_job import SlurmJob
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
+from distdl.util.errors import UserError
 
 
 @dataclass(frozen=True)

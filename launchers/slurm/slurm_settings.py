@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from distdl.errors import Problem
 from distdl.launchers.common import (
     AboveZero,
     LauncherSettings,
@@ -19,6 +18,7 @@ from distdl.launchers.common import (
     Walltime,
     matching,
 )
+from distdl.util.errors import Problem
 
 # Options of sbatch that have a key of their own, or that the launcher itself depends on.
 OWNED = {

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from distdl.errors import Problem, UserError
+from distdl.util.errors import Problem, UserError
 
 # Exit codes of a worker and of the command line. 75 is EX_TEMPFAIL of sysexits.h: "try again".
 EXIT_SUCCESS, EXIT_FAILURE, EXIT_REFUSED, EXIT_PREEMPTED, EXIT_CANCELLED = 0, 1, 2, 75, 130
@@ -193,14 +193,17 @@ class Request(Protocol):
 
 @runtime_checkable
 class Job(Protocol):
-    """A job as its place knows it. What the run itself says stands in the attempt's status.json;
-    `distdl.jobs` puts the two together. A job may also have `fetch(to)`, which copies a store that
-    is not on this machine into the folder `to`, and `why`: the reason of its last UNKNOWN. Of one
-    that has ended: `exit_code`, where one process stands for it, and `killed`: what ended it from
-    outside, in a sentence, empty if nothing did; and `first_end(logs)`, where its place alone saw
-    the ranks end: of the one that ended badly first the rank, its exit code (-N for signal N) and
-    its host, or None. `logs` is the attempt's folder of logs. A static `ask(jobs)` asks the place
-    once about several jobs of the class, and the next `state` of each is the answer to that.
+    """A job as its platform knows it. What the run itself reports is in the attempt's status.json;
+    `distdl.launch.jobs` combines the two. Optional members:
+
+    - `fetch(to)` copies a store that is not on this machine into the folder `to`.
+    - `why`: the reason of the last UNKNOWN.
+    - `exit_code` of a job that has ended, where one process represents it.
+    - `killed`: what ended it from outside, as a sentence; empty if nothing did.
+    - `first_end(logs)`, where only the platform saw the ranks end: rank, exit code (-N for signal
+      N) and host of the first that failed, or None. `logs` is the attempt's folder of logs.
+    - A static `ask(jobs)` asks the platform once about several jobs of the class; the next `state`
+      of each is the answer to that.
     """
 
     @property

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from distdl.checkpoint import SUFFIX
-from distdl.run_directory import this_process
+from distdl.runs.checkpoints import SUFFIX
+from distdl.runs.directory import this_process
 from tests.conftest import TINY, distdl
 
 SCRIPT = Path(sys.executable).with_name("distdl")
@@ -264,7 +264,9 @@ def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, command)
 def test_what_is_finished_or_under_way_is_told_without_an_import(run, command, monkeypatch) -> None:
     path = run("name=x")
     for ask in ("_ask_child", "_ask_here"):
-        monkeypatch.setattr(f"distdl.validate.{ask}", lambda request: pytest.fail("imports"))
+        monkeypatch.setattr(
+            f"distdl.validation.validate.{ask}", lambda request: pytest.fail("imports")
+        )
     assert "has finished: nothing to do" in command(*TINY, "name=x").out
     assert "has finished: nothing to do" in command("resume", str(path)).out
     status = json.loads((path / "attempts/001/status.json").read_text())

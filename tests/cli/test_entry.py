@@ -45,7 +45,7 @@ def test_the_end_takes_nothing_apart_and_calls_who_asked_for_it(before: bool) ->
     """`before`: something in the process came before distdl, as coverage does by a .pth file."""
     code = f"""if True:
         import sys, types, atexit
-        from distdl.entry import command
+        from distdl.cli.entry import command
         class Kept:
             def __del__(self): print("taken apart")
         kept = Kept()

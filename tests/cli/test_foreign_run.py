@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from distdl import compose, config
+from distdl.config import compose, recipe
 from distdl.launchers.mpi.supervisor import LOG
 from tests.conftest import TINY, Said, filled
 
@@ -85,8 +85,8 @@ def foreign(
         words = {key: str(value) for key, value in words.items()}
         launcher, handle = filled(LAUNCHERS[name][0], words), LAUNCHERS[name][1].format(**words)
         composed = compose.compose([*TINY, "trainer.devices=1", *overrides])
-        (run / "config.yaml").write_text(config.to_yaml(config.recipe_of(composed)))
-        where = OmegaConf.to_container(config.where_of(composed), resolve=False)
+        (run / "config.yaml").write_text(recipe.to_yaml(recipe.recipe_of(composed)))
+        where = OmegaConf.to_container(recipe.where_of(composed), resolve=False)
         assert isinstance(where, dict)
         where["launcher"] = launcher
         where["project"] = {"root": str(run), "allow": ["evil", "os"], "max_snapshot_mb": 300}

@@ -114,7 +114,7 @@ def test_a_cancelled_job_has_saved_and_is_known_as_such(project, env) -> None:
 
 
 PLACES = """
-from distdl.errors import Problem, UserError
+from distdl.util.errors import Problem, UserError
 from my_launchers.background import BackgroundLauncher
 
 class Away(BackgroundLauncher):

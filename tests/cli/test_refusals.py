@@ -260,7 +260,7 @@ def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("distdl.run_directory.write_text", full)  # config.yaml, the last file
+    monkeypatch.setattr("distdl.runs.directory.write_text", full)  # config.yaml, the last file
     said = command("trainer.accelerator=cpu", "name=x", "output_dir=here")
     assert (said.code, said.out) == (2, "") and said.err == (
         "distdl: 1 problem, nothing was started\n"

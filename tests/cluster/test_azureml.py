@@ -95,7 +95,7 @@ def here(
     capsys: pytest.CaptureFixture[str],
 ) -> Command:
     """The command line in this process, which has the slow SDK in memory after the first time."""
-    from distdl.__main__ import main
+    from distdl.cli.main import main
 
     for name in set(os.environ) - set(azure.environment()):
         monkeypatch.delenv(name)
@@ -307,7 +307,7 @@ def test_the_files_of_a_dry_run_are_a_job(
     assert sent["command"] in shown and sent["computeId"].endswith("/computes/gpu")
     snapshot = snapshot_of(azure, sent["codeId"])
     assert snapshot == files_of(file.parent / "bundle")
-    assert {"config.yaml", "code/project/witness.py", "code/distdl/worker.py"} <= set(snapshot)
+    assert {"config.yaml", "code/project/witness.py", "code/distdl/worker/main.py"} <= set(snapshot)
 
 
 def test_without_a_credential_there_is_one_sentence(

@@ -23,9 +23,9 @@ from urllib.parse import quote
 
 import pytest
 
-from distdl.errors import UserError
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.provision import sas
+from distdl.util.errors import UserError
 from tests.cluster.arm_store import TENANT
 from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places
 

@@ -16,11 +16,11 @@ import pytest
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.loading import distribute
-from distdl.errors import UserError
-from distdl.shards import reading
-from distdl.shards.reading import open_data_set
+from distdl.datasets import reading
+from distdl.datasets.reading import open_data_set
 from distdl.stores import StoreError, open_store
 from distdl.stores import remote as remote_module
+from distdl.util.errors import UserError
 from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places, free_port
 from tests.prepared import prepare
 

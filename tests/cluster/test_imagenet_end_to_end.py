@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from distdl.prepare.imagenet import val_labels
+from distdl.datasets.imagenet import val_labels
 from tests.cluster import azurite as emulator
 from tests.conftest import ROOT, distdl, last_step, samples
 from tests.miniature import encoded, stored, tar

@@ -243,7 +243,7 @@ def request_(run: Path) -> dict[str, Any]:
     """What was sent. moto forgets some of it, so it is made again, from the run's launch.yaml."""
     from distdl.job import JobSpec, Resources
     from distdl.launchers.sagemaker import SageMakerLauncher
-    from distdl.run_directory import Attempt
+    from distdl.runs.directory import Attempt
 
     attempt = Attempt(run / "attempts/001")
     node = {k: v for k, v in attempt.launch()["where"]["launcher"].items() if k != "_target_"}

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from distdl import jobs
+from distdl.launch import jobs
 from distdl.launchers.slurm import commands
 from distdl.launchers.slurm.slurm_job import SlurmJob
-from distdl.run_directory import RunDirectory
+from distdl.runs.directory import RunDirectory
 from tests.cluster.slurm_cluster import SlurmCluster, free_ports, slurm, until
 from tests.conftest import (
     TINY,

@@ -32,12 +32,12 @@ def losses(
     from lightning.pytorch import Callback, Trainer
     from torchvision.models import resnet18
 
-    from distdl import optim
     from distdl.callbacks import StepMetrics
     from distdl.data import SyntheticImages
     from distdl.data.loading import distribute
     from distdl.data.sampling import TrainPosition
     from distdl.models import ImageClassifier
+    from distdl.optim import optimizers
 
     seen: list[torch.Tensor] = []
 
@@ -58,7 +58,7 @@ def losses(
     torch.manual_seed(0)
     module = ImageClassifier(resnet18(num_classes=10), num_classes=10, **model)
     node = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9, "fused": fused}
-    module.configure_optimizers = lambda: optim.build_optimizer(  # type: ignore[method-assign]
+    module.configure_optimizers = lambda: optimizers.build_optimizer(  # type: ignore[method-assign]
         module, node, global_batch=32
     )
     data = SyntheticImages(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distdl.host_copy import HostCopy
+from distdl.checkpoint.host_copy import HostCopy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -76,13 +76,14 @@ def test_trains_and_goes_on(strategy: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def planned() -> dict[str, float]:
     """Bytes on the device, by strategy, as `plan` prints them."""
-    from distdl import compose
-    from distdl.commands import _plan_estimate, _plan_measure
+    from distdl.benchmark import step_profile
+    from distdl.config import compose
+    from distdl.planner import estimate
 
     config = compose.compose(BASE)
     config.pop("hydra", None)
-    machine = _plan_estimate.Machine(1, 80 * 2**30, 1e11, 1e14)
-    rows = _plan_estimate.estimates(_plan_measure.measure(config, 64), machine)
+    machine = estimate.Machine(1, 80 * 2**30, 1e11, 1e14)
+    rows = estimate.estimates(step_profile.measure(config, 64), machine)
     return {row.name: row.total for row in rows}
 
 

@@ -11,7 +11,8 @@ from tests.strategies import ranks
 def main() -> None:
     import torch.distributed as dist
 
-    from distdl import cluster, tasks
+    from distdl import tasks
+    from distdl.distributed import process_group
 
     def train(case: ranks.Case) -> ranks.Seen:
         alone = not dist.is_initialized()
@@ -20,13 +21,13 @@ def main() -> None:
         built.trainer.callbacks.insert(0, counting)
         try:
             metrics = tasks.train(built)
-            counts = cluster.gather(counting.steps)
+            counts = process_group.gather(counting.steps)
             return ranks.Seen(metrics=metrics, counts=counts)
         finally:
             # What one rank opened for itself is not for the next case; but DeepSpeed keeps its
             # first group for good.
             if alone and "deepspeed" not in sys.modules:
-                cluster.disconnect()
+                process_group.disconnect()
 
     ranks.main(train, "gpu")
 

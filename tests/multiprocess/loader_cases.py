@@ -14,14 +14,14 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from distdl import cluster
 from distdl.callbacks import Checkpointer
-from distdl.checkpoint import CheckpointStore
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
-from distdl.errors import UserError
+from distdl.distributed import process_group
 from distdl.job import JobState
-from distdl.stopping import Stopped, StopRequest
+from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.runs.checkpoints import CheckpointStore
+from distdl.util.errors import UserError
 from tests.strategies.small import trainer
 
 SAMPLES, ROWS, STEPS, STOP_AT = 32, 2, 12, 9  # of epochs of 8 steps on two ranks
@@ -110,7 +110,7 @@ def fit(module: Seen, folder: Path, stop_at: int = 0, share: bool = True, **more
     position, stop = TrainPosition(), StopRequest()
     distribute(module, rank=rank, world_size=world, seed=3, position=position, share=share)
     store = CheckpointStore(folder)
-    path = cluster.tell_all(str(store.newest() or "") if rank == 0 else None) or None
+    path = process_group.tell_all(str(store.newest() or "") if rank == 0 else None) or None
     kept = Checkpointer(store, stop, position, global_batch_size=999, every_minutes=None)
     asked = Asked(stop, stop_at, rank=1)
     made = trainer("ddp", STEPS, folder, [asked, kept], **more)

@@ -248,7 +248,7 @@ def plainly(
 
 
 def by_distdl(*arguments: str) -> int:
-    from distdl.__main__ import main as command_line
+    from distdl.cli.main import main as command_line
 
     sys.argv = ["distdl", *arguments]
     return command_line(arguments)
@@ -300,8 +300,8 @@ def lines(name: str) -> list[tuple[str, list[float]]]:
 
 
 if __name__ == "__main__":
-    importlib.import_module("distdl.build")  # warm
-    from distdl import validate
+    importlib.import_module("distdl.worker.build")  # warm
+    from distdl.validation import validate
 
     validate._ask_child = lambda request: {"problems": [], "notes": [], "facts": {}}
     print(json.dumps({name: tried(name) for name in sys.argv[1:]}))

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, launch, planning, worker
-from distdl.run_directory import RunDirectory
+from distdl.config import compose
+from distdl.launch import planning, start
+from distdl.runs.directory import RunDirectory
+from distdl.worker import main
 from tests.conftest import TINY, environment, losses, status
 from tests.warm import Popen
 
@@ -39,8 +41,8 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_stage_2: Non
     planned = planning.plan(config)
     planned.resources = type(planned.resources)(2, 1, "cpu")
     planned.config.trainer.num_nodes = 2
-    monkeypatch.setattr(launch, "is_foreground", lambda config: False)
-    attempt = launch.lay_down(planned, ["distdl"], launch.snapshot_of(planned))
+    monkeypatch.setattr(start, "is_foreground", lambda config: False)
+    attempt = start.lay_down(planned, ["distdl"], start.snapshot_of(planned))
     moved = tmp_path / "elsewhere" / "bundle"
     shutil.copytree(attempt.path / "bundle", moved)
     assert (moved / "config.yaml").read_bytes() == (planned.run.path / "config.yaml").read_bytes()
@@ -113,6 +115,6 @@ def test_a_rank_fails_with_its_own_code_on_every_node(bundle: Path, tmp_path: Pa
 def test_a_store_of_another_run_is_refused(bundle: Path, tmp_path: Path, capsys) -> None:
     store = tmp_path / "taken"
     RunDirectory(store).create("seed: 1\n", {})
-    assert worker.main([str(bundle), str(store), "--attempt", "1"]) == 2
+    assert main.main([str(bundle), str(store), "--attempt", "1"]) == 2
     assert "belongs to another run" in capsys.readouterr().err
     assert (store / "config.yaml").read_text() == "seed: 1\n"

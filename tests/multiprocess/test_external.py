@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from distdl import worker
+from distdl.worker import main
 from tests.conftest import TINY, Said, distdl, environment, losses, samples, status
 from tests.warm import Popen
 
@@ -128,7 +128,7 @@ def torchrun(command, without_stage_2, monkeypatch) -> Callable[..., Said]:
 @pytest.fixture
 def worked(monkeypatch) -> list[list[str]]:
     calls: list[list[str]] = []
-    monkeypatch.setattr(worker, "main", lambda arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr(main, "main", lambda arguments: calls.append(arguments) or 0)
     return calls
 
 

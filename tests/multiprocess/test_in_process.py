@@ -23,7 +23,8 @@ class Mine(ImageClassifier):
 # The command line, with a count of what is to be done once.
 COUNTED = """
 import json, sys
-from distdl import __main__, attempt, provenance, run_files
+from distdl.cli import main as __main__
+from distdl.runs import attempt, provenance, files as run_files
 from distdl.launchers.local import LocalLauncher
 
 calls = {"request": 0, "launch.yaml": 0, "status.json": []}

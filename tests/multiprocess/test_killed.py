@@ -49,7 +49,7 @@ MOMENTS = [
     (1, "torch"),
     (0, "checkpoint"),
     (0, "omegaconf"),
-    (0, "distdl.build"),
+    (0, "distdl.worker.build"),
     (1, "building"),
     (1, "fit start"),
     (0, "training"),

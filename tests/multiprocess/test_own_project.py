@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, launch, planning
+from distdl.config import compose
+from distdl.launch import planning, start
 from tests.conftest import distdl, losses, python, status
 
 NET = """
@@ -95,7 +96,7 @@ def test_a_job_trains_from_its_copy(
     monkeypatch.setattr(sys, "path", [*sys.path])
     config = compose.compose(["experiment=ours", "launcher=slurm", "trainer.devices=1"])
     planned = planning.plan(config)
-    attempt = launch.lay_down(planned, ["distdl"], launch.snapshot_of(planned))
+    attempt = start.lay_down(planned, ["distdl"], start.snapshot_of(planned))
     bundle, store = project.parent / "bundle", project.parent / "store"
     shutil.copytree(attempt.path / "bundle", bundle)
     shutil.rmtree(project)

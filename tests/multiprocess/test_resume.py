@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl.checkpoint import CheckpointStore, manifest_of
+from distdl.runs.checkpoints import CheckpointStore, manifest_of
 from tests.conftest import (
     TINY,
     UNCHECKED,

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from distdl.job import EXIT_PREEMPTED
-from distdl.seeds import stable_seed
+from distdl.util.seeds import stable_seed
 from tests.conftest import TINY, UNCHECKED, distdl, last_step, losses, samples, status, trained
 
 TWO = ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")

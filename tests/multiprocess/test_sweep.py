@@ -10,9 +10,9 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from distdl import sweeps
 from distdl.job import JobState
-from distdl.stopping import MEANING
+from distdl.launch import sweeps
+from distdl.ranks.stopping import MEANING
 from tests.conftest import TINY, distdl, losses, status
 
 SHORT = (*TINY, "data.train_samples=16", "data.val_samples=8", "trainer.max_epochs=1")

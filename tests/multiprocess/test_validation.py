@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distdl.commands import _report_data
+from distdl.report import data
 from tests.conftest import UNCHECKED, distdl, status, trained
 
 TWO = ("trainer.devices=2", "strategy=ddp", "data.batch_size=4", "trainer.max_epochs=1")
@@ -24,7 +24,7 @@ def test_one_sample_more_than_the_batches_hold(tmp_path) -> None:
     again = ("task=validate", "task.checkpoint=last", "trainer.devices=1", "data.batch_size=8")
     assert _validated(run, tmp_path, *again)["val/loss"] == pytest.approx(two["val/loss"], abs=1e-5)
     # Its metrics stand at the checkpoint's step and epoch, and in no curve of the training.
-    series = _report_data.load(run).series
+    series = data.load(run).series
     assert series["validate/val/loss"].steps == [2] and min(series["val/loss"].steps) > 0
     assert 0 not in series["epoch"].steps and set(series["epoch"].values) == {0.0}
     assert len(series["val/loss"].steps) == 1

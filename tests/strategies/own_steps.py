@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distdl.errors import UserError
 from distdl.strategies.ddp import DDPStrategy
 from distdl.strategies.fsdp import FSDPStrategy
+from distdl.util.errors import UserError
 from tests.strategies.small import Small, loader, trainer
 
 

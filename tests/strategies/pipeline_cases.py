@@ -18,14 +18,17 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torchvision.models import resnet18
 
-from distdl import build, cluster, environment, portable
+from distdl.checkpoint import portable
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.data.synthetic import SyntheticImages, _Labels
+from distdl.distributed import process_group
 from distdl.models import ImageClassifier
-from distdl.optim import parameter_groups
+from distdl.optim.optimizers import parameter_groups
+from distdl.ranks import environment
 from distdl.strategies import PipelineStrategy
 from distdl.strategies.pipeline.reduction import GradientReducer
+from distdl.worker import build
 
 CLASSES, SIZE = 10, 16
 
@@ -206,7 +209,7 @@ def run(name: str, case: Case, here: environment.Environment, folder: Path) -> N
         max_epochs=1,
         devices=here.local_world_size,
         strategy=strategy,
-        plugins=[cluster.LaunchedEnvironment(here)],
+        plugins=[process_group.LaunchedEnvironment(here)],
         callbacks=callbacks,
         max_steps=case.steps,
         limit_val_batches=None if case.validate else 0,
@@ -225,7 +228,7 @@ def run(name: str, case: Case, here: environment.Environment, folder: Path) -> N
         trainer.validate(module, datamodule=data, verbose=False)
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
     devices = sorted(record.devices)
-    seen = cluster.gather((record.losses, metrics, devices, Data.asked, Overlap.seen))
+    seen = process_group.gather((record.losses, metrics, devices, Data.asked, Overlap.seen))
     if here.rank == 0:
         torch.save(seen, folder / f"{name}.seen")
 

@@ -26,7 +26,7 @@ from tests.conftest import ROOT, environment
 from tests.warm import Popen
 
 if TYPE_CHECKING:
-    from distdl.build import Built
+    from distdl.worker.build import Built
 
 
 @dataclass
@@ -160,20 +160,22 @@ def train(case: Case) -> Seen:
 
     from lightning.pytorch import Callback
 
-    from distdl import cluster, stopping, tasks
+    from distdl import tasks
+    from distdl.distributed import process_group
     from distdl.job import JobState
+    from distdl.ranks import stopping
 
     if case.call:
         module, _, name = case.call.partition(":")
         function = getattr(importlib.import_module(module), name)
         found = dict(function(Path(case.folder), *case.overrides))
-        return Seen(found=cluster.gather(found))
+        return Seen(found=process_group.gather(found))
     seen, stop = Seen(), stopping.StopRequest()
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-            losses = cluster.gather(float(loss))
+            losses = process_group.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
             last = trainer.global_rank == trainer.world_size - 1
             if last and case.stop_after == trainer.global_step > 0:
@@ -191,10 +193,12 @@ def train(case: Case) -> Seen:
 
 def built_of(case: Case, stop: Any = None) -> Built:
     """A case from the command line's words on, as the worker builds it."""
-    from distdl import compose, environment, fetching, resources, stopping
-    from distdl import config as configs
-    from distdl.build import build
-    from distdl.run_directory import Attempt, RunDirectory
+    from distdl.checkpoint import fetching
+    from distdl.config import compose, resources
+    from distdl.config import recipe as configs
+    from distdl.ranks import environment, stopping
+    from distdl.runs.directory import Attempt, RunDirectory
+    from distdl.worker.build import build
 
     here = environment.resolve()
     config = compose.compose([*case.overrides, f"trainer.devices={here.local_world_size}"])
@@ -213,7 +217,9 @@ def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> Non
 
     import torch
 
-    from distdl import allocator, cluster, environment
+    from distdl.distributed import process_group
+    from distdl.ranks import environment
+    from distdl.worker import allocator
 
     warnings.filterwarnings("ignore")
     if accelerator == "cpu":
@@ -222,7 +228,7 @@ def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> Non
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     here = environment.resolve()
-    cluster.connect(here, accelerator)
+    process_group.connect(here, accelerator)
     for line in sys.stdin:
         case = json.loads(line)
         try:
@@ -234,7 +240,7 @@ def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> Non
             answer.flush()
         elif seen.error:
             print(seen.error, file=sys.stderr, flush=True)
-    cluster.disconnect()
+    process_group.disconnect()
 
 
 if __name__ == "__main__":

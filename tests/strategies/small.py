@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from distdl import cluster, portable
-from distdl.cluster import LaunchedEnvironment
-from distdl.environment import Environment
+from distdl.checkpoint import portable
+from distdl.distributed import process_group
+from distdl.distributed.process_group import LaunchedEnvironment
+from distdl.ranks.environment import Environment
 
 BATCH = 4  # per rank
 
@@ -71,7 +72,7 @@ def trainer(
     callbacks: Sequence[Callback] = (),
     **more: Any,
 ) -> Trainer:
-    """A Trainer as distdl.build makes it, on the process group that there is."""
+    """A Trainer as distdl.worker.build makes it, on the process group that there is."""
     warnings.filterwarnings("ignore")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     here = Environment("test", rank, world, rank, world)
@@ -122,4 +123,4 @@ def bytes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def everywhere(value: Any) -> list[Any]:
-    return cluster.gather(value)
+    return process_group.gather(value)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distdl.commands import _convert_parts as parts
-from distdl.commands import convert
-from distdl.errors import UserError
+from distdl.checkpoint import convert as parts
+from distdl.cli import convert
+from distdl.util.errors import UserError
 from tests.strategies.matrix import (
     HALF,
     SAME_TO,

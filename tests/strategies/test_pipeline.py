@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from distdl import environment as environments
-from distdl.errors import UserError
 from distdl.models import ImageClassifier
 from distdl.models.blocks import blocks_of
+from distdl.ranks import environment as environments
 from distdl.strategies.pipeline import balance, partition_plan, probe, splitting
 from distdl.strategies.pipeline.stage_rules import StagePosition
+from distdl.util.errors import UserError
 from tests.strategies import ranks
 from tests.strategies.matrix import HALF, STEPS, TOPOLOGIES, Runs, step
 from tests.strategies.matrix import difference as apart

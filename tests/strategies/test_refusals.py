@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from distdl.binding import Binding
-from distdl.errors import UserError
 from distdl.strategies import DeepSpeedStrategy
 from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import settings_of
+from distdl.util.errors import UserError
+from distdl.validation.child import Binding
 
 Problems = list[tuple[str, str, str]]
 EMA = {"callbacks": {"ema": {"_target_": "distdl.callbacks.EMAWeightAveraging"}}}

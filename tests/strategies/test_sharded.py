@@ -12,9 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdl import autotune
 from distdl.strategies.fsdp import units
 from distdl.strategies.sharing import on_host
+from distdl.worker import autotune
 from tests.conftest import UNCHECKED, Said, distdl
 from tests.strategies.matrix import (
     COMMON,

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 
 from distdl.callbacks.count_traffic import CountTraffic
-from distdl.traffic import Traffic, in_words
+from distdl.distributed.traffic import Traffic, in_words
 from tests.strategies.two_ranks import results
 
 pytestmark = pytest.mark.xdist_group("two_ranks")

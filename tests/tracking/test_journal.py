@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distdl.runs.records import journal_path, read
 from distdl.tracking import start_tracking
 from distdl.tracking.journal import Journal
 from distdl.tracking.mlflow import MLflowLogger
-from distdl.tracking.records import journal_path, read
 from distdl.tracking.system import SystemMetrics
 from tests.tracking.tracked import (
     info_of,

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from distdl.commands import track
-from distdl.errors import UserError
+from distdl.cli import track
 from distdl.tracking import start_tracking
 from distdl.tracking.client import metric_name, put_aside
 from distdl.tracking.mlflow import how_to_open
 from distdl.tracking.outbox import Outbox, redact
+from distdl.util.errors import UserError
 from tests.tracking.tracked import (
     client,
     connected,
@@ -59,9 +59,9 @@ def test_one_mlflow_run_across_attempts(outputs: Path, caplog: pytest.LogCapture
     assert "refuses" not in caplog.text
     tags = run.data.tags
     assert tags["distdl.run_id"] == "attempts/r" and tags["distdl.attempts"] == "2"
-    assert tags["distdl.attempt.1.state"] == "PREEMPTED"
-    assert tags["distdl.attempt.2.state"] == "SUCCEEDED"
-    assert json.loads(tags["distdl.attempt.2.changed"]) == {"optimizer.lr": 0.2}
+    assert tags["distdl.runs.attempt.1.state"] == "PREEMPTED"
+    assert tags["distdl.runs.attempt.2.state"] == "SUCCEEDED"
+    assert json.loads(tags["distdl.runs.attempt.2.changed"]) == {"optimizer.lr": 0.2}
     assert tags["mlflow.source.git.commit"] == "abc123" and tags["team"] == "vision"
     assert delivered(database(outputs), run.info.run_id) == owed(info)
     names = [a.path for a in client(database(outputs)).list_artifacts(run.info.run_id)]
@@ -232,7 +232,7 @@ import os, sys, time
 from pathlib import Path
 from distdl.tracking import RunInfo
 from distdl.tracking.mlflow import MLflowLogger
-from distdl.tracking.records import encode, journal_path
+from distdl.runs.records import encode, journal_path
 outputs, run_id = Path(sys.argv[1]), sys.argv[2]
 run = outputs / run_id
 info = RunInfo(run, run_id, 1, 0, 0, 0, 1, outputs, run_id.split("/")[0])
@@ -360,7 +360,7 @@ def test_sync_of_a_running_run_leaves_it_alone(
     tracking = start_tracking(info, {"mlflow": logger()})
     wait_until((info.run_dir / "tracking/mlflow-node0.lock").is_file)
     time.sleep(0.2)
-    code = "import sys; from distdl.commands.track import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from distdl.cli.track import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "sync", str(info.run_dir)], capture_output=True, text=True
     )
@@ -420,7 +420,7 @@ def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(outputs: Path) -> No
 
 def test_reading_and_syncing_need_no_torch() -> None:
     code = (
-        "import sys; import distdl.commands.track, distdl.commands.report, distdl.tracking.records;"
+        "import sys; import distdl.cli.track, distdl.cli.report, distdl.runs.records;"
         "import distdl.tracking.delivery, distdl.tracking.mlflow;"
         "print([m for m in ('torch', 'lightning', 'mlflow', 'matplotlib') if m in sys.modules])"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distdl.commands import track
+from distdl.cli import track
 from distdl.tracking import RunInfo, start_tracking
 from tests.tracking.tracked import (
     client,

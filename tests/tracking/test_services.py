@@ -12,11 +12,13 @@ from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from distdl import compose, summary, validate
-from distdl.errors import UserError
+from distdl.config import compose
+from distdl.runs.records import journal_path, read
 from distdl.tasks.evaluate import _log_as
 from distdl.tracking import start_tracking
-from distdl.tracking.records import journal_path, read
+from distdl.util.errors import UserError
+from distdl.validation import validate
+from distdl.worker import summary
 from tests.tracking.tracked import info_of
 
 PRESETS = {"wandb": "wandb", "comet": "comet_ml", "clearml": "clearml"}
@@ -114,7 +116,7 @@ def test_neptune_is_refused_with_what_became_of_it() -> None:
     ],
 )
 def test_what_users_of_templates_type_is_answered(key: str, value: str, expected: str) -> None:
-    from distdl import words
+    from distdl.config import words
 
     assert words.for_key(key, value).startswith(expected)
 
@@ -162,7 +164,8 @@ def test_an_evaluation_draws_no_curve_of_a_placeholder(tmp_path: Path) -> None:
 def test_what_was_swept_comes_first_and_the_environment_is_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from distdl import provenance, sweeps
+    from distdl.launch import sweeps
+    from distdl.runs import provenance
 
     monkeypatch.setenv("MY_DATA", "/secret/place")
     member = [

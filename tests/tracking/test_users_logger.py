@@ -14,11 +14,11 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
+from distdl.runs.records import journal_path, read
 from distdl.tracking import start_tracking
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.journal import Journal
 from distdl.tracking.outbox import Outbox
-from distdl.tracking.records import journal_path, read
 from tests.tracking.test_journal import built
 from tests.tracking.tracked import (
     client,

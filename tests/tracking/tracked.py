@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distdl.runs.records import journal_path, read
 from distdl.tracking import RunInfo
 from distdl.tracking.client import metric_name
 from distdl.tracking.mlflow import MLflowLogger
-from distdl.tracking.records import journal_path, read
 
 
 def info_of(outputs: Path, run_id: str, attempt: int = 1, **fields: Any) -> RunInfo:

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer
-from distdl.checkpoint import CheckpointStore
+from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.data.sampling import TrainPosition
-from distdl.formats import AnyCheckpoint
-from distdl.stopping import StopRequest
+from distdl.ranks.stopping import StopRequest
+from distdl.runs.checkpoints import CheckpointStore
 
 
 def checkpointer(folder: Path, **more: Any) -> Checkpointer:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from distdl import validate
-from distdl.errors import UserError
+from distdl.util.errors import UserError
+from distdl.validation import validate
 
 _YAML = """
 name: null
@@ -81,7 +81,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the second stage runs in this process, so that Lightning is imported once."""
 
     def answer(request: str) -> dict[str, Any]:
-        from distdl.binding import answered
+        from distdl.validation.child import answered
 
         return json.loads(json.dumps(answered(json.loads(request))))  # type: ignore[no-any-return]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distdl.benchmark import PHASES
-from distdl.commands import _scale_members
+from distdl.scaling import members
 
 
 def bench(world: int = 1, nodes: int = 1, rate: float = 100.0, **more: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def bench(world: int = 1, nodes: int = 1, rate: float = 100.0, **more: Any) -> d
 
 def member(found: dict[str, Any], name: str = "ddp", *modes: str) -> Any:
     setting = found["setting"]
-    return _scale_members.Member(
+    return members.Member(
         name,
         setting["nodes"],
         setting["devices_per_node"],

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl import allocator
+from distdl.worker import allocator
 
 # As steps do: blocks of some megabytes, several at once, all freed before the next step.
 STEPS = """
 import resource
-from distdl.allocator import keep_freed_memory
+from distdl.worker.allocator import keep_freed_memory
 kept = keep_freed_memory()
 def step():
     tensors = [b"x" * (12 * 2**20 + n) for n in range(6)]

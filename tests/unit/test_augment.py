@@ -10,7 +10,7 @@ import torch
 
 from distdl.data.augment import Augment
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 COLOURS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 32, 32), dtype=np.uint8))
 

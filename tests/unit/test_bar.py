@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Timer
 from rich.console import Console
 
 from distdl.callbacks.progress import Progress, described
-from distdl.config import unit_of
-from distdl.prepare.bar import Line, duration
+from distdl.config.recipe import unit_of
 from distdl.tasks import train
+from distdl.util.progress_bar import Line, duration
 
 LONG = "train/mean_absolute_percentage_error_of_the_forecast"
 METRICS = {

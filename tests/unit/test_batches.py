@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from distdl import batches
-from distdl.errors import UserError
+from distdl.config import batches
 from distdl.job import Resources
+from distdl.util.errors import UserError
 
 
 def config(batch_size=32, accumulate=1, target=None, **more):

@@ -23,9 +23,9 @@ from distdl.benchmark import (
 from distdl.benchmark.clock import DeviceClock, Timeline
 from distdl.benchmark.input import EndlessLoader, Input
 from distdl.benchmark.phases import PhaseProfiler
-from distdl.callbacks.timing import Timing
-from distdl.commands import _report_benchmark
-from distdl.stopping import StopRequest
+from distdl.benchmark.timing import Timing
+from distdl.ranks.stopping import StopRequest
+from distdl.report import benchmark
 from distdl.tasks.benchmark import check
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
@@ -295,6 +295,6 @@ def test_the_number_of_a_tasks_steps_is_checked() -> None:
 def test_a_report_shows_the_phases() -> None:
     split = {**dict.fromkeys(PHASES, 0.0), FORWARD: 0.02, BACKWARD: 0.04}
     found = {"real": {"split": split}, "held": {"split": split}}
-    svg, legend = _report_benchmark.draw(found)
+    svg, legend = benchmark.draw(found)
     assert [name for name, _ in legend] == ["forward", "backward"]
     assert "held input" in svg and "milliseconds" in svg

@@ -182,14 +182,14 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
 def test_the_end_of_a_benchmark_names_no_training_to_go_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distdl import worker
+    from distdl.worker import main
 
     tiny = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none")
     more = ("schedule=none", "tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
     task = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
     for overrides, goes_on in (((), True), (task, False)):
         run_of = runs.lay_out(tmp_path, *tiny, *more, *overrides)
-        assert worker.main([str(run_of.path), str(run_of.path)]) == 0
+        assert main.main([str(run_of.path), str(run_of.path)]) == 0
         said = capsys.readouterr().out
         assert "python -m distdl report" in said
         assert ("resume" in said) == goes_on

@@ -19,12 +19,12 @@ import torch
 from omegaconf import OmegaConf
 from sample_config import in_process, refusals, sample
 
-from distdl import build
-from distdl import validate as validation
-from distdl.errors import Problem
 from distdl.job import Resources
-from distdl.meta import misfit
-from distdl.validate import check_bindings, problems_of
+from distdl.util.errors import Problem
+from distdl.validation import validate as validation
+from distdl.validation.meta import misfit
+from distdl.validation.validate import check_bindings, problems_of
+from distdl.worker import build
 
 DEMOS = "lightning.pytorch.demos.boring_classes"
 
@@ -44,7 +44,7 @@ MINE = """
 from typing import Literal
 
 import lightning.pytorch as pl
-from distdl.errors import Problem
+from distdl.util.errors import Problem
 
 class Plain:
     def __init__(self, width: int, mode: Literal["a", "b"] = "a", *, rate: float = 1.0): ...
@@ -419,7 +419,7 @@ def _shipped() -> list[list[str]]:
 
 @pytest.mark.parametrize("overrides", _shipped(), ids=lambda overrides: overrides[0])
 def test_every_shipped_option_binds(overrides: list[str], tmp_path: Path) -> None:
-    from distdl.compose import compose
+    from distdl.config.compose import compose
 
     for folder in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / folder).mkdir(parents=True)

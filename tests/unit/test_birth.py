@@ -14,13 +14,15 @@ from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 from torch import nn
 
-from distdl import allocator, birth, cluster, external, worker
-from distdl.environment import Environment
-from distdl.errors import UserError
+from distdl.distributed import process_group, rank_table
 from distdl.job import JobState, Resources
-from distdl.rank_context import RankContext
-from distdl.stopping import Stopped, StopRequest
+from distdl.launch import external
+from distdl.ranks.environment import Environment
+from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.strategies import DDPStrategy, ddp
+from distdl.util.errors import UserError
+from distdl.worker import allocator, main
+from distdl.worker.rank_context import RankContext
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -60,11 +62,11 @@ def test_the_only_gpu_or_that_of_its_number(sees, count, visible, local, index) 
     sees(count, visible)
     if index is None:
         with pytest.raises(UserError, match=f"torch sees . GPUs there .{VISIBLE}='{visible}'"):
-            birth.refuse_missing_device(rank(local), "gpu")
-        birth.refuse_missing_device(rank(local), "cpu")
+            rank_table.refuse_missing_device(rank(local), "gpu")
+        rank_table.refuse_missing_device(rank(local), "cpu")
     else:
-        birth.refuse_missing_device(rank(local), "gpu")
-        assert cluster.device_index(rank(local)) == index
+        rank_table.refuse_missing_device(rank(local), "gpu")
+        assert process_group.device_index(rank(local)) == index
 
 
 def test_a_driver_that_is_too_old_and_a_torch_without_cuda(sees, monkeypatch) -> None:
@@ -76,14 +78,14 @@ def test_a_driver_that_is_too_old_and_a_torch_without_cuda(sees, monkeypatch) ->
     sees(1)
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(UserError) as refused:
-        birth.refuse_missing_device(rank(0, 1), "gpu")
+        rank_table.refuse_missing_device(rank(0, 1), "gpu")
     (problem,) = refused.value.problems
     assert problem.what.startswith(f"torch {torch.__version__} (CUDA {torch.version.cuda})")
     assert problem.what.endswith("too old (found version 11).") and "update" in problem.remedy
     sees(0)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(UserError, match="this torch is built for CPUs"):
-        birth.refuse_missing_device(rank(0, 1), "gpu")
+        rank_table.refuse_missing_device(rank(0, 1), "gpu")
 
 
 @pytest.mark.parametrize(
@@ -97,14 +99,14 @@ def test_without_bf16_the_way_out_is_named(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
-    birth.warn_without_bf16("gpu", precision)
-    birth.warn_without_bf16("cpu", "bf16-mixed")
+    rank_table.warn_without_bf16("gpu", precision)
+    rank_table.warn_without_bf16("cpu", "bf16-mixed")
     assert caplog.text.count("trainer.precision=16-mixed") == count == len(caplog.records)
 
 
 def test_each_rank_takes_its_own_mig_instance(sees) -> None:
     sees(1, "MIG-a,MIG-b")  # CUDA shows the first of them only
-    birth.refuse_missing_device(rank(1, 2), "gpu")
+    rank_table.refuse_missing_device(rank(1, 2), "gpu")
     assert os.environ[VISIBLE] == "MIG-b"
 
 
@@ -114,10 +116,10 @@ def test_lightning_takes_it_too(sees, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     here = rank(1, 2)
     trainer = Trainer(
-        accelerator=cluster.accelerator_of(here, "gpu"),
+        accelerator=process_group.accelerator_of(here, "gpu"),
         devices=2,
         strategy=DDPStrategy(),
-        plugins=[cluster.LaunchedEnvironment(here)],
+        plugins=[process_group.LaunchedEnvironment(here)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -127,10 +129,10 @@ def test_lightning_takes_it_too(sees, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.strategy.root_device == torch.device("cuda", 0)
     assert (trainer.world_size, trainer.global_rank, trainer.num_devices) == (2, 1, 2)
     # Where all are seen, and on a CPU, Lightning's own is taken.
-    assert cluster.accelerator_of(rank(0, 1), "gpu") == "gpu"
-    assert cluster.accelerator_of(here, "cpu") == "cpu"
+    assert process_group.accelerator_of(rank(0, 1), "gpu") == "gpu"
+    assert process_group.accelerator_of(here, "cpu") == "cpu"
     sees(2)
-    assert cluster.accelerator_of(here, "gpu") == "gpu"
+    assert process_group.accelerator_of(here, "gpu") == "gpu"
 
 
 def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +148,12 @@ def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     sees(2)
     own = torch.device("cuda", 1)
-    cluster.connect(rank(1, 2), "gpu")
+    process_group.connect(rank(1, 2), "gpu")
     assert asked == [own, ("cpu:gloo,cuda:nccl", own)]
-    cluster.connect(rank(1, 2), "cpu")
+    process_group.connect(rank(1, 2), "cpu")
     assert asked[2:] == [("gloo", None)]
     with pytest.raises(UserError, match="has the same GPU as another rank: Duplicate GPU detected"):
-        cluster.connect(rank(0, 2), "gpu")
+        process_group.connect(rank(0, 2), "gpu")
 
 
 def test_a_list_cannot_choose_for_ranks_that_run_already() -> None:
@@ -177,11 +179,11 @@ def test_ddp_is_built_on_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch)
 
 def perform(monkeypatch: pytest.MonkeyPatch, world: int, accelerator: str) -> None:
     """What a worker does up to the table of ranks."""
-    monkeypatch.setattr(worker, "effective_config", lambda *_: OmegaConf.create())
+    monkeypatch.setattr(main, "effective_config", lambda *_: OmegaConf.create())
     bundle: Any = SimpleNamespace(python_path=lambda _: [])
     attempt: Any = SimpleNamespace(record_error=lambda *_, **__: None, path=Path("r/attempts/1"))
     size = Resources(accelerator=accelerator)
-    worker.perform(bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))
+    main.perform(bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_who_fails_does_not_wait_for_the_others(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
-    monkeypatch.setattr(birth, "announce", fail)
+    monkeypatch.setattr(rank_table, "announce", fail)
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: None)
     with pytest.raises(error):
         perform(monkeypatch, world, "cpu")
@@ -211,8 +213,8 @@ def test_a_rank_on_a_cpu_keeps_freed_memory(monkeypatch, accelerator: str, count
     """A GPU has an allocator of its own, and its host's memory may be wanted elsewhere."""
     called: list[int] = []
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: called.append(1))
-    monkeypatch.setattr(birth, "refuse_missing_device", lambda *_: None)
-    monkeypatch.setattr(cluster, "connect", lambda *_: 1 / 0)
+    monkeypatch.setattr(rank_table, "refuse_missing_device", lambda *_: None)
+    monkeypatch.setattr(process_group, "connect", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         perform(monkeypatch, 1, accelerator)
     assert len(called) == count

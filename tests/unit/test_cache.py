@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from distdl.errors import UserError
-from distdl.shards import cache as cache_module
-from distdl.shards.cache import Cache, NoRoom, default_root
-from distdl.shards.needs import Needs
-from distdl.shards.order import Windows
-from distdl.shards.prefetch import Prefetch
+from distdl.datasets import cache as cache_module
+from distdl.datasets.cache import Cache, NoRoom, default_root
+from distdl.datasets.needs import Needs
+from distdl.datasets.order import Windows
+from distdl.datasets.prefetch import Prefetch
 from distdl.stores import StoreError
 from distdl.stores.files import FileStore
 from distdl.stores.remote import RemoteStore
+from distdl.util.errors import UserError
 from tests import prepared
 from tests.prepared import files, open_cache, prepare, wait_until
 
@@ -268,7 +268,7 @@ def test_shards_are_fetched_in_the_order_of_their_use(tmp_path, made, monkeypatc
     cache = open_cache(tmp_path)
     train = made.splits["train"]
     wanted = [train.shards[i] for i in (3, 0, 4)]
-    monkeypatch.setattr("distdl.shards.prefetch.THREADS", 1)
+    monkeypatch.setattr("distdl.datasets.prefetch.THREADS", 1)
     prefetch = Prefetch(cache, None)
     prefetch.want(lambda: wanted)
     wait_until(lambda: all(cache.has(shard) for shard in wanted))
@@ -303,9 +303,9 @@ def test_a_prefetch_that_is_ended_gives_up_its_download(tmp_path, made):
     script = f"""
 import sys
 from pathlib import Path
-from distdl.shards.prefetch import Prefetch
-from distdl.shards.cache import Cache
-from distdl.shards.reading import open_data_set
+from distdl.datasets.prefetch import Prefetch
+from distdl.datasets.cache import Cache
+from distdl.datasets.reading import open_data_set
 from distdl.stores import open_store
 data = open_data_set({str(tmp_path / "far")!r})
 store = open_store("http://127.0.0.1:1/account/box", patience=36_000)  # nobody answers

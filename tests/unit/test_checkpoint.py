@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from distdl import checkpoint
-from distdl.checkpoint import CheckpointStore, damage_of, find, manifest_of
-from distdl.errors import UserError
+from distdl.runs import checkpoints
+from distdl.runs.checkpoints import CheckpointStore, damage_of, find, manifest_of
+from distdl.util.errors import UserError
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def power_cut(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["distdl.checkpoint.write_json", "os.fsync", "os.replace"], ids=lambda at: at[-7:]
+    "at", ["distdl.runs.checkpoints.write_json", "os.fsync", "os.replace"], ids=lambda at: at[-7:]
 )
 def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at) -> None:
     old = save(store, 1)
@@ -125,7 +125,7 @@ def test_aliases(store, monkeypatch, links) -> None:
         def refuse(*_):
             raise OSError("operation not supported")
 
-        monkeypatch.setattr(checkpoint.os, "link", refuse)
+        monkeypatch.setattr(checkpoints.os, "link", refuse)
     first, second = save(store, 1), save(store, 2)
     store.alias("last.ckpt", first)
     store.alias("last.ckpt", second)
@@ -210,7 +210,7 @@ def test_nothing_is_deleted_before_what_replaces_it_is_on_the_disk(
     synced: set[Path] = set()
     named: dict[Path, bool] = {}  # what was renamed -> whether its folder was synced since
     happened: list[str] = []
-    fsync, replace, remove = os.fsync, os.replace, checkpoint.remove
+    fsync, replace, remove = os.fsync, os.replace, checkpoints.remove
 
     def on_fsync(handle: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
@@ -247,7 +247,7 @@ def test_nothing_is_deleted_before_what_replaces_it_is_on_the_disk(
     write(1)
     monkeypatch.setattr(os, "fsync", on_fsync)
     monkeypatch.setattr(os, "replace", on_replace)
-    monkeypatch.setattr(checkpoint, "remove", on_remove)
+    monkeypatch.setattr(checkpoints, "remove", on_remove)
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("not supported")))
     write(2)

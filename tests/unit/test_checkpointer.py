@@ -15,12 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from distdl.callbacks import Checkpointer, agreement, checkpointer
-from distdl.checkpoint import CheckpointStore, damage_of, manifest_of
-from distdl.errors import UserError
-from distdl.saving import Saver
+from distdl.callbacks import Checkpointer, checkpointer
+from distdl.checkpoint.saving import Saver
+from distdl.distributed import agreement
+from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_of
+from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
-from distdl.tracking.records import journal_path, read
+from distdl.util.errors import UserError
 from tests.unit import checkpointing
 from tests.unit.checkpointing import checkpointer as made
 from tests.unit.checkpointing import numbers

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDP
 
-from distdl import cluster
+from distdl.distributed import process_group
 from distdl.strategies.ddp import DDPStrategy
 from distdl.strategies.fsdp import FSDPStrategy
 from distdl.strategies.local_sgd import LocalSGDStrategy
@@ -16,8 +16,8 @@ def test_one_rank_needs_no_group_to_agree_with_itself() -> None:
     """As on one GPU with Lightning's own group, which knows the device alone."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert cluster.tell_all({"said": 1}) == {"said": 1}
-        assert cluster.gather("mine") == ["mine"]
+        assert process_group.tell_all({"said": 1}) == {"said": 1}
+        assert process_group.gather("mine") == ["mine"]
     finally:
         dist.destroy_process_group()
 
@@ -29,11 +29,11 @@ def test_one_rank_needs_no_group_to_agree_with_itself() -> None:
 )
 def test_a_group_of_one_has_both_back_ends(strategy: type) -> None:
     made = strategy()
-    cluster.give_backends(made, "gpu")
+    process_group.give_backends(made, "gpu")
     assert made._get_process_group_backend() == "cpu:gloo,cuda:nccl"
 
 
 def test_a_back_end_that_was_chosen_stays() -> None:
     made = LightningDDP(process_group_backend="nccl")
-    cluster.give_backends(made, "gpu")
+    process_group.give_backends(made, "gpu")
     assert made._get_process_group_backend() == "nccl"

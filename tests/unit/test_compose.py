@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distdl import compose
-from distdl.errors import UserError
+from distdl.config import compose
+from distdl.util.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,9 @@ def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command parses each word once, resolves its config once and asks one child."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from distdl import __main__, launch, resolve, validate
+    from distdl.cli import main
+    from distdl.launch import start
+    from distdl.validation import resolve, validate
 
     counted: Counter[str] = Counter()
 
@@ -131,10 +133,10 @@ def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
     count(OverridesParser, "parse_override")
     count(resolve, "Resolved")
     count(validate, "_ask_child", {"problems": [], "notes": [], "facts": {}})
-    count(launch, "render", "the request")
+    count(start, "render", "the request")
     words = ["optimizer.lr=0.123", "seed=321", "trainer.accelerator=cpu", "dry_run=true"]
     compose._parsed.cache_clear()
-    assert __main__.main(words) == 0
+    assert main.main(words) == 0
     assert counted == {"parse_override": 4, "Resolved": 1, "_ask_child": 1, "render": 1}
 
 

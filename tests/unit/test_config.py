@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from distdl import compose
-from distdl import config as configs
+from distdl.config import compose
+from distdl.config import recipe as configs
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from distdl.data.images import default_workers
 from distdl.data.loading import KeyedDataset, distribute
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.worker_signals import Surviving
-from distdl.errors import Problem, Unfinished, UserError
+from distdl.util.errors import Problem, Unfinished, UserError
 from tests.prepared import quiet_trainer as trainer
 
 

@@ -18,13 +18,12 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
-from distdl.commands import _data_needs as needs
-from distdl.commands import _data_open, _data_rates
-from distdl.commands._data_check import gpu_of_this_machine
-from distdl.commands._data_images import look
 from distdl.data import StoredImages
-from distdl.errors import UserError
-from distdl.shards.format import MANIFEST
+from distdl.data_check import needs, sources, throughput
+from distdl.data_check.check import gpu_of_this_machine
+from distdl.data_check.image_files import look
+from distdl.datasets.format import MANIFEST
+from distdl.util.errors import UserError
 from tests.conftest import Said
 from tests.prepared import flip, jpeg, prepare
 
@@ -33,7 +32,7 @@ Command = Callable[..., Said]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_data_rates, "SECONDS", 0.05)
+    monkeypatch.setattr(throughput, "SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def test_a_sample_is_spread_and_says_that_it_is_one(command: Command, folder: Pa
     said = command("data", "check", str(folder), "--sample", "2")
     assert ("this machine has none: --gpu names" in said.out) == (gpu_of_this_machine() is None)
     assert "a sample of 4" in said.out and "none of 4 (every image: --all)" in said.out
-    found = _data_open.find(str(folder))
+    found = sources.find(str(folder))
     with found.reading(found.splits["train"], None) as reader:
         assert [reader.name(i) for i in (0, 8)] == ["train/cat/0.jpg", "train/dog/4.jpg"]
 
@@ -110,7 +109,7 @@ def test_a_store_is_asked_for_one_shard_or_for_all(
     prepare(tmp_path / "data")
     came: list[str] = []
     real = FileStore.download
-    monkeypatch.setattr(_data_open, "is_remote", lambda uri: True)
+    monkeypatch.setattr(sources, "is_remote", lambda uri: True)
     monkeypatch.setattr(
         FileStore, "download", lambda self, name, to: (came.append(name), real(self, name, to))[1]
     )
@@ -119,7 +118,7 @@ def test_a_store_is_asked_for_one_shard_or_for_all(
     assert "img/s: the first epoch of a node goes no faster" in said.out
     assert ("all 47" if every else "a sample of 15") in said.out
     assert len(came) == (7 if every else 2)
-    assert not list(Path(_data_open.tempfile.gettempdir()).glob("distdl-check-*/train-*"))
+    assert not list(Path(sources.tempfile.gettempdir()).glob("distdl-check-*/train-*"))
 
 
 def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder: Path) -> None:
@@ -233,7 +232,7 @@ def test_mean_and_std_are_those_of_the_pixels(folder: Path) -> None:
             buffer = io.BytesIO()
             image.save(buffer, "PNG")
             path.write_bytes(buffer.getvalue())
-    found = _data_open.find(str(folder))
+    found = sources.find(str(folder))
     with found.reading(found.splits["train"], None) as reader:
         mean, std = look(reader, range(9)).average()
     assert mean == pytest.approx([1, 0.2, 0.5]) and std == pytest.approx([0, 0, 0.5], abs=1e-6)
@@ -248,7 +247,7 @@ def test_a_busy_machine_is_no_slow_decoder(monkeypatch: pytest.MonkeyPatch) -> N
         return {"image": torch.zeros(3)}
 
     monkeypatch.setattr(time, "process_time", lambda: used)
-    slow, fast = _data_rates._decode([[b"0.01"], [b"0.0025"]], view)
+    slow, fast = throughput._decode([[b"0.01"], [b"0.0025"]], view)
     assert (slow, fast) == (pytest.approx(100), pytest.approx(400))
 
 

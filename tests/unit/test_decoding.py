@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from distdl.callbacks import Progress, StepMetrics
 from distdl.callbacks.progress import remedy
-from distdl.config import CHANGEABLE
+from distdl.config.recipe import CHANGEABLE
 from distdl.data import StoredImages
 from distdl.data.crop import random_crop
 from distdl.data.decoding import CPU_DECODERS, Header, decoder, jpeg_header, works
@@ -30,8 +30,8 @@ from distdl.data.resizing import Resizing
 from distdl.data.sampling import SampleKey, TrainPosition
 from distdl.data.synthetic_jpeg import SyntheticJpegs, jpegs
 from distdl.data.views import EvalView, TrainView, check_views
-from distdl.errors import UserError
-from distdl.prepare.image_files import DamagedImage
+from distdl.datasets.image_files import DamagedImage
+from distdl.util.errors import UserError
 from tests.conftest import ROOT
 from tests.prepared import quiet_trainer
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from distdl import __main__ as command_line
-from distdl import compose
-from distdl.validate import problems_of
-from distdl.words import check
+from distdl.cli import main as command_line
+from distdl.config import compose
+from distdl.config.words import check
+from distdl.validation.validate import problems_of
 from tests.conftest import ROOT
 
 FOLDERS = (".", "docs", "examples", "benchmarks")
@@ -174,3 +174,15 @@ def test_every_option_is_mentioned() -> None:
 def test_nothing_of_one_machine(page) -> None:
     found = re.findall(r"(?<![\w.])/(?:home|root|work|Users|mnt|tmp)/\S*", page.read_text())
     assert not found, f"{name(page)} names folders of one machine: {', '.join(found)}"
+
+
+def test_what_the_architecture_names_is_there() -> None:
+    """Each `package/file.py` of the page exists, and so does the function or class behind it."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)`(?:\s+\(`(\w+)`\))?", page)
+    assert len(named) > 30
+    for path, inside in named:
+        file = next((p for p in (ROOT / "src/distdl" / path, ROOT / path) if p.is_file()), None)
+        assert file, path
+        defined = re.compile(rf"^(?:def|class) {inside}\b", re.MULTILINE)
+        assert not inside or defined.search(file.read_text()), f"{path}: {inside}"

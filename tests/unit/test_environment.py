@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from distdl.environment import Environment, detect, resolve
-from distdl.errors import UserError
 from distdl.job import Resources
+from distdl.ranks.environment import Environment, detect, resolve
+from distdl.util.errors import UserError
 
 
 def variables(text: str) -> dict[str, str]:

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl import agent, failures, launch, worker
 from distdl.job import JobState
-from distdl.run_directory import Attempt, RunDirectory
-from distdl.stopping import state_of
+from distdl.launch import start
+from distdl.ranks.stopping import state_of
+from distdl.runs import failures
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.worker import agent, main
 
 GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -125,16 +127,16 @@ def test_the_last_word_is_where_in_the_users_code(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(worker.sys.modules, "bad", raising=False)
+    monkeypatch.delitem(main.sys.modules, "bad", raising=False)
     import bad  # type: ignore[import-not-found]
 
     with pytest.raises(SyntaxError) as raised:
         bad.training_step()
     error: BaseException = raised.value
     if in_loader:
-        sent = "".join(worker.traceback.format_exception(error))
+        sent = "".join(main.traceback.format_exception(error))
         error = RuntimeError(f"Caught SyntaxError in DataLoader worker process 0.\n{sent}")
-    assert worker.note(attempt, 0, error) == 1
+    assert main.note(attempt, 0, error) == 1
     where = "bad.py, line 5, in training_step"
     assert caplog.messages[-1].rstrip().endswith(f"at {where}")
     assert failures.describe(attempt.first_error()).endswith(f"(at {where})")
@@ -151,7 +153,7 @@ def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, cap
     planned, command = SimpleNamespace(run=run), ["distdl", "seed=1", "name=r"]
 
     def said() -> str:
-        launch.print_next_command(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
+        start.print_next_command(planned, newest, JobState.FAILED, command)  # type: ignore[arg-type]
         return capsys.readouterr().out
 
     assert said().endswith("start it again:\n  python -m distdl seed=1 name=r\n")
@@ -161,8 +163,8 @@ def test_what_is_to_be_typed_after_a_failure(attempt, tmp_path, monkeypatch, cap
 
 
 def test_q_in_a_debugger_is_no_traceback(attempt, tmp_path, caplog, capsys) -> None:
-    assert worker.note(attempt, 0, bdb.BdbQuit()) == 1
+    assert main.note(attempt, 0, bdb.BdbQuit()) == 1
     shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
     assert shown == ["ended in the debugger"] == [failures.describe(attempt.first_error())]
-    launch.print_next_command(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
+    start.print_next_command(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]
     assert not capsys.readouterr().out

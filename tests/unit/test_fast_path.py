@@ -19,19 +19,20 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdl import autotune, compiling, optim
 from distdl.callbacks import Checkpointer, EMAWeightAveraging, StepMetrics
 from distdl.callbacks.progress import Progress
-from distdl.checkpoint import CheckpointStore
 from distdl.data import SyntheticImages, images
 from distdl.data.loading import distribute
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import Lead
-from distdl.errors import UserError
 from distdl.job import JobState
 from distdl.models import ImageClassifier, compilers
-from distdl.stopping import Stopped, StopRequest
+from distdl.optim import optimizers
+from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.runs.checkpoints import CheckpointStore
+from distdl.util.errors import UserError
+from distdl.worker import autotune, compiling
 from tests.conftest import UNCHECKED, distdl
 from tests.prepared import quiet_trainer
 
@@ -97,9 +98,14 @@ def fit(tmp_path: Path, reads: Reads, *more: Callback, optimizer: str = "torch.o
     schedule = {"_target_": "distdl.optim.warmup_cosine", "warmup_epochs": 0}
 
     def configure_optimizers() -> Any:
-        made = optim.build_optimizer(module, {"_target_": optimizer, "lr": 0.1}, global_batch=4)
+        made = optimizers.build_optimizer(
+            module, {"_target_": optimizer, "lr": 0.1}, global_batch=4
+        )
         steps = {"steps_per_epoch": 12, "max_epochs": 1}
-        return {"optimizer": made, "lr_scheduler": optim.build_schedule(made, schedule, **steps)}
+        return {
+            "optimizer": made,
+            "lr_scheduler": optimizers.build_schedule(made, schedule, **steps),
+        }
 
     module.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
     data = SyntheticImages(

@@ -1,76 +1,84 @@
-"""Who may import whom (shared design, "Rooms"): what keeps start-up fast and the parts apart."""
+"""The architecture as rules: who may import whom, what loads no torch, and which names stay."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "distdl"
-LAUNCHERS = ROOT / "launchers"
 
-# Imported by the command line before anything runs: no torch and no Lightning, not even lazily.
-LIGHT = [
-    "atomic_files",
-    "attempt",
-    "checks",
-    "compose",
-    "config",
-    "entry",
-    "errors",
-    "failures",
-    "importing",
-    "job",
-    "lightning_1",
-    "lightning_names",
-    "own_code",
-    "orphans",
-    "processes",
-    "ranges",
-    "redact",
-    "resolve",
-    "resources",
-    "run_directory",
-    "run_files",
-    "schema",
-    "secret_shapes",
-    "stopping",
-    "suggest",
-    "targets",
-    "user_conf",
-    "validate",
-    "walltime",
-    "words",
-]
-HEAVY = {
-    "torch",
-    "torchvision",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "torchmetrics",
-    "timm",
-    "mlflow",
+# Lowest first. A file imports from its own package and from lower ones, at the top and inside
+# functions alike. True: no file of the package imports torch, Lightning or MLflow at its top.
+LAYERS = {
+    "util": True,
+    "job": True,
+    "stores": True,
+    "ranks": True,
+    "config": True,
+    "datasets": True,
+    "runs": True,
+    "validation": True,
+    "distributed": False,
+    "optim": False,
+    "checkpoint": False,
+    "tracking": False,
+    "models": False,
+    "data": False,
+    "strategies": False,
+    "callbacks": False,
+    "worker": False,
+    "benchmark": False,
+    "tasks": False,
+    "launchers": True,
+    "launch": True,
+    "planner": False,
+    "data_check": True,
+    "report": True,
+    "scaling": True,
+    "cli": True,
 }
-WORKER_SIDE = [
-    "worker",
-    "build",
-    "environment",
-    "optim",
-    "tracking",
-    "checkpoint",
-    "tasks",
-    "models",
-    "data",
-    "strategies",
-    "callbacks",
-]
-HYDRA_MAIN = {"main", "compose", "initialize", "initialize_config_dir", "initialize_config_module"}
+LONGEST_CHAIN = 12
+# `python -m distdl` and `python -m distdl.agent`: a name and one call.
+ALIASES = ("__main__", "agent")
+HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
+FOR_LAUNCHERS = ("distdl.job", "distdl.util", "distdl.stores", "distdl.launchers.common")
+# This machine's launcher runs the worker, or torch's agent, in its own process.
+MORE_FOR_LAUNCHERS = {
+    "distdl.launchers.local": ("distdl.ranks", "distdl.runs", "distdl.worker"),
+    "distdl.launchers.common": ("distdl.runs",),
+}
+# Written into the config.yaml and the requests of runs: a run of any age must find them.
+PUBLIC = """
+distdl.callbacks.EMAWeightAveraging distdl.callbacks.Progress distdl.callbacks.RecordSamples
+distdl.callbacks.count_traffic.CountTraffic distdl.callbacks.trace.Trace
+distdl.data.StoredImages distdl.data.SyntheticImages distdl.data.SyntheticJpegs
+distdl.launchers.azureml.launcher.AzureMLLauncher distdl.launchers.local.LocalLauncher
+distdl.launchers.mpi.MpiLauncher
+distdl.launchers.sagemaker.SageMakerLauncher distdl.launchers.slurm.SlurmLauncher
+distdl.models.ImageClassifier
+distdl.optim.constant distdl.optim.warmup_cosine distdl.optim.warmup_step
+distdl.strategies.DDPStrategy distdl.strategies.DeepSpeedStrategy distdl.strategies.FSDPStrategy
+distdl.strategies.LocalSGDStrategy distdl.strategies.PipelineStrategy
+distdl.strategies.auto distdl.strategies.single
+distdl.tasks.benchmark distdl.tasks.test distdl.tasks.train distdl.tasks.validate
+distdl.tracking.clearml.ClearMLLogger distdl.tracking.mlflow.MLflowLogger
+""".split()  # noqa: SIM905
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a file; a package's `__init__` has the name of its package."""
+    below = path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT)
+    return ".".join(["distdl", *below.with_suffix("").parts]).removesuffix(".__init__")
+
+
+FILES = {name_of(p): p for f in (SOURCE, ROOT / "launchers") for p in sorted(f.rglob("*.py"))}
 
 
 def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
@@ -93,121 +101,124 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*package_of(path)[: -node.level], *filter(None, [base])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            assert not node.level, f"{path}: imports are absolute"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def package_of(path: Path) -> list[str]:
-    """The dotted name of a file as parts, with the file itself last (also for `__init__`)."""
-    top = SOURCE if path.is_relative_to(SOURCE) else ROOT
-    return ["distdl", *path.relative_to(top).with_suffix("").parts]
+def files_imported(name: str) -> set[str]:
+    """Our own files that a file imports, without the packages that these lie in."""
+    named = {n for n in imports(FILES[name]) if n in FILES}
+    return {n for n in named if not any(m.startswith(f"{n}.") for m in named)} - {name}
 
 
-def name_of(path: Path) -> str:
-    return ".".join(package_of(path)).removesuffix(".__init__")
+def package(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
 
 
-def under(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
+IMPORTED = {name: files_imported(name) for name in FILES}
+INNER = [name for name in FILES if package(name) not in ("", *ALIASES)]
 
 
-def files_of(module: str) -> list[Path]:
-    folder = SOURCE / module
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+def test_imports_point_downwards() -> None:
+    order = {layer: number for number, layer in enumerate(LAYERS)}
+    upwards = [
+        f"{name} imports {other}"
+        for name in INNER
+        for other in IMPORTED[name]
+        if package(other) and order[package(other)] > order[package(name)]
+    ]
+    assert upwards == []
 
 
-def existing(modules: list[str]) -> list[Path]:
-    return [path for module in modules for path in files_of(module) if path.is_file()]
+def test_every_package_has_a_layer_and_one_sentence() -> None:
+    assert {package(name) for name in INNER} == set(LAYERS)
+    packages = [n for n, path in FILES.items() if path.name == "__init__.py"]
+    for name in packages:
+        sentence = ast.get_docstring(ast.parse(FILES[name].read_text(encoding="utf-8")))
+        assert sentence, f"{name}: say what belongs there"
 
 
-def ids(path: Path) -> str:
-    return name_of(path)
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for other in IMPORTED[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in FILES:
+        visit(name, ())
 
 
-def test_the_modules_of_the_rules_exist() -> None:
-    missing = [m for m in (*LIGHT, *WORKER_SIDE) if not any(p.is_file() for p in files_of(m))]
-    assert missing == []
+def test_the_longest_chain_of_packages() -> None:
+    below: dict[str, set[str]] = {layer: set() for layer in LAYERS}
+    for name in INNER:
+        below[package(name)] |= {package(n) for n in IMPORTED[name]} - {"", package(name)}
+
+    @functools.cache
+    def chain(layer: str) -> tuple[str, ...]:
+        return (layer, *max((chain(other) for other in below[layer]), key=len, default=()))
+
+    longest = max(map(chain, LAYERS), key=len)
+    assert len(longest) <= LONGEST_CHAIN, " -> ".join(longest)
 
 
-@pytest.mark.parametrize("path", existing(LIGHT), ids=ids)
-def test_light_modules_import_nothing_heavy(path: Path) -> None:
-    found = {name.partition(".")[0] for name in imports(path)} & HEAVY
-    assert not found, f"{name_of(path)} imports {found}"
-
-
-@pytest.mark.parametrize("path", existing(LIGHT), ids=ids)
-def test_light_modules_import_only_light_ones_of_ours(path: Path) -> None:
-    allowed = {f"distdl.{name}" for name in (*LIGHT, "conf")}
-    ours = {".".join(name.split(".")[:2]) for name in imports(path, lazy=False)}
-    modules = {name for name in ours if name.startswith("distdl.") and is_module(name)}
-    assert modules <= allowed
-
-
-def is_module(name: str) -> bool:
-    return any(path.exists() for path in files_of(name.removeprefix("distdl.")))
-
-
-@pytest.mark.parametrize("path", sorted(LAUNCHERS.rglob("*.py")), ids=ids)
-def test_launchers_stand_alone(path: Path) -> None:
-    for name in imports(path, lazy=False):
-        plain = name.partition(".")[0] in {*sys.stdlib_module_names, "__future__", "pydantic"}
-        own = under(name, place_of(path))
-        ours = ("job", "errors", "processes", "walltime", "ranges", "stores", "launchers.common")
-        allowed = any(under(name, f"distdl.{m}") for m in ours) or name == "distdl"
-        assert plain or own or allowed, f"{name_of(path)} imports {name} at its top level"
-    for name in imports(path):
-        shared = name == "distdl.launchers" or under(name, "distdl.launchers.common")
-        other = under(name, "distdl.launchers") and not shared
-        assert not other or under(name, place_of(path)), f"{name_of(path)} imports {name}"
-        # torchrun's agent is what "local" starts several ranks with.
-        agent = path.stem == "local" and under(name, "torch.distributed")
-        heavy = name.partition(".")[0] in {"torch", "lightning", "pytorch_lightning"}
-        assert not heavy or agent or (path.stem == "local" and name == "torch"), name
-
-
-def place_of(path: Path) -> str:
-    """The launcher that a file belongs to: `distdl.launchers.azureml` for all of its folder."""
-    return ".".join(name_of(path).split(".")[:3])
-
-
-@pytest.mark.parametrize("path", existing(WORKER_SIDE), ids=ids)
-def test_the_workers_side_never_launches_or_composes(path: Path) -> None:
-    for name in imports(path):
-        assert not under(name, "distdl.launchers"), f"{name_of(path)} imports {name}"
-        assert name not in {f"hydra.{main}" for main in HYDRA_MAIN}, f"{name_of(path)}: {name}"
-        assert not under(name, "distdl.compose"), f"{name_of(path)} imports {name}"
-
-
-def test_only_the_command_line_knows_both_sides() -> None:
-    both = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = package_of(path)
-        if parts[1] in ("__main__", "commands", "launch"):
-            continue
-        names = set(imports(path))
-        launches = any(under(name, "distdl.launchers") for name in names)
-        works = any(under(n, f"distdl.{m}") for n in names for m in ("worker", "build", "tasks"))
-        if launches and works:
-            both.append(name_of(path))
-    assert both == []
-
-
-def test_validation_loads_neither_torch_nor_lightning() -> None:
+def test_light_packages_load_nothing_heavy() -> None:
+    light = [n for n in FILES if LAYERS.get(package(n), package(n) == "")]
     code = (
-        "import sys, distdl.validate, distdl.schema, distdl.redact\n"
-        "print(sorted({'torch', 'lightning', 'hydra', 'mlflow'} & set(sys.modules)))"
+        f"import importlib, sys\nfor name in {light}:\n    importlib.import_module(name)\n"
+        f"print(sorted(set({HEAVY}) & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
 
 
+def test_launchers_stand_alone() -> None:
+    plain = {*sys.stdlib_module_names, "distdl", "pydantic"}
+    wrong = []
+    for name in (n for n in FILES if package(n) == "launchers"):
+        own = ".".join(name.split(".")[:3])  # `distdl.launchers.azureml` for all of its folder
+        allowed = (*FOR_LAUNCHERS, own, *MORE_FOR_LAUNCHERS.get(own, ()))
+        for other in IMPORTED[name] - {"distdl", "distdl.launchers"}:
+            if not any(f"{other}.".startswith(f"{each}.") for each in allowed):
+                wrong.append(f"{name} imports {other}")
+        for other in imports(FILES[name], lazy=False):
+            if other.partition(".")[0] not in plain:
+                wrong.append(f"{name} imports {other} before it is used")
+    assert wrong == []
+
+
+def test_the_workers_half_never_composes() -> None:
+    composing = {"distdl.config.compose", "hydra.main", "hydra.compose", "hydra.initialize"}
+    half = list(LAYERS)[: list(LAYERS).index("launchers")]
+    heavy = [name for name in INNER if package(name) in half and not LAYERS[package(name)]]
+    assert [name for name in heavy if composing & set(imports(FILES[name]))] == []
+
+
+def test_contributing_draws_the_tree_as_it_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = text.split("## The house")[1].split("```")[1]
+    source = tree.split("src/distdl/")[1].split("\ntests/")[0]
+    drawn = re.findall(r"^ {2}([a-z_]+)/ ", source, flags=re.M)
+    assert sorted(drawn) == sorted({*LAYERS} - {"job", "launchers"})
+
+
+def test_names_in_the_configs_of_runs_stay() -> None:
+    target = re.compile(r"_target_: (distdl\.\S+)")
+    written = {n for p in ROOT.glob("conf/**/*.yaml") for n in target.findall(p.read_text())}
+    assert written == set(PUBLIC), "a run of any age must find what its config names"
+    for name in PUBLIC:
+        module, _, attribute = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), attribute))
+
+
 def test_what_lightnings_import_leaves_is_not_collected_again() -> None:
     code = (
         "import gc\n"
-        "from distdl.importing import uncollected\n"
+        "from distdl.util.imports import uncollected\n"
         "with uncollected():\n"
         "    assert not gc.isenabled()\n"
         "    import lightning.pytorch\n"
@@ -222,9 +233,7 @@ def test_what_lightnings_import_leaves_is_not_collected_again() -> None:
 
 
 def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
-    path = SOURCE / "models" / "__init__.py"
-    assert name_of(path) == "distdl.models"
-    assert place_of(LAUNCHERS / "azureml" / "cost.py") == "distdl.launchers.azureml"
+    assert name_of(SOURCE / "models" / "__init__.py") == "distdl.models"
     sample = tmp_path / "sample.py"
     sample.write_text(
         "import a.b\n"
@@ -232,6 +241,5 @@ def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
         "class C:\n    import inner\n"
         "def f():\n    from torch import nn\n"
     )
-    found = set(imports(sample))
-    assert found == {"a.b", "inner", "torch", "torch.nn"}
+    assert set(imports(sample)) == {"a.b", "inner", "torch", "torch.nn"}
     assert set(imports(sample, lazy=False)) == {"a.b", "inner"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import inside
-from distdl.inside import places
+from distdl.util import safe_paths
+from distdl.util.safe_paths import places
 
 BAD = {
     **dict.fromkeys(("../x", "a/../../x", "a/..", ".."), "leads out"),
@@ -57,8 +57,8 @@ def test_a_file_and_a_folder_of_one_name(tmp_path: Path) -> None:
 def test_names_that_differ_by_capitals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(places(tmp_path, ["A", "a"])) == (1 if inside.capitals_are_one(tmp_path) else 2)
-    monkeypatch.setattr(inside, "capitals_are_one", lambda folder: True)
+    assert len(places(tmp_path, ["A", "a"])) == (1 if safe_paths.capitals_are_one(tmp_path) else 2)
+    monkeypatch.setattr(safe_paths, "capitals_are_one", lambda folder: True)
     assert list(places(tmp_path, ["A/x", "a/X", "b"])) == ["A/x", "b"]
     assert "where capitals do not count" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []

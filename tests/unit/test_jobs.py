@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, following, jobs, leaving, resuming, validate
-from distdl import config as configs
-from distdl.commands import resume
-from distdl.commands.jobs import list_runs, status
-from distdl.errors import UserError
+from distdl.cli import resume
+from distdl.cli.jobs import list_runs, status
+from distdl.config import compose
+from distdl.config import recipe as configs
 from distdl.job import JobState
-from distdl.run_directory import Attempt, RunDirectory
-from distdl.run_files import Damaged
-from distdl.tailing import tail
+from distdl.launch import following, jobs, resuming
+from distdl.ranks import process_exit
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.runs.files import Damaged
+from distdl.util.errors import UserError
+from distdl.util.tail import tail
+from distdl.validation import validate
 
 LAUNCH = {"run_id": "e/r", "where": {"launcher": {}}, "resources": {}}
 
@@ -172,7 +175,7 @@ def test_how_a_rank_exits(monkeypatch, code: int, launcher: str, ends: int) -> N
     started = time.monotonic()
     child = os.fork()
     if not child:
-        leaving.leave(code, launcher)
+        process_exit.leave(code, launcher)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ends
     assert time.monotonic() - started > (0.2 if code == 75 else 0)
 
@@ -182,9 +185,9 @@ def test_a_reader_that_has_read_enough_ends_no_training(monkeypatch, caplog) -> 
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        leaving.outlive_readers()
+        process_exit.outlive_readers()
         once = sys.stdout
-        leaving.outlive_readers()
+        process_exit.outlive_readers()
         assert sys.stdout is once
         print("seen", flush=True)
         assert os.read(reading, 100) == b"seen\n"
@@ -196,7 +199,8 @@ def test_a_reader_that_has_read_enough_ends_no_training(monkeypatch, caplog) -> 
 
 def test_a_thread_that_keeps_the_process_is_named() -> None:
     code = (
-        "import threading, time; from distdl import leaving; leaving.name_who_stays(0.05);"
+        "import threading, time; from distdl.ranks import process_exit; "
+        "process_exit.name_who_stays(0.05);"
         "threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -12,10 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 from sample_config import in_process, refusals, sample
 
-from distdl import kinds
-from distdl.errors import UserError
-from distdl.resolve import resolve
-from distdl.targets import Trust, problem_of
+from distdl.util.errors import UserError
+from distdl.validation import kinds
+from distdl.validation.resolve import resolve
+from distdl.validation.targets import Trust, problem_of
 from tests.conftest import filled
 
 RUN = "torch.utils.collect_env.run"
@@ -48,7 +48,7 @@ GADGETS: dict[str, tuple[str, Any]] = {
         "callbacks.x",
         node("torch.distributed.run.main", args=["--no-python", "touch", "{file}"]),
     ),
-    "agent": ("task", node("distdl.agent.run", ["-c", "{command}"])),
+    "agent": ("task", node("distdl.worker.agent.run", ["-c", "{command}"])),
     "timm helpers": ("model.x", node("timm.models.helpers.load_state_dict", **PICKLED)),
     "timm _helpers": ("model.x", node("timm.models._helpers.load_state_dict", **PICKLED)),
     "cloud_io": ("model.x", node(CLOUD_IO, path_or_url="{pickle}", weights_only=False)),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from distdl import compose, jobs, launch, planning
+from distdl.config import compose
 from distdl.job import JobSpec, JobState
+from distdl.launch import jobs, planning, start
 
 
 class Counting:
@@ -38,8 +39,8 @@ def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, without_stage_2: No
     monkeypatch.chdir(tmp_path)
     counting = Counting()
     monkeypatch.setattr(jobs, "instantiate", lambda node: counting)
-    monkeypatch.setattr(launch, "is_foreground", lambda config: False)
-    monkeypatch.setattr(launch, "snapshot_of", lambda planned: None)
+    monkeypatch.setattr(start, "is_foreground", lambda config: False)
+    monkeypatch.setattr(start, "snapshot_of", lambda planned: None)
     return counting
 
 
@@ -49,9 +50,9 @@ def planned(name: str) -> planning.Plan:
 
 
 def test_once_for_a_run_and_for_a_sweep(launcher: Counting, capsys) -> None:
-    attempt, _ = launch.submit(planned("a"), ["distdl"])
+    attempt, _ = start.submit(planned("a"), ["distdl"])
     assert launcher.requests == [[1]] and attempt.number == 1
-    launch.submit_sweep([planned("b"), planned("c")], ["distdl"])
+    start.submit_sweep([planned("b"), planned("c")], ["distdl"])
     assert launcher.requests[1:] == [[1, 1]]
     assert capsys.readouterr().out.count("submitted  counting://1  outputs/default/") == 2
 
@@ -60,8 +61,8 @@ def test_anew_where_another_start_took_the_number(launcher: Counting) -> None:
     mine = planned("a")
 
     def other_start() -> None:
-        launch.lay_down(mine, ["distdl"], None).end(JobState.FAILED)
+        start.lay_down(mine, ["distdl"], None).end(JobState.FAILED)
 
     launcher.meanwhile = other_start
-    attempt, _ = launch.submit(mine, ["distdl"])
+    attempt, _ = start.submit(mine, ["distdl"])
     assert launcher.requests == [[1], [2]] and attempt.number == 2

@@ -21,16 +21,17 @@ from typing import Any
 import pytest
 import yaml
 
-from distdl import __main__ as command_line
-from distdl import compose, dry_run, planning
-from distdl import config as configs
-from distdl.errors import UserError
+from distdl.cli import main as command_line
+from distdl.config import compose
+from distdl.config import recipe as configs
 from distdl.job import JobSpec, JobState, Resources
+from distdl.launch import dry_run, planning
 from distdl.launchers.azureml import entry, request, run_history, submit
 from distdl.launchers.azureml.azure_job import STATES, AzureMLJob
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors, parse
 from distdl.launchers.azureml.datastore import ADDRESS
 from distdl.launchers.azureml.launcher import AzureMLLauncher
+from distdl.util.errors import UserError
 from tests.conftest import ROOT, check_golden
 
 IDENTITY = "/subscriptions/s/resourceGroups/g/providers/x/userAssignedIdentities/trainer"

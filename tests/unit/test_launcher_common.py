@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from distdl.errors import Problem, UserError
 from distdl.job import JobState
 from distdl.launchers import common
 from distdl.launchers.common import AskedJob, FarFile, Forgotten, fetch_files, from_pages
+from distdl.util.errors import Problem, UserError
 
 
 def test_validation_reports_keys_types_ranges_and_misfits_at_once() -> None:
     """Through the same `Binding` that the child process runs."""
-    from distdl.binding import Binding
+    from distdl.validation.child import Binding
 
     wrong = {"gpuss": 1, "mem": 4, "grace_seconds": 0, "walltime": "1:30", "requeue": False}
     node = {"_target_": "distdl.launchers.slurm.SlurmLauncher", **wrong}

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from distdl import jobs
-from distdl.errors import UserError
 from distdl.job import Job, JobSpec, JobState, Resources
+from distdl.launch import jobs
 from distdl.launchers.mpi import MpiLauncher, flavours, hosts, mpi_launcher, rank, supervisor
 from distdl.launchers.mpi.flavours import FLAVOURS, Host
 from distdl.launchers.mpi.mpi_job import MpiJob
-from distdl.run_directory import Attempt
+from distdl.runs.directory import Attempt
+from distdl.util.errors import UserError
 from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"

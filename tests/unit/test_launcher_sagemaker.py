@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from distdl.errors import UserError
 from distdl.job import Resources
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import instances
+from distdl.util.errors import UserError
 from tests.conftest import ROOT, check_golden
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import EVERYTHING, NODE, REGION, spec

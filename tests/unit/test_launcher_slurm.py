@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from distdl.errors import UserError
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.slurm import SlurmLauncher, commands, script
 from distdl.launchers.slurm.slurm_job import STATES, SlurmJob
+from distdl.util.errors import UserError
 from tests.conftest import ROOT, check_golden
 
 GOLDEN = ROOT / "tests/golden/launchers"

@@ -15,18 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, external, launch, own_code, planning, snapshot, validate
-from distdl.errors import UserError
-from distdl.run_directory import RunDirectory
+from distdl.config import compose, own_code
+from distdl.launch import external, planning, start
+from distdl.runs import snapshot
+from distdl.runs.directory import RunDirectory
+from distdl.util.errors import UserError
+from distdl.validation import validate
 from tests.conftest import TINY, environment
 
 FAR = """
 import importlib, sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from distdl import own_code
-from distdl.bundle import Bundle
-from distdl.targets import Trust
+from distdl.config import own_code
+from distdl.runs.bundle import Bundle
+from distdl.validation.targets import Trust
 bundle, target = Bundle(Path(sys.argv[1])), sys.argv[2]
 mine = bundle.python_path(OmegaConf.load(bundle.path / "launch.yaml"))
 own_code.make_importable(mine)
@@ -88,7 +91,7 @@ def sent(target: str, overrides: list[str], elsewhere: Path) -> Path:
     tiny = [*TINY, "launcher=slurm", f"model._target_={target}", *overrides]
     config = compose.compose([*tiny, f"output_dir={elsewhere}/runs", "trainer.devices=1"])
     planned = planning.plan(config)
-    attempt = launch.lay_down(planned, ["distdl"], launch.snapshot_of(planned))
+    attempt = start.lay_down(planned, ["distdl"], start.snapshot_of(planned))
     shutil.copytree(attempt.path / "bundle", elsewhere / "bundle")
     return elsewhere / "bundle"
 
@@ -183,10 +186,10 @@ def test_a_runs_folder_is_nobodys_code(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_distdl_itself_is_nobodys_own_code() -> None:
-    from distdl.targets import lies_in
+    from distdl.validation.targets import lies_in
 
     repository = Path(__file__).resolve().parents[2]
-    assert not lies_in("distdl.bundle.Bundle", [str(repository / "src")])
+    assert not lies_in("distdl.runs.bundle.Bundle", [str(repository / "src")])
     assert lies_in("tests.conftest.distdl", [str(repository)])
 
 

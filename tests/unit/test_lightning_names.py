@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from sample_config import in_process, refusals, sample
 
-from distdl import lightning_1, lightning_names
+from distdl.util import lightning_names
+from distdl.validation import lightning_1
 
 # A library of somebody's, which derives from the other name in several ways.
 LIBRARY = """
@@ -137,7 +138,7 @@ def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent(
         "FOUND = type(importlib.util.find_spec('pytorch_lightning').loader).__module__\n"
         "class Data:\n"
         "    def __call__(self):\n"
-        "        assert FOUND == 'distdl.lightning_names', FOUND\n"
+        "        assert FOUND == 'distdl.util.lightning_names', FOUND\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     data = importlib.import_module("some_data").Data()
@@ -270,7 +271,7 @@ def test_an_import_that_only_lightning_1_has_is_told_with_what_it_is_now(
 
 
 def test_what_is_said_to_be_there_now_is() -> None:
-    from distdl.kinds import locate
+    from distdl.validation.kinds import locate
 
     for now in lightning_1.IMPORTS.values():
         assert now in ("list", "torchmetrics") or locate(now)

@@ -10,10 +10,10 @@ import pytest
 
 from distdl.data.folder import FolderImages
 from distdl.data.views import EvalView
-from distdl.errors import UserError
-from distdl.prepare import records
-from distdl.prepare.folder import Folder
+from distdl.datasets import records
+from distdl.datasets.folder import Folder
 from distdl.stores.walking import ClassFolders
+from distdl.util.errors import UserError
 from tests.prepared import jpeg
 
 # What the training and the preparation see: split and file name of each image, with its label.

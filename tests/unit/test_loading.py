@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from distdl.data.drawing import Drawn
 from distdl.data.sampling import TrainPosition
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 from tests.unit.test_data import Augmented, Loaders, share
 
 

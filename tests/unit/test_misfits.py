@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sample_config import in_process, refusals, sample
 from torch.optim import SGD, Adam
 
-from distdl import worker
-from distdl.errors import UserError
-from distdl.misfits import by_hand, explained, makes_several, misfits, refuse
+from distdl.util.errors import UserError
+from distdl.validation.misfits import by_hand, explained, makes_several, misfits, refuse
+from distdl.worker import main
 
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
 
@@ -281,7 +281,7 @@ def _mixed() -> None:
 def test_what_lightning_raises_is_for_the_user(
     work: Callable[[], None], kind: type[Exception], text: str
 ) -> None:
-    with pytest.raises(kind, match=text) as caught, worker.lightnings_refusals():
+    with pytest.raises(kind, match=text) as caught, main.lightnings_refusals():
         work()
     assert type(caught.value) is kind
     assert kind is ValueError or isinstance(

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from distdl.data import SyntheticImages
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
-from distdl.errors import UserError
 from distdl.models import ImageClassifier
 from distdl.models.classifier import with_group_norm
 from distdl.models.mixing import _cutmix, mix
+from distdl.util.errors import UserError
 from tests.prepared import quiet_trainer as trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 from torch import nn
 
-from distdl import optim
-from distdl.errors import UserError
-from distdl.schedules import length_of
+from distdl.optim import optimizers
+from distdl.optim.schedules import length_of
+from distdl.util.errors import UserError
 
 SGD = {
     "_target_": "torch.optim.SGD",
@@ -38,22 +38,22 @@ SGD = {
     ],
 )
 def test_scaling_rules(rule, batch, expected, line):
-    assert optim.scale_lr(0.1, batch, rule) == pytest.approx(expected)
-    assert optim.describe_lr({**SGD, "lr_scaling": rule}, batch) == line
+    assert optimizers.scale_lr(0.1, batch, rule) == pytest.approx(expected)
+    assert optimizers.describe_lr({**SGD, "lr_scaling": rule}, batch) == line
 
 
 def test_what_an_optimizer_cannot_be_built_from_is_refused():
     with pytest.raises(UserError, match="linear, sqrt, none"):
-        optim.scale_lr(0.1, 512, "cubic")
+        optimizers.scale_lr(0.1, 512, "cubic")
     with pytest.raises(UserError, match="no trainable parameter"):
-        optim.build_optimizer(nn.Linear(2, 2).requires_grad_(False), SGD, global_batch=8)
+        optimizers.build_optimizer(nn.Linear(2, 2).requires_grad_(False), SGD, global_batch=8)
     with pytest.raises(UserError, match=r"optimizer\._target_"):
-        optim.build_optimizer(nn.Linear(2, 2), {}, global_batch=8)
-    assert "default" in optim.describe_lr({"_target_": "torch.optim.Adadelta"}, 512)
+        optimizers.build_optimizer(nn.Linear(2, 2), {}, global_batch=8)
+    assert "default" in optimizers.describe_lr({"_target_": "torch.optim.Adadelta"}, 512)
 
 
 def counts(module, **kwargs):
-    groups = optim.parameter_groups(module, 1e-4, **kwargs)
+    groups = optimizers.parameter_groups(module, 1e-4, **kwargs)
     return [(len(group["params"]), group["weight_decay"]) for group in groups]
 
 
@@ -100,7 +100,7 @@ def test_timms_own_norms_shared_and_frozen_parameters():
 
 def test_build_optimizer_scales_and_groups():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = optim.build_optimizer(module, OmegaConf.create(SGD), global_batch=512)
+    optimizer = optimizers.build_optimizer(module, OmegaConf.create(SGD), global_batch=512)
     assert type(optimizer) is torch.optim.SGD
     assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.2]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-4, 0.0]
@@ -109,7 +109,7 @@ def test_build_optimizer_scales_and_groups():
 
 def test_an_optimizers_own_default_decay_spares_norms_too():
     config = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
-    optimizer = optim.build_optimizer(nn.Linear(2, 2), config, global_batch=512)
+    optimizer = optimizers.build_optimizer(nn.Linear(2, 2), config, global_batch=512)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-2, 0.0]
     assert optimizer.param_groups[0]["lr"] == 1e-3  # a node without a rule is not scaled
 
@@ -121,7 +121,7 @@ def test_a_fused_step_is_the_default_and_the_same_step(name, given):
         torch.manual_seed(0)
         module = nn.Linear(5, 3).double()
         node = {"_target_": f"torch.optim.{name}", "lr": 0.1, "fused": fused, **given}
-        made[fused] = module, optim.build_optimizer(module, node, global_batch=256)
+        made[fused] = module, optimizers.build_optimizer(module, node, global_batch=256)
         for _ in range(3):
             made[fused][1].zero_grad()
             module(torch.ones(2, 5).double()).square().sum().backward()
@@ -142,7 +142,7 @@ def test_a_fused_step_looks_at_how_things_are_laid_out():
     for fused in (None, False):
         torch.manual_seed(0)
         module = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)
-        optimizer = optim.build_optimizer(module, {**SGD, "fused": fused}, global_batch=256)
+        optimizer = optimizers.build_optimizer(module, {**SGD, "fused": fused}, global_batch=256)
         for step in range(3):
             module.weight.grad = torch.arange(48.0).reshape(4, 3, 2, 2) / (step + 1)
             if step == 1:  # as another strategy wrote it
@@ -158,16 +158,16 @@ def test_a_fused_step_looks_at_how_things_are_laid_out():
 
 def test_nothing_is_fused_where_it_cannot_be():
     frozen = nn.Linear(2, 2).to("meta")
-    assert not optim.can_fuse(torch.optim.SGD, [{"params": list(frozen.parameters())}])
+    assert not optimizers.can_fuse(torch.optim.SGD, [{"params": list(frozen.parameters())}])
     for node in ({"_target_": "torch.optim.Rprop"}, {**SGD, "foreach": True}):
-        made = optim.build_optimizer(nn.Linear(2, 2), node, global_batch=256)
+        made = optimizers.build_optimizer(nn.Linear(2, 2), node, global_batch=256)
         assert not made.defaults.get("fused")
 
 
 def test_lars_takes_a_step():
     config = {"_target_": "timm.optim.Lars", "lr": 0.3, "weight_decay": 1e-4, "trust_coeff": 1e-3}
     module = nn.Linear(2, 2)
-    optimizer = optim.build_optimizer(module, config, global_batch=8)
+    optimizer = optimizers.build_optimizer(module, config, global_batch=8)
     before = module.weight.detach().clone()
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -175,12 +175,12 @@ def test_lars_takes_a_step():
 
 
 def sgd(global_batch=512):
-    return optim.build_optimizer(nn.Linear(2, 2), SGD, global_batch=global_batch)
+    return optimizers.build_optimizer(nn.Linear(2, 2), SGD, global_batch=global_batch)
 
 
 def schedule(name, optimizer, steps=10, epochs=10, **arguments):
     config = {"_target_": f"distdl.optim.{name}", **arguments}
-    return optim.build_schedule(optimizer, config, steps_per_epoch=steps, max_epochs=epochs)
+    return optimizers.build_schedule(optimizer, config, steps_per_epoch=steps, max_epochs=epochs)
 
 
 def rates(built, optimizer, steps):
@@ -270,7 +270,7 @@ def test_a_resume_under_another_global_batch_follows_the_new_curve(name, argumen
     fresh = schedule(name, new, steps=5, warmup_epochs=2, **arguments)
     new.load_state_dict(old.state_dict())
     fresh["scheduler"].load_state_dict(built["scheduler"].state_dict())
-    optim.rescale_schedule(fresh["scheduler"], new, old_lr=0.2, new_lr=0.4, step_ratio=0.5)
+    optimizers.rescale_schedule(fresh["scheduler"], new, old_lr=0.2, new_lr=0.4, step_ratio=0.5)
     assert {g["initial_lr"] for g in new.param_groups} == {0.4}
 
     reference = sgd(global_batch=1024)
@@ -284,10 +284,10 @@ def test_a_resume_under_another_global_batch_follows_the_new_curve(name, argumen
 def test_rescaling_torchs_own_schedules_multiplies_the_rate():
     optimizer = sgd()
     config = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}
-    built = optim.build_schedule(optimizer, config, steps_per_epoch=10, max_epochs=4)
+    built = optimizers.build_schedule(optimizer, config, steps_per_epoch=10, max_epochs=4)
     assert built["interval"] == "epoch"
     assert rates(built, optimizer, 3)[2] == pytest.approx(0.02)
-    optim.rescale_schedule(built["scheduler"], optimizer, old_lr=0.2, new_lr=0.4, step_ratio=1)
+    optimizers.rescale_schedule(built["scheduler"], optimizer, old_lr=0.2, new_lr=0.4, step_ratio=1)
     assert rates(built, optimizer, 2) == pytest.approx([0.04, 0.004])
 
 
@@ -322,7 +322,7 @@ def test_a_schedule_ends_with_the_training(trains, steps, target):
     if target == "OneCycleLR":
         config = {"_target_": f"torch.optim.lr_scheduler.{target}", "max_lr": 0.2}
     length = asdict(length_of(trains))
-    found = rates(optim.build_schedule(optimizer, config, **length), optimizer, steps)
+    found = rates(optimizers.build_schedule(optimizer, config, **length), optimizer, steps)
     assert max(found) > 0.17 and found[len(found) // 2] > 0.05 and found[-1] < 0.01
 
 
@@ -330,8 +330,8 @@ def test_a_schedule_without_an_end_is_refused():
     for trains in (Trains(10), Trains(math.inf, 3)):
         length = asdict(length_of(trains))
         with pytest.raises(UserError, match=r"trainer.max_steps="):
-            optim.build_schedule(sgd(), {"_target_": "distdl.optim.warmup_cosine"}, **length)
-        optim.build_schedule(sgd(), {"_target_": "distdl.optim.constant"}, **length)
+            optimizers.build_schedule(sgd(), {"_target_": "distdl.optim.warmup_cosine"}, **length)
+        optimizers.build_schedule(sgd(), {"_target_": "distdl.optim.constant"}, **length)
 
 
 def test_torchs_own_schedules():
@@ -339,9 +339,9 @@ def test_torchs_own_schedules():
     length = {"steps_per_epoch": 10, "max_epochs": 4}
     torchs = "torch.optim.lr_scheduler"
     once = {"_target_": f"{torchs}.OneCycleLR", "max_lr": 1.0}
-    built = optim.build_schedule(sgd(), once, **length)
+    built = optimizers.build_schedule(sgd(), once, **length)
     assert built["scheduler"].total_steps == 40 and built["interval"] == "step"
     plateau = {"_target_": f"{torchs}.ReduceLROnPlateau", "monitor": "val/loss", "factor": 0.5}
-    built = optim.build_schedule(sgd(), plateau, **length)
+    built = optimizers.build_schedule(sgd(), plateau, **length)
     assert built["monitor"] == "val/loss" and built["scheduler"].factor == 0.5
-    assert optim.build_schedule(sgd(), {}, **length) == {}
+    assert optimizers.build_schedule(sgd(), {}, **length) == {}

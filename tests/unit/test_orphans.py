@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from distdl.orphans import PARENT
-from distdl.processes import birth
+from distdl.util.orphans import PARENT
+from distdl.util.processes import birth
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 
 # Stands for the command line: asks the child that validates, whose import takes its time.
 COMMAND = """
 import json, sys
-from distdl.validate import _ask_child
+from distdl.validation.validate import _ask_child
 print(_ask_child(sys.argv[1]))
 """
 SLOW = """
@@ -60,7 +60,7 @@ def test_the_child_that_validates_ends_with_a_killed_command(tmp_path: Path) -> 
 
 def test_a_child_that_comes_too_late_ends_at_once() -> None:
     """Its parent was killed while it was starting: no signal will come."""
-    call = "from distdl.orphans import die_with_parent; die_with_parent(); print('lives')"
+    call = "from distdl.util.orphans import die_with_parent; die_with_parent(); print('lives')"
     for parent, code in ((os.getpid(), 0), (1, 1)):
         done = subprocess.run(
             [sys.executable, "-c", call], env={**os.environ, PARENT: str(parent)}, check=False

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from distdl import misfits
 from distdl.callbacks import StepMetrics
+from distdl.validation import misfits
 
 
 class Own(BoringModel):

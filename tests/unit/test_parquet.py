@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from distdl.errors import Unfinished, UserError
-from distdl.prepare.parquet import ParquetImages
-from distdl.prepare.source import Sample
-from distdl.shards.reading import Shards, open_data_set
+from distdl.datasets.parquet import ParquetImages
+from distdl.datasets.reading import Shards, open_data_set
+from distdl.datasets.source import Sample
+from distdl.util.errors import Unfinished, UserError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

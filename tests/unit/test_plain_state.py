@@ -22,11 +22,11 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from distdl import deepspeed_folder, formats
-from distdl.commands import convert
-from distdl.errors import UserError
-from distdl.formats import AnyCheckpoint
-from distdl.hyper_parameters import described
+from distdl.checkpoint import deepspeed_folder, formats
+from distdl.checkpoint.formats import AnyCheckpoint
+from distdl.checkpoint.hyper_parameters import described
+from distdl.cli import convert
+from distdl.util.errors import UserError
 from tests.unit import checkpointing
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from distdl.commands import _plan_estimate as estimate
-from distdl.commands._plan_advice import advise
-from distdl.commands._plan_estimate import GIB, Estimate, Machine, estimates
-from distdl.commands._plan_measure import MeasuredBlock, MeasuredStep, measure
+from distdl.benchmark.step_profile import MeasuredBlock, MeasuredStep, measure
+from distdl.planner import estimate
+from distdl.planner.estimate import GIB, Estimate, Machine, estimates
+from distdl.planner.recommendation import advise
 from tests.conftest import TINY
 
 # 7.5 billion parameters in 16 bit with Adam's 12 bytes each: figure 1 of the ZeRO paper, in GB.
@@ -186,7 +186,7 @@ def test_reasons() -> None:
 
 @pytest.fixture(scope="module")
 def tiny():
-    from distdl import compose
+    from distdl.config import compose
 
     def config(*overrides: str):
         composed = compose.compose([*TINY, *overrides])
@@ -201,7 +201,7 @@ def saved_bytes(config, size: int) -> tuple[int, int]:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from distdl.build import make
+    from distdl.worker.build import make
 
     config = config.copy()
     config.data.batch_size = size
@@ -272,7 +272,7 @@ def test_a_step_that_looks_at_values_is_run_and_scaled(tiny, tmp_path, monkeypat
 
 
 def test_a_step_that_fails_is_named(tiny, tmp_path, monkeypatch) -> None:
-    from distdl.errors import UserError
+    from distdl.util.errors import UserError
 
     (tmp_path / "fails.py").write_text(
         "from distdl.models import ImageClassifier\n"
@@ -289,7 +289,7 @@ def test_a_step_that_fails_is_named(tiny, tmp_path, monkeypatch) -> None:
 
 
 def test_the_verb(capsys, without_stage_2, monkeypatch, tmp_path) -> None:
-    from distdl.commands.plan import main
+    from distdl.cli.plan import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "150")
@@ -318,8 +318,8 @@ def test_the_verb(capsys, without_stage_2, monkeypatch, tmp_path) -> None:
     ],
 )
 def test_refusals(words, said, without_stage_2, monkeypatch, tmp_path) -> None:
-    from distdl.commands.plan import main
-    from distdl.errors import UserError
+    from distdl.cli.plan import main
+    from distdl.util.errors import UserError
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=said):
@@ -336,7 +336,7 @@ def test_refusals(words, said, without_stage_2, monkeypatch, tmp_path) -> None:
     ],
 )
 def test_how_many_devices(trainer, given, count, monkeypatch) -> None:
-    from distdl.commands._plan_strategy import how_many
+    from distdl.planner.strategies import how_many
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found, note = how_many(trainer, given)

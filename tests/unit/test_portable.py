@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl.portable import is_named, names_of, to_indices, to_names
+from distdl.checkpoint.portable import is_named, names_of, to_indices, to_names
 
 
 def model() -> nn.Module:

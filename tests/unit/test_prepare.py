@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from distdl.commands._prepare_next import override
-from distdl.compose import compose
-from distdl.errors import UserError
-from distdl.prepare.imagenet import ImageNet, val_labels
-from distdl.shards.format import Manifest
+from distdl.config.compose import compose
+from distdl.datasets.format import Manifest
+from distdl.datasets.imagenet import ImageNet, val_labels
+from distdl.datasets.next_steps import override
+from distdl.util.errors import UserError
 from tests.conftest import ROOT
 from tests.miniature import (
     CLASSES,

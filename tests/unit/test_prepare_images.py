@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from distdl.errors import UserError
-from distdl.prepare.image_files import DamagedImage
-from distdl.prepare.images import Treatment
+from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.images import Treatment
+from distdl.util.errors import UserError
 from tests.miniature import encoded, photograph, prepare
 
 AS_IT_IS = Treatment()

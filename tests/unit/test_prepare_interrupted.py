@@ -17,10 +17,10 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from distdl.atomic_files import atomic_file
-from distdl.errors import Unfinished, UserError
-from distdl.prepare import shard_plan as plans
-from distdl.prepare import work
+from distdl.datasets import shard_plan as plans
+from distdl.datasets import work
+from distdl.util.atomic_files import atomic_file
+from distdl.util.errors import Unfinished, UserError
 from tests.conftest import ROOT, environment
 from tests.miniature import SUBSET, everything, imagenet, images, prepare, stored
 
@@ -87,7 +87,7 @@ def test_killed_twice_it_goes_on_and_ends_the_same(tmp_path):
 
 def half_done(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops after the second shard, as Ctrl-C would."""
-    from distdl.prepare.writers import Writer
+    from distdl.datasets.writers import Writer
 
     whole, parts = Writer.write, []
 

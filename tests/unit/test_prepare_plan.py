@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from distdl.commands.prepare import main
-from distdl.errors import UserError
-from distdl.prepare import shard_plan as plans
-from distdl.prepare.source import Sample
+from distdl.cli.prepare import main
+from distdl.datasets import shard_plan as plans
+from distdl.datasets.source import Sample
+from distdl.util.errors import UserError
 from tests.miniature import (
     SUBSET,
     prepare,
@@ -79,7 +79,7 @@ def test_a_dry_run_writes_nothing(tars, tmp_path, capsys):
 
 def test_no_torch_is_loaded():
     code = (
-        "import sys, distdl.commands.prepare, distdl.prepare.imagenet, distdl.prepare.folder\n"
+        "import sys, distdl.cli.prepare, distdl.datasets.imagenet, distdl.datasets.folder\n"
         "print(sorted({'torch', 'lightning', 'hydra', 'omegaconf'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

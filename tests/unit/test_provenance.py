@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import own_code, provenance
+from distdl.config import own_code
+from distdl.runs import provenance
 
 CANARY = "canary-0d9f61e2"
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from distdl.commands import provision as verb
-from distdl.errors import UserError
+from distdl.cli import provision as verb
 from distdl.launchers.azureml.provision import arm, command
 from distdl.launchers.azureml.provision.diff import differences, merge
 from distdl.launchers.azureml.provision.resources import resources
 from distdl.launchers.azureml.provision.settings import ProvisionSettings, read
 from distdl.launchers.azureml.provision.values import Resource
+from distdl.util.errors import UserError
 from tests.cluster.arm_store import SUBSCRIPTION, ArmStore, Token, serving
 from tests.conftest import ROOT, Said, check_golden
 
@@ -343,7 +343,7 @@ def test_the_verb_needs_neither_azure_nor_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('azure', 'torch', 'lightning'): sys.modules[name] = None\n"
-        "from distdl.commands import provision\n"
+        "from distdl.cli import provision\n"
         f"for words in (['--help'], ['azureml', 'sas', '--help'], ['azureml', *{dry}, "
         "'dry_run=true']):\n"
         "    assert provision.main(words) == 0"

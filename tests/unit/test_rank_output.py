@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl.rank_output import RankOutput
+from distdl.worker.rank_output import RankOutput
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distdl.redact import (
+from distdl.util.redact import (
     RedactingFilter,
     looks_secret,
     redact,

@@ -14,12 +14,13 @@ from typing import Any
 import markupsafe
 import pytest
 
-from distdl.commands import _report_data as data
-from distdl.commands import _report_page, report
-from distdl.commands._report_plots import POINTS, Chart, charts, draw
-from distdl.errors import UserError
-from distdl.run_directory import RunDirectory
-from distdl.tracking.records import encode
+from distdl.cli import report
+from distdl.report import data
+from distdl.report import page as _report_page
+from distdl.report.plots import POINTS, Chart, charts, draw
+from distdl.runs.directory import RunDirectory
+from distdl.runs.records import encode
+from distdl.util.errors import UserError
 
 CONFIG = "model:\n  note: <script>alert('x')</script> & more\n  _target_: my.Model\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distdl.commands import report
+from distdl.cli import report
 
 TEXTS = (
     "<script>alert(1)</script>",

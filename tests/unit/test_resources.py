@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distdl import resources
-from distdl.errors import UserError
+from distdl.config import resources
 from distdl.job import JobSpec, Resources
 from distdl.launchers.local import LocalLauncher
+from distdl.util.errors import UserError
 
 
 @pytest.fixture

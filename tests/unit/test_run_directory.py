@@ -12,14 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl import attempt as attempts
-from distdl import launch, run_directory
-from distdl.errors import UserError
 from distdl.job import JobState, Resources
-from distdl.processes import birth, is_alive
-from distdl.run_directory import RunDirectory, read_json, write_json
-from distdl.run_files import Damaged
-from distdl.stopping import Ended
+from distdl.launch import start
+from distdl.ranks.stopping import Ended
+from distdl.runs import attempt as attempts
+from distdl.runs import directory
+from distdl.runs.directory import RunDirectory, read_json, write_json
+from distdl.runs.files import Damaged
+from distdl.util.errors import UserError
+from distdl.util.processes import birth, is_alive
 
 LAUNCH = {
     "run_id": "e/r",
@@ -192,9 +193,9 @@ def test_a_signal_in_the_very_moment_of_the_start_is_on_record(run, monkeypatch)
         rename(source, target)
         raise Ended(signal.SIGUSR1)
 
-    monkeypatch.setattr(run_directory.os, "rename", signalled)
+    monkeypatch.setattr(directory.os, "rename", signalled)
     planned = SimpleNamespace(run=run)
-    with pytest.raises(Ended), launch.interruption_recorded(planned):  # type: ignore[arg-type]
+    with pytest.raises(Ended), start.interruption_recorded(planned):  # type: ignore[arg-type]
         run.begin_attempt(LAUNCH)
     (attempt,) = run.attempts()
     assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)
@@ -231,9 +232,9 @@ def test_a_damaged_status_is_reported_and_never_believed(run, text) -> None:
 def test_half_of_a_frozen_file_is_no_file(run) -> None:
     """Half of a YAML file is mostly one as well."""
     attempt = run.begin_attempt({**LAUNCH, "changes": {"trainer.max_epochs": 9}})
-    launch, config = attempt.path / "launch.yaml", run.path / "config.yaml"
+    start, config = attempt.path / "launch.yaml", run.path / "config.yaml"
     config.write_text("a: 1\nb: 2\n")
-    for path, ask in ((launch, attempt.launch), (config, run.recipe)):
+    for path, ask in ((start, attempt.launch), (config, run.recipe)):
         text = path.read_text()
         for cut in range(len(text)):
             path.write_text(text[:cut])
@@ -241,7 +242,7 @@ def test_half_of_a_frozen_file_is_no_file(run) -> None:
                 ask()
     wrong = {"- 1\n": "a list", "where: [1]\nrun_id: a\n": "where is '", ": [": "no Y"}
     for text, what in wrong.items():
-        launch.write_text(text)
+        start.write_text(text)
         with pytest.raises(Damaged, match=what):
             attempt.launch()
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from distdl import jobs
-from distdl.errors import UserError
 from distdl.job import JobState
+from distdl.launch import jobs
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.aws import Aws
 from distdl.launchers.sagemaker.entry import Hosts
 from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
+from distdl.util.errors import UserError
 from tests.unit import sagemaker_account as account
 from tests.unit.sagemaker_account import NODE, REGION, keys, spec
 

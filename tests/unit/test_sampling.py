@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
-from distdl.errors import UserError
-from distdl.seeds import stable_seed
-from distdl.shards.order import Windows, by_first_use
+from distdl.datasets.order import Windows, by_first_use
+from distdl.util.errors import UserError
+from distdl.util.seeds import stable_seed
 
 
 def train_batches(samples, batch, world, position=None, seed=0, shuffle=True, **kwargs):

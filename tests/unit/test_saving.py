@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from distdl.callbacks import Checkpointer
-from distdl.checkpoint import CheckpointStore, damage_of, manifest_of
-from distdl.host_copy import HostCopy
-from distdl.saving import SaveError
+from distdl.checkpoint.host_copy import HostCopy
+from distdl.checkpoint.saving import SaveError
+from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_of
 from tests.unit import checkpointing
 from tests.unit.checkpointing import numbers
 
@@ -174,7 +174,7 @@ def test_it_is_written_while_the_training_goes_on(fit: Fit) -> None:
 
 
 def test_a_save_that_waits_says_so_once(fit: Fit, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("distdl.saving.PATIENCE", 0.0)
+    monkeypatch.setattr("distdl.checkpoint.saving.PATIENCE", 0.0)
     with caplog.at_level(logging.WARNING):
         fit(4)
     (said,) = [r.getMessage() for r in caplog.records if "to be written" in r.getMessage()]

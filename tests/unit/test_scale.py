@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distdl import jobs, launch
-from distdl.commands import _scale_members
-from distdl.errors import UserError
 from distdl.job import JobState
+from distdl.launch import jobs, start
+from distdl.scaling import members as _scale_members
+from distdl.util.errors import UserError
 from tests.unit.scale_results import bench
 
 TINY = ("model=resnet18", "data.batch_size=12", "trainer.accelerator=cpu", "tracking=none")
@@ -71,7 +71,7 @@ class Started:
 
     def run_one(self, plan: Any) -> JobState:
         self.names.append(plan.run.path.name)
-        attempt = launch.lay_down(plan, ["x"], None)
+        attempt = start.lay_down(plan, ["x"], None)
         state = JobState.SUCCEEDED
         if self.fails and self.fails in self.names[-1]:
             state = JobState.FAILED
@@ -87,7 +87,7 @@ class Started:
 @pytest.fixture
 def started(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> Started:
     started = Started()
-    monkeypatch.setattr("distdl.sweeps.run_one", started.run_one)
+    monkeypatch.setattr("distdl.launch.sweeps.run_one", started.run_one)
     return started
 
 

@@ -12,15 +12,14 @@ import pytest
 from matplotlib.text import Text
 from omegaconf import OmegaConf
 
-from distdl.commands import _scale_plot, _scale_rows, _scale_table
-from distdl.commands._scale_rows import Rented
-from distdl.scaling import Link
+from distdl.scaling import Link, plot, printing, results
+from distdl.scaling.results import Rented
 from tests.unit.scale_results import bench, member
 
 
-def weak(*measured: Any, rented: Rented | None = None) -> list[_scale_rows.ScalingRow]:
+def weak(*measured: Any, rented: Rented | None = None) -> list[results.ScalingRow]:
     """Rows of weak scaling, of one device and what else was measured."""
-    return _scale_rows.rows([member(bench(), "single"), *measured], rented, None, ("weak",))
+    return results.rows([member(bench(), "single"), *measured], rented, None, ("weak",))
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(plt, "close", figures.append)
 
     def drawn(rows: Any, further: Any = None, published: bool = True) -> Any:
-        _scale_plot.draw(tmp_path / "scale.png", rows, further or {}, "Scaling", published)
+        plot.draw(tmp_path / "scale.png", rows, further or {}, "Scaling", published)
         return figures[-1]
 
     yield drawn
@@ -49,7 +48,7 @@ def test_efficiency_prediction_and_price() -> None:
         member(bench(2, rate=120, batch=12), "ddp", "strong"),
     ]
     rented = Rented("VM", gpus=4, price=2.0, bandwidth=0)
-    rows = _scale_rows.rows(measured, rented, None, ("weak", "strong"))
+    rows = results.rows(measured, rented, None, ("weak", "strong"))
     weak = {r.world_size: r for r in rows if r.mode == "weak"}
     strong = {r.world_size: r for r in rows if r.mode == "strong"}
     assert {n: r.efficiency for n, r in weak.items()} == pytest.approx({1: 1, 2: 0.8, 8: 0.6})
@@ -65,28 +64,28 @@ def test_efficiency_prediction_and_price() -> None:
     half = strong[2].predicted
     assert half and half.step_seconds == pytest.approx(0.06 + 0.024, rel=0.05)
     assert weak[1].predicted is None
-    assert _scale_rows.rows(measured[1:], None, None, ("weak",))[0].efficiency is None
+    assert results.rows(measured[1:], None, None, ("weak",))[0].efficiency is None
 
 
 def test_beyond_a_node_nothing_is_predicted_that_nothing_is_known_of() -> None:
     one, two = bench(), bench(2, rate=160)
     measured = [member(one, "single"), member(two)]
-    inside = _scale_rows.links_of(measured, None, None)
+    inside = results.links_of(measured, None, None)
     assert inside == (Link(1e9, 1e-5), None)
-    assert _scale_rows.prediction(one, two, inside, 2, 4) is None
-    told = _scale_rows.links_of(measured, None, Link(1e8, 1e-5))
-    found = _scale_rows.prediction(one, two, told, 2, 4)
+    assert results.prediction(one, two, inside, 2, 4) is None
+    told = results.links_of(measured, None, Link(1e8, 1e-5))
+    found = results.prediction(one, two, told, 2, 4)
     assert found and found.efficiency < 0.5
     rented = Rented("VM", 2, None, 7e9)
-    assert _scale_rows.links_of(measured, rented, None)[1] == Link(7e9, 2e-6)
+    assert results.links_of(measured, rented, None)[1] == Link(7e9, 2e-6)
     unknown = bench(2, strategy="local_sgd")
-    assert _scale_rows.prediction(one, unknown, told, 2) is None
+    assert results.prediction(one, unknown, told, 2) is None
 
 
 def test_half_the_bytes_are_predicted_with_half_the_bytes() -> None:
     one, links = bench(), (Link(1e8, 0.0), None)
-    plain = _scale_rows.prediction(one, bench(2), links, 2)
-    half = _scale_rows.prediction(one, bench(2, comm_hook="bf16"), links, 2)
+    plain = results.prediction(one, bench(2), links, 2)
+    half = results.prediction(one, bench(2, comm_hook="bf16"), links, 2)
     assert plain and half
     assert half.communication_seconds == pytest.approx(plain.communication_seconds / 2)
     # As many buckets as before, each half as large: half of the backward hides one of them.
@@ -95,7 +94,7 @@ def test_half_the_bytes_are_predicted_with_half_the_bytes() -> None:
 
 def test_advice() -> None:
     def of(*measured: Any, rented: Rented | None = None) -> str:
-        return "\n".join(_scale_rows.advise(weak(*measured, rented=rented)))
+        return "\n".join(results.advise(weak(*measured, rented=rented)))
 
     assert "more than one device" in of()
     assert "input first" in of(member(bench(2, bound="data-bound")))
@@ -113,9 +112,9 @@ def test_more_than_there_is_was_disturbed() -> None:
     """Neither advice nor a prediction is held against it."""
     two = member(bench(2, rate=230))
     rows = weak(two)
-    (said,) = _scale_rows.disturbed(rows)
+    (said,) = results.disturbed(rows)
     assert said.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
-    assert _scale_table.gaps(rows, {}) == []
+    assert printing.gaps(rows, {}) == []
 
 
 def test_others_numbers_are_shown_beside_their_own_model_only(
@@ -131,7 +130,7 @@ def test_others_numbers_are_shown_beside_their_own_model_only(
         assert two.is_resnet50 is same
     (axes,) = draw(weak(two), published=False).axes
     assert not axes.texts and axes.get_xlim()[1] < 3
-    _scale_table.print_rows(weak(two), None)
+    printing.print_rows(weak(two), None)
     assert "samples/s" in capsys.readouterr().out  # of data that are no images of distdl's
 
 
@@ -142,7 +141,7 @@ def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys) 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for width, left_out in (("60", {"spread", "data", "verdict"}), ("100", {"spread", "data"})):
         monkeypatch.setenv("COLUMNS", width)
-        _scale_table.print_rows(rows, None)
+        printing.print_rows(rows, None)
         said = capsys.readouterr().out
         assert "…" not in said and "80.0 %" in said and "comm_hook=bf16" in "".join(said.split())
         words = said.split()
@@ -150,21 +149,21 @@ def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys) 
 
 
 def test_a_refuted_prediction_is_said() -> None:
-    def rows(efficiency: float) -> list[_scale_rows.ScalingRow]:
+    def rows(efficiency: float) -> list[results.ScalingRow]:
         two = member(bench(2, rate=200 * efficiency))
         return weak(two)
 
     guess = rows(1.0)[1].predicted
     assert guess and guess.efficiency > 0.5
-    assert _scale_table.gaps(rows(guess.efficiency), {}) == []
+    assert printing.gaps(rows(guess.efficiency), {}) == []
     # More than a few points, and less than the windows of one measurement are apart.
-    near = rows(guess.efficiency - 1.5 * _scale_table.CLOSE)
-    assert near[1].spread > 0.1 and _scale_table.gaps(near, {}) == []
-    (text,) = _scale_table.gaps(rows(0.2), {})
+    near = rows(guess.efficiency - 1.5 * printing.CLOSE)
+    assert near[1].spread > 0.1 and printing.gaps(near, {}) == []
+    (text,) = printing.gaps(rows(0.2), {})
     said = f"measured 20.0 %, predicted {100 * guess.efficiency:.1f} %, "
     assert text.startswith(f"ddp on 1 x 2 (weak): {said}")
     assert "what slows it here" in text
-    (text,) = _scale_table.gaps(rows(0.2), {"ddp": {1: 1.0, 2: 0.85, 64: 0.5}})
+    (text,) = printing.gaps(rows(0.2), {"ddp": {1: 1.0, 2: 0.85, 64: 0.5}})
     assert "do not believe what is predicted beyond 2 devices either" in text
 
 
@@ -194,7 +193,7 @@ def test_the_plot_names_only_what_is_in_it(draw: Callable[..., Any]) -> None:
         figure.canvas.draw()
         (axes,) = figure.axes
         for text in axes.texts:
-            assert text.arrow_patch.get_linestyle() == _scale_plot.DOTS
+            assert text.arrow_patch.get_linestyle() == plot.DOTS
             start = Text.get_window_extent(text).x0  # an annotation's own has its arrow in it
             assert axes.transData.inverted().transform((start, 0))[0] < reach, text
             assert text.get_window_extent().x1 <= figure.bbox.width

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import held_out, published
-from distdl.commands import _plan_estimate
+from distdl.planner import estimate
 from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict
 from distdl.scaling.links import ALGORITHMS, Group, all_reduce, exposed, fastest
 from distdl.scaling.published import AZURE_RATES, INTEL, NCCL
@@ -95,8 +95,8 @@ def sent_by_plan(devices: int, setting: Setting) -> dict[str, float]:
         weights=size, gradients=size, optimizer=0, buffers=0, activations=0, transient=0, unit=0,
         no_blocks="none", blocks=[],
     )  # fmt: skip
-    machine = _plan_estimate.Machine(devices, 1e12, 1e11, 1e13)
-    return {row.name: row.sent for row in _plan_estimate.estimates(found, machine)}
+    machine = estimate.Machine(devices, 1e12, 1e11, 1e13)
+    return {row.name: row.sent for row in estimate.estimates(found, machine)}
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "pipeline"])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distdl.errors import Problem, UserError
 from distdl.scaling import Link, Links, fit, predict, table
+from distdl.util.errors import Problem, UserError
 from tests.unit.test_scaling import GB, LINKS, a_setting
 
 STAGED: dict[str, Any] = {"strategy": "pipeline", "stages": 4}

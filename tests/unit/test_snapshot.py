@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import snapshot
-from distdl.errors import UserError
+from distdl.runs import snapshot
+from distdl.util.errors import UserError
 
 HERE = ("train.py", "package/model.py", "notes.txt", "big.bin", "outputs/run/config.yaml")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from distdl import snapshot
-from distdl.bundle import Bundle
-from distdl.errors import UserError
-from distdl.redact import hide_shapes
-from distdl.run_directory import RunDirectory
-from distdl.secret_shapes import SHAPES, find
-from distdl.snapshot import Snapshot
+from distdl.runs import snapshot
+from distdl.runs.bundle import Bundle
+from distdl.runs.directory import RunDirectory
+from distdl.runs.snapshot import Snapshot
+from distdl.util.errors import UserError
+from distdl.util.redact import hide_shapes
+from distdl.util.secret_shapes import SHAPES, find
 
 
 def made(length: int, alphabet: str = string.ascii_letters + string.digits) -> str:

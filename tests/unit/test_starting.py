@@ -17,13 +17,16 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 
-from distdl import compose, environment, resources, summary, tasks
-from distdl import config as configs
-from distdl.build import Built, build
+from distdl import tasks
+from distdl.config import compose, resources
+from distdl.config import recipe as configs
 from distdl.data.sampling import TrainBatches
-from distdl.errors import UserError
-from distdl.run_directory import Attempt, RunDirectory
-from distdl.stopping import StopRequest
+from distdl.ranks import environment
+from distdl.ranks.stopping import StopRequest
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.util.errors import UserError
+from distdl.worker import summary
+from distdl.worker.build import Built, build
 from tests.conftest import ROOT
 from tests.conftest import environment as variables
 
@@ -95,7 +98,7 @@ def same(one: pl.LightningModule, other: pl.LightningModule) -> bool:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> str:
-    mine = [r.getMessage() for r in caplog.records if r.name == "distdl.starting"]
+    mine = [r.getMessage() for r in caplog.records if r.name == "distdl.worker.initial_state"]
     assert len(mine) < 2
     return "".join(mine)
 
@@ -201,7 +204,7 @@ def test_a_module_of_hydras_gets_its_config(ours: Make) -> None:
 def test_another_run_has_its_own_rate(
     ours: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "distdl.starting")
+    caplog.set_level("INFO", "distdl.worker.initial_state")
     tasks.train(ours("first", None, "trainer.max_epochs=2"))
     start = tmp_path / "first/checkpoints/last.ckpt"
     built = ours("second", start, lr=0.001, decay=0.1)

@@ -18,11 +18,11 @@ from lightning.pytorch import Trainer
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.loading import distribute
-from distdl.errors import UserError
-from distdl.shards.format import MANIFEST, Manifest
-from distdl.shards.order import Windows, by_first_use
-from distdl.shards.reading import Shards, open_data_set
-from distdl.signatures import matches, takes
+from distdl.datasets.format import MANIFEST, Manifest
+from distdl.datasets.order import Windows, by_first_use
+from distdl.datasets.reading import Shards, open_data_set
+from distdl.util.errors import UserError
+from distdl.validation.signatures import matches, takes
 from tests import prepared
 from tests.prepared import PER_SHARD, files, flip, jpeg, open_cache, prepare, wait_until
 

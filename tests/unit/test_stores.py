@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from distdl.errors import UserError
-from distdl.shards.format import MANIFEST
-from distdl.shards.reading import open_data_set
+from distdl.datasets.format import MANIFEST
+from distdl.datasets.reading import open_data_set
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.stores import remote as remote_module
 from distdl.stores.files import FileStore
+from distdl.util.errors import UserError
 from tests.prepared import prepare
 
 CREDENTIALS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")

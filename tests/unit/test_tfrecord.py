@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from distdl.errors import Unfinished, UserError
-from distdl.prepare.source import Sample
-from distdl.prepare.tfrecord import TFRecords, _example, masked_crc
-from distdl.shards.reading import Shards, open_data_set
+from distdl.datasets.reading import Shards, open_data_set
+from distdl.datasets.source import Sample
+from distdl.datasets.tfrecord import TFRecords, _example, masked_crc
+from distdl.util.errors import Unfinished, UserError
 
 pytest.importorskip("google_crc32c")
 

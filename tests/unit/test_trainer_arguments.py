@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from sample_config import in_process, refusals, sample
 
-from distdl import compose, words
 from distdl.callbacks.metrics import rates
-from distdl.words import strategy_for
+from distdl.config import compose, words
+from distdl.config.words import strategy_for
 from tests.conftest import Said
 
 DELTA = "{_target_: datetime.timedelta, seconds: 100}"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from azure.core.exceptions import HttpResponseError
 
-from distdl.errors import UserError
-from distdl.prepare.upload import check_target, upload
-from distdl.shards.format import MANIFEST
-from distdl.shards.reading import open_data_set
+from distdl.datasets.format import MANIFEST
+from distdl.datasets.reading import open_data_set
+from distdl.datasets.upload import check_target, upload
 from distdl.stores import StoreError
 from distdl.stores.azure import BlobStore
 from distdl.stores.files import FileStore
+from distdl.util.errors import UserError
 from tests.prepared import flip, prepare
 
 
@@ -55,7 +55,7 @@ def test_it_goes_on_where_it_was_and_the_manifest_comes_last(out, tmp_path, monk
         sent.append(name)
 
     monkeypatch.setattr(FileStore, "upload", until_the_fourth)
-    monkeypatch.setattr("distdl.prepare.upload.PARALLEL", 1)
+    monkeypatch.setattr("distdl.datasets.upload.PARALLEL", 1)
     told = refused(out, tmp_path / "there")
     assert "the server went away" in told and "goes on where it was" in told
     assert sent[:2] == ["train.index.npy", "val.index.npy"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose, user_conf
-from distdl.errors import UserError
+from distdl.config import compose, user_conf
+from distdl.util.errors import UserError
 from tests.conftest import ROOT
 
 

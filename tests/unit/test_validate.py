@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from sample_config import sample
 
-from distdl import validate as validation
-from distdl.errors import Unchecked, UserError
 from distdl.job import Resources
-from distdl.validate import problems_of, validate
+from distdl.util.errors import Unchecked, UserError
+from distdl.validation import validate as validation
+from distdl.validation.validate import problems_of, validate
 
 
 def messages(changes: dict[str, Any], **options: Any) -> list[str]:

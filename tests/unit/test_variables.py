@@ -13,8 +13,6 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from distdl import checks
-from distdl.errors import UserError
 from distdl.job import JobSpec, Resources, variables
 from distdl.launchers.azureml.client import Workspace
 from distdl.launchers.azureml.launcher import AzureMLLauncher
@@ -23,7 +21,9 @@ from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
-from distdl.resolve import resolve
+from distdl.util.errors import UserError
+from distdl.validation import rules
+from distdl.validation.resolve import resolve
 
 # What the script calls on a node; here it only says what it was given.
 NODE = {
@@ -115,7 +115,7 @@ def test_yaml_for_azure_reads_back_the_same(value: str) -> None:
 )
 def test_a_name_that_is_none_is_refused_for_every_launcher(name: str) -> None:
     for section in ({"env": {name: "1"}}, {"forward_env": [name]}):
-        found = [*checks.names(resolve({"launcher": section, "output_dir": "outputs"}))]
+        found = [*rules.names(resolve({"launcher": section, "output_dir": "outputs"}))]
         assert len(found) == 1, section
         problem = found[0]
         assert problem.path.startswith(("launcher.env.", "launcher.forward_env"))
@@ -140,7 +140,7 @@ def test_a_value_that_is_none_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("odd", ["\n", "\r", "\t", "\x1b", "\x85", "\u2028", "\udcff", "\0"])
 def test_a_folder_or_a_name_of_several_lines_is_refused(odd: str, tmp_path: Path) -> None:
-    found = checks.names(resolve({"output_dir": f"runs{odd}x"}))
+    found = rules.names(resolve({"output_dir": f"runs{odd}x"}))
     assert [problem.path for problem in found] == ["output_dir"]
     with pytest.raises(UserError, match="output_dir: "):
         spec(f"/runs/a{odd}b")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from distdl import walltime
 from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
+from distdl.util import walltime
 
 
 @pytest.mark.parametrize(

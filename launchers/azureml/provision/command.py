@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distdl.errors import Problem, UserError
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.client import code_of, from_environment
 from distdl.launchers.azureml.provision import settings as all_settings
@@ -16,6 +15,7 @@ from distdl.launchers.azureml.provision.diff import Action, ResourceStep, replac
 from distdl.launchers.azureml.provision.resources import resources
 from distdl.launchers.azureml.provision.settings import ProvisionSettings
 from distdl.launchers.azureml.provision.values import Ids, Ref
+from distdl.util.errors import Problem, UserError
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from distdl.errors import UserError
 from distdl.launchers.azureml.client import azure_errors, sign_in
 from distdl.launchers.common import matching, problems
+from distdl.util.errors import UserError
 
 HELP = """\
 usage: python -m distdl provision azureml sas account=NAME container=NAME [days=1]

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError, ValidationInfo
 from pydantic import field_validator as checks
 
-from distdl.errors import Problem, UserError
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.settings import VmSizeName
 from distdl.launchers.common import Count, Positive, Refused, matching, problems
+from distdl.util.errors import Problem, UserError
 
 # learn.microsoft.com/azure/virtual-machines/setup-infiniband: the RDMA network's own addresses.
 RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")
@@ -179,7 +179,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     """
     import yaml
 
-    from distdl.suggest import did_you_mean
+    from distdl.util.suggest import did_you_mean
 
     values: dict[str, Any] = yaml.safe_load(text())
     known, wrong = list(_keys(values)), []

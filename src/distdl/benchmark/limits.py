@@ -14,8 +14,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from distdl import cluster
 from distdl.benchmark.clock import DeviceClock
+from distdl.distributed import process_group
 
 SECONDS = 0.5  # for each measurement, at least
 REPEATS = 5
@@ -100,7 +100,7 @@ def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
         that each rank sends), `latency` (seconds of a message), and of the large all-reduce its
         `bytes` and `seconds`.
     """
-    ranks = cluster.world_size()
+    ranks = process_group.world_size()
     if ranks == 1:
         return None
     size = 64 << 20 if device.type == "cuda" else 16 << 20
@@ -129,4 +129,4 @@ def _all_reduce(tensor: torch.Tensor, times: int) -> float:
         dist.all_reduce(tensor)
         seconds.append(clock.finish() - started)
     # The all-reduce is over when its slowest rank is done.
-    return max(cluster.gather(median(seconds)))
+    return max(process_group.gather(median(seconds)))

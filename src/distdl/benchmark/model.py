@@ -1,6 +1,6 @@
 """What a step of this model is, counted and not assumed: operations, bytes, samples.
 
-Counted by `distdl.commands._plan_measure`, which runs one training step of the run's own config on
+Counted by `distdl.benchmark.step_profile`, which runs one training step of the run's own config on
 fake tensors under torch.utils.flop_counter: matrix products, convolutions and attention, forward
 and backward; a multiplication and an addition are two operations. It needs no memory, does not
 disturb what is timed, and counts the same under every strategy and with torch.compile.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ def from_a_live_step(
 
 def count(config: DictConfig, global_batch: int) -> tuple[Counted | None, str]:
     """Counts; (None, why) where the step runs neither on fake tensors nor on the CPU alone."""
-    from distdl.commands import _plan_measure
+    from distdl.benchmark import step_profile
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            measured = _plan_measure.measure(config, global_batch)
+            measured = step_profile.measure(config, global_batch)
     except UserError as error:
         return None, error.problems[0].what
     except Exception as error:  # a step of the user's, away from its trainer

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from distdl import batches
 from distdl.benchmark import COMMUNICATION, DATA, OTHER, PHASES, verdict
 from distdl.benchmark.model import Counted
-from distdl.build import Built
+from distdl.benchmark.timing import HELD, REAL, Timing
 from distdl.callbacks.metrics import memory_gib
 from distdl.callbacks.progress import remedy
-from distdl.callbacks.timing import HELD, REAL, Timing
-from distdl.config import plain
+from distdl.config import batches
+from distdl.config.recipe import plain
+from distdl.worker.build import Built
 
 SCHEMA = 1
 # What `status.json` and the last lines on the screen show; MLflow gets the rest, too.

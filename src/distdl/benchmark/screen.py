@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from distdl.benchmark import PHASES
-from distdl.config import unit_of
+from distdl.config.recipe import unit_of
 
 PHASE_NAMES = {phase: phase for phase in PHASES} | {"data": "data wait"}
 

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

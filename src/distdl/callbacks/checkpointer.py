@@ -22,16 +22,18 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from distdl import cluster, misfits, optim
 from distdl.callbacks import apart, resume_state
-from distdl.callbacks.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
-from distdl.checkpoint import CheckpointStore
+from distdl.checkpoint.saving import Saver, refuse_pickles
 from distdl.data.sampling import TrainPosition
-from distdl.saving import Saver, refuse_pickles
-from distdl.stopping import StopRequest
+from distdl.distributed import process_group
+from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
+from distdl.optim import optimizers
+from distdl.ranks.stopping import StopRequest
+from distdl.runs.checkpoints import CheckpointStore
 from distdl.tracking.journal import Journal
+from distdl.validation import misfits
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +322,7 @@ class Checkpointer(Callback):
             "rates": self.rates,
             "world_size": trainer.world_size,
             **self.best.state(),
-            "rng": cluster.gather(self._rng or resume_state.rng_state()),
+            "rng": process_group.gather(self._rng or resume_state.rng_state()),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
         if self._validates or (trainer.validating and self._reason == "signal"):
@@ -347,7 +349,7 @@ class Checkpointer(Callback):
         before, now = kept.get("global_batch_size"), self.global_batch_size
         if not (before and now and self.optimizer):
             return 1.0
-        return optim.rate_of(self.optimizer, now) / optim.rate_of(self.optimizer, before)
+        return optimizers.rate_of(self.optimizer, now) / optimizers.rate_of(self.optimizer, before)
 
     # --------------------------------------------------------------------------------- saving
 
@@ -386,4 +388,4 @@ class Checkpointer(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         self.saver.settle()
-        cluster.check_all(self.stop, f"at step {steps_of(trainer)}")
+        process_group.check_all(self.stop, f"at step {steps_of(trainer)}")

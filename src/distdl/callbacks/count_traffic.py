@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from distdl import cluster
-from distdl.traffic import Traffic, in_words
+from distdl.distributed import process_group
+from distdl.distributed.traffic import Traffic, in_words
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CountTraffic(Callback):
         self._counting.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        every_rank = cluster.gather(self.per_step())
+        every_rank = process_group.gather(self.per_step())
         if not trainer.is_global_zero or not self.steps:
             return
         most = max(every_rank, key=lambda rank: rank["sent"])

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import Lead
-from distdl.run_directory import Attempt
+from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import console
 
 from distdl.callbacks.metrics import StepMetrics
-from distdl.config import unit_of
+from distdl.config.recipe import unit_of
 from distdl.data.images import default_workers
-from distdl.prepare.bar import Line
+from distdl.util.progress_bar import Line
 
 log = logging.getLogger(__name__)
 

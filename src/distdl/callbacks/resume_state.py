@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as theirs
 from torch import nn
 
-from distdl import cluster, optim
+from distdl.distributed import process_group
+from distdl.optim import optimizers as optim
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
     """Each rank's own state at the same world size; else fresh ones from seed and rank."""
     from lightning.pytorch import seed_everything
 
-    if len(states) != cluster.world_size():
+    if len(states) != process_group.world_size():
         seed_everything(seed + 1000 * rank, verbose=False)
         return
     state = states[rank]
@@ -134,7 +135,7 @@ def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
             (a slice of FSDP's is left out).
     """
     named = list(module.named_parameters())
-    frozen = cluster.gather([name for name, p in named if not p.requires_grad])
+    frozen = process_group.gather([name for name, p in named if not p.requires_grad])
     gradients = {name: p.grad for name, p in named if half_a_step and type(p.grad) is torch.Tensor}
     return {"frozen": sorted({n for names in frozen for n in names}), "gradients": gradients}
 

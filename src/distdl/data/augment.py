@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
-from distdl.errors import Problem, UserError
-from distdl.suggest import did_you_mean
+from distdl.util.errors import Problem, UserError
+from distdl.util.suggest import did_you_mean
 
 # What a mapping under each key may hold, with its defaults; an empty one: a plain value.
 KEYS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distdl.prepare.image_files import load_image
+from distdl.datasets.image_files import load_image
 
 Decoder = Callable[[bytes], torch.Tensor]
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from distdl.seeds import stable_seed
+from distdl.util.seeds import stable_seed
 
 # What they draw depends on their generator alone, not on how often they were asked.
 _FORGETFUL = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)

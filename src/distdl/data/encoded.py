@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, default_collate
 
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.views import View
-from distdl.errors import UserError
-from distdl.prepare.image_files import DamagedImage
+from distdl.datasets.image_files import DamagedImage
+from distdl.util.errors import UserError
 
 # So many damaged images one after the other are no accident of the images.
 MOST_IN_A_ROW = 20

@@ -11,11 +11,11 @@ import numpy as np
 
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
-from distdl.errors import Problem, UserError
-from distdl.prepare.folder import different_classes
-from distdl.prepare.image_files import EXTENSIONS, DamagedImage, is_image
-from distdl.shards.format import WORK
+from distdl.datasets.folder import different_classes
+from distdl.datasets.format import WORK
+from distdl.datasets.image_files import EXTENSIONS, DamagedImage, is_image
 from distdl.stores.walking import ClassFolders, class_names
+from distdl.util.errors import Problem, UserError
 
 
 def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:

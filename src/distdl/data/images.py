@@ -11,15 +11,15 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from distdl.config.resources import cpu_cores, loader_workers
 from distdl.data.damage import Damage, OnDamaged
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.side_stream import SideStream
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
-from distdl.resources import cpu_cores, loader_workers
 
 
 def default_workers() -> int:
-    """As many as this rank's share of the CPU cores bears (`distdl.resources.loader_workers`)."""
+    """As many as this rank's share of the CPU cores bears (`resources.loader_workers`)."""
     return loader_workers(cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -27,8 +27,8 @@ from distdl.data.rebuilding import NotRebuilt, rebuilt
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.streams import Striding
 from distdl.data.worker_signals import Surviving
-from distdl.errors import UserError
-from distdl.seeds import stable_seed
+from distdl.util.errors import UserError
+from distdl.util.seeds import stable_seed
 
 
 class KeyedDataset(Dataset[Any]):

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.errors import Problem
-from distdl.suggest import did_you_mean
+from distdl.util.errors import Problem
+from distdl.util.suggest import did_you_mean
 
 MULTIPLE = 32  # what most networks shrink an image by; other sizes waste work at the edges
 KEYS = ("from", "to", "from_epoch", "until_epoch")

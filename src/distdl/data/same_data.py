@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from distdl import cluster
-from distdl.errors import UserError
+from distdl.distributed import process_group
+from distdl.util.errors import UserError
 
 
 def refuse_others(key: str) -> None:
@@ -18,7 +18,7 @@ def refuse_others(key: str) -> None:
     Raises:
         UserError: On all ranks.
     """
-    first, *others = cluster.gather((key, socket.gethostname()))
+    first, *others = process_group.gather((key, socket.gethostname()))
     for rank, other in enumerate(others, 1):
         if other[0] != first[0]:
             what = (

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-from distdl.errors import UserError
-from distdl.seeds import stable_seed
+from distdl.util.errors import UserError
+from distdl.util.seeds import stable_seed
 
 
 class SampleKey(NamedTuple):

@@ -9,11 +9,11 @@ import numpy as np
 
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
-from distdl.prepare.image_files import DamagedImage
-from distdl.shards.needs import Needs
-from distdl.shards.order import by_first_use
-from distdl.shards.prefetch import Prefetch
-from distdl.shards.reading import Shards
+from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.needs import Needs
+from distdl.datasets.order import by_first_use
+from distdl.datasets.prefetch import Prefetch
+from distdl.datasets.reading import Shards
 
 
 class ShardImages(EncodedImages):

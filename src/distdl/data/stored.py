@@ -19,18 +19,18 @@ from distdl.data.same_data import refuse_others
 from distdl.data.shards import ShardImages, TrainOrder
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
-from distdl.errors import Problem, UserError
-from distdl.prepare.bar import size
-from distdl.ranges import AboveZero, Positive
-from distdl.shards.cache import REMEDY, Cache, default_root
-from distdl.shards.format import MANIFEST, Manifest
-from distdl.shards.needs import Needs
-from distdl.shards.order import Windows
-from distdl.shards.prefetch import Prefetch
-from distdl.shards.reading import DataSet, Shards, open_data_set
+from distdl.datasets.cache import REMEDY, Cache, default_root
+from distdl.datasets.format import MANIFEST, Manifest
+from distdl.datasets.needs import Needs
+from distdl.datasets.order import Windows
+from distdl.datasets.prefetch import Prefetch
+from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.stores import is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
+from distdl.util.errors import Problem, UserError
+from distdl.util.progress_bar import size
+from distdl.util.ranges import AboveZero, Positive
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class StoredImages(ImageData):
             (https://github.com/pytorch/vision/blob/main/references/classification/train.py).
         val_resize_size: The short side before that crop, in pixels; None: 256/224 of it, rounded.
         on_damaged: "skip" or "error", for an image that cannot be decoded.
-        cache_dir: Where shards of a URI are kept; None: `distdl.shards.cache.default_root`. With a
+        cache_dir: Where shards of a URI are kept; None: `datasets.cache.default_root`. With a
             folder of shards as `root`, such as a slow mount, they are copied there, too.
         cache_gb: 10**9 bytes for all of `cache_dir`; None: what its disk has. Less than the data
             set: shards come and go, and every epoch is shuffled in windows.

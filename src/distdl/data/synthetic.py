@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from distdl.data.images import IMAGENET_MEAN, IMAGENET_STD, ImageData
-from distdl.ranges import Count, Positive
+from distdl.util.ranges import Count, Positive
 
 
 class SyntheticImages(ImageData):

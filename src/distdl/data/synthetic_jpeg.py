@@ -14,8 +14,8 @@ from distdl.data.encoded import EncodedImages
 from distdl.data.images import ImageData
 from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
-from distdl.errors import Problem
-from distdl.ranges import Count, Positive
+from distdl.util.errors import Problem
+from distdl.util.ranges import Count, Positive
 
 QUALITY = 90  # of the generated JPEGs; their noise makes the size
 

@@ -16,7 +16,7 @@ from distdl.data.decoding import DECODERS, is_plain, jpeg_header, without_exif, 
 from distdl.data.decoding import decoder as make_decoder
 from distdl.data.nvjpeg import END_OF_IMAGE
 from distdl.data.resizing import Resizing
-from distdl.errors import Problem
+from distdl.util.errors import Problem
 
 MOST_PIXELS = 8192  # of a side: more is a slip, and would fill any GPU
 

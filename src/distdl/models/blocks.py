@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 # (dotted name, module); None for a step that has no name in the network, as `torch.flatten` has.
 NamedBlock = tuple[str | None, nn.Module]

@@ -14,13 +14,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from distdl.errors import Problem, UserError
 from distdl.models import compilers
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.mixing import mix
 from distdl.models.weights import load_weights
-from distdl.ranges import NotNegative, Positive
-from distdl.seeds import stable_seed
+from distdl.util.errors import Problem, UserError
+from distdl.util.ranges import NotNegative, Positive
+from distdl.util.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class ImageClassifier(LightningModule):
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both one is chosen for each batch.
         channels_last: Memory layout of the images and weights; what tensor cores want.
         compile: torch.compile the network: in the default mode (true) or in another; "measured":
-            in the fastest, found before the training (see `distdl.compiling`).
+            in the fastest, found before the training (see `distdl.worker.compiling`).
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds their input to TF32's 11 bits on GPUs
             that can, "medium" to bf16's 8. torch does convolutions in TF32 there anyhow.

@@ -8,8 +8,8 @@ import shutil
 import sysconfig
 import tempfile
 
-from distdl.errors import UserError
-from distdl.shards.cache import default_root
+from distdl.datasets.cache import default_root
+from distdl.util.errors import UserError
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 

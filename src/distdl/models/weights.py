@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from distdl import formats
-from distdl.errors import UserError
+from distdl.checkpoint import formats
+from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_type_hints
 from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, FiniteFloat, TypeAdapter, ValidationError, create_model
 
-from distdl.errors import Problem, UserError
-from distdl.suggest import closest
+from distdl.util.errors import Problem, UserError
+from distdl.util.suggest import closest
 
 
 def _a_number(value: object) -> object:

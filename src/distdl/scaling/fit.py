@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distdl.errors import Problem, UserError
 from distdl.scaling.fields import Above0, Count, checked
 from distdl.scaling.links import Link
 from distdl.scaling.predict import predict
 from distdl.scaling.setting import Setting
+from distdl.util.errors import Problem, UserError
 
 # The slowest bandwidth considered, as a share of the setting's.
 SLOWEST = 1e-4

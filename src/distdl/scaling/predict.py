@@ -6,7 +6,7 @@ time of the smaller batch.
     step(n) = step(1) + overhead + exposed communication + bubble + waiting
 
 Sources: `distdl.scaling.links` (collectives, overlap); what each strategy sends, and why ZeRO-1 and
-2 send as much as ZeRO-3, stands at the top of `distdl.commands._plan_estimate`; the bubble is
+2 send as much as ZeRO-3, stands at the top of `distdl.planner.estimate`; the bubble is
 `distdl.strategies.pipeline.balance.bubble`; waiting for the slowest of n: E max <= sigma
 sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013, "Concentration
 Inequalities", theorem 2.5).
@@ -18,11 +18,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from distdl.errors import UserError
 from distdl.scaling.fields import Count, checked
 from distdl.scaling.links import Group, all_reduce, exposed, fastest
 from distdl.scaling.setting import Setting
 from distdl.strategies.pipeline.balance import bubble
+from distdl.util.errors import UserError
 
 # A loss below this share of the step is not named.
 SMALL = 0.005

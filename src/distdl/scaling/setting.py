@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from distdl.errors import Problem, UserError
 from distdl.scaling.fields import Above0, Checked, Count, From0, Share
 from distdl.scaling.links import Links
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
+from distdl.util.errors import Problem, UserError
 
 # Of forward and backward, the backward takes two thirds (two products of matrices for each one).
 BACKWARD_SHARE = 2 / 3

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from distdl.errors import UserError
 from distdl.stores.store import PATIENCE, Store
+from distdl.util.errors import UserError
 
 FORMS = (
     "a folder, azure://container/path, abfss://container@account.dfs.core.windows.net/path, "

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.atomic_files import atomic_file
-from distdl.errors import UserError
 from distdl.stores.store import Progress, StoreError
+from distdl.util.atomic_files import atomic_file
+from distdl.util.errors import UserError
 
 _PIECE = 8 << 20  # bytes copied at a time
 

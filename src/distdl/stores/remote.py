@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distdl.redact import hide_shapes
 from distdl.stores.files import reserved, write_at
 from distdl.stores.store import PATIENCE, Absent, Progress, StoreError
+from distdl.util.redact import hide_shapes
 
 PART = 8 << 20  # bytes that one request brings or takes
 THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s

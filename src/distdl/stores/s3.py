@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import UserError
 from distdl.stores.remote import RemoteStore
 from distdl.stores.store import PATIENCE, Progress, StoreError
+from distdl.util.errors import UserError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
 PART, MOST_PARTS = 8 << 20, 10_000  # bytes at a time (at least 5 MiB), and S3's limit of parts

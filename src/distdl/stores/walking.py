@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-from distdl.errors import UserError
 from distdl.stores.files import raised
+from distdl.util.errors import UserError
 
 # Of a folder, whatever path or link leads to it: device and inode.
 Identity = tuple[int, int]

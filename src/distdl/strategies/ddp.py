@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from distdl import cluster
-from distdl.errors import Problem
-from distdl.ranges import AboveZero, Count, Positive
+from distdl.distributed import process_group
 from distdl.strategies import hooks
 from distdl.strategies.bucket_search import BucketSearch
 from distdl.strategies.drifting import DriftingStrategy
+from distdl.util.errors import Problem
+from distdl.util.ranges import AboveZero, Count, Positive
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class DDPStrategy(DriftingStrategy):
         if self.bucket_cap_mb == "auto":
             trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
             size = sum(p.numel() * p.element_size() for p in trained) / 2**20
-            self._search = BucketSearch(size if self.world_size > 1 else 0, cluster.gather)
+            self._search = BucketSearch(size if self.world_size > 1 else 0, process_group.gather)
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:

@@ -24,12 +24,13 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from torch import nn
 from torch.optim import Optimizer
 
-from distdl import cluster, deepspeed_folder, portable, sharded_folder
-from distdl.checkpoint import remove
-from distdl.errors import Problem, UserError
+from distdl.checkpoint import deepspeed_folder, portable, sharded_folder
+from distdl.distributed import process_group
+from distdl.runs.checkpoints import remove
 from distdl.strategies import deepspeed_state, sharing
 from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
+from distdl.util.errors import Problem, UserError
 
 
 class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
@@ -43,7 +44,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         reduce_bucket_size, allgather_bucket_size: Elements that travel at once.
         config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and what is
             missing are filled in. Relative to the folder you start from, or to your project's root.
-        autotune: Measure micro-batches and stages before the training (see `distdl.autotune`).
+        autotune: Measure micro-batches and stages before the training (`worker.autotune`).
 
     Raises:
         UserError: DeepSpeed is not installed, or the file cannot be read.
@@ -151,7 +152,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         assert self.cluster_environment is not None
         device = self.root_device.type
         # DeepSpeed joins the group it finds; a world of one has none yet.
-        _init_dist_connection(self.cluster_environment, cluster.backend(device))
+        _init_dist_connection(self.cluster_environment, process_group.backend(device))
         if device == "cpu":
             use_cpu()
             # Else it compiles an extension for a minute, and fails without ninja.
@@ -249,7 +250,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `distdl.portable` describes, complete on rank 0. Collective."""
+        """As `distdl.checkpoint.portable` describes, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
         assert self.lightning_module is not None

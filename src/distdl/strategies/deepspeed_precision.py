@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 
 class AutocastPrecision(DeepSpeedPrecision):

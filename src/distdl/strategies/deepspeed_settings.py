@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distdl.errors import Problem, UserError
+from distdl.util.errors import Problem, UserError
 
 INSTALL = "pip install 'distdl[deepspeed]'"
 # What a file of DeepSpeed's settings may not set, since the run sets it. Its optimizers would be

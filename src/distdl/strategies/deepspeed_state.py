@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distdl import cluster, portable
-from distdl.errors import UserError
-from distdl.optim import KERNELS
+from distdl.checkpoint import portable
+from distdl.distributed import process_group
+from distdl.optim.optimizers import KERNELS
 from distdl.strategies.sharing import on_host
+from distdl.util.errors import UserError
 
 
 @dataclass
@@ -115,7 +116,7 @@ def optimizer_state(
     device: torch.device,
     keep: bool,
 ) -> dict[str, Any]:
-    """The optimizer's state as `distdl.portable` describes, on ranks with `keep`. Collective.
+    """The optimizer's state as `checkpoint.portable` describes, on ranks with `keep`. Collective.
 
     Args:
         engine: DeepSpeed's, which trains `module`.
@@ -154,7 +155,7 @@ def kinds(held: Mapping[str, Any], flat: torch.Tensor | None) -> Iterator[tuple[
     for key, value in held.items():
         is_flat = isinstance(value, torch.Tensor) and flat is not None and value.shape == flat.shape
         mine.append((key, is_flat, None if is_flat else on_host(value)))
-    yield from max(cluster.gather(mine), key=len)
+    yield from max(process_group.gather(mine), key=len)
 
 
 def load_optimizer_state(

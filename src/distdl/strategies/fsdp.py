@@ -28,11 +28,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from distdl import portable, sharded_folder
-from distdl.errors import Problem, UserError
-from distdl.ranges import Positive
+from distdl.checkpoint import portable, sharded_folder
 from distdl.strategies import sharing
 from distdl.strategies.fsdp_limits import refuse_second_order, watch_weights
+from distdl.util.errors import Problem, UserError
+from distdl.util.ranges import Positive
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # Their forward takes weights out of modules inside, whose own forward is not called.
@@ -152,7 +152,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         return self._outgoing(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `distdl.portable` describes; full on rank 0, or slices. Collective."""
+        """As `distdl.checkpoint.portable` describes; full on rank 0, or slices. Collective."""
         assert self.lightning_module is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self._reshard()

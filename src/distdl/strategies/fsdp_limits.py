@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from distdl import cluster
-from distdl.errors import UserError
+from distdl.distributed import process_group
+from distdl.util.errors import UserError
 
 CALLS = 2  # a moving average of the weights may begin with a copy, which changes nothing
 
@@ -52,7 +52,7 @@ def watch_weights(module: Any) -> None:
     @functools.wraps(step)
     def training_step(*args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)
-        watched = cluster.gather(changed()) if next(calls, None) is not None else []
+        watched = process_group.gather(changed()) if next(calls, None) is not None else []
         if names := [name for each in watched for name in each]:
             what = f"training_step changes weights ({names[0]}), which is lost under fsdp"
             remedy = "do it in on_train_batch_end, in place and not by .data; or strategy=ddp"

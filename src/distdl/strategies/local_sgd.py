@@ -15,10 +15,10 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import nn
 
-from distdl.errors import Problem
-from distdl.ranges import AboveZero, Positive
+from distdl.distributed.traffic import in_words
 from distdl.strategies.drifting import DriftingStrategy
-from distdl.traffic import in_words
+from distdl.util.errors import Problem
+from distdl.util.ranges import AboveZero, Positive
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from distdl import formats
-from distdl.errors import Problem
+from distdl.checkpoint import formats
+from distdl.util.errors import Problem
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 

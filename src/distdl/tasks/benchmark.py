@@ -10,17 +10,17 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from distdl import cluster
 from distdl.benchmark import FILE, limits, model, result, screen
 from distdl.benchmark.clock import DeviceClock, Timeline
 from distdl.benchmark.input import Input
 from distdl.benchmark.phases import PhaseProfiler, pipeline_phases
-from distdl.build import Built
+from distdl.benchmark.timing import HELD, REAL, TRACE, WARM, WINDOW, Segment, TimedWindow, Timing
 from distdl.callbacks import Checkpointer, Progress, StepMetrics
-from distdl.callbacks.timing import HELD, REAL, TRACE, WARM, WINDOW, Segment, TimedWindow, Timing
-from distdl.errors import Problem
-from distdl.run_directory import write_json
+from distdl.distributed import process_group
+from distdl.runs.directory import write_json
 from distdl.tasks.train import train
+from distdl.util.errors import Problem
+from distdl.worker.build import Built
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def benchmark(
     device = trainer.strategy.root_device
     mine = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
     link = limits.measure_link(device, trainer.num_nodes)
-    ranks = cluster.gather(mine)
+    ranks = process_group.gather(mine)
     made: dict[str, Any] = {}
     if trainer.is_global_zero:
         size = result.batch_size(context, timing)
@@ -83,7 +83,7 @@ def benchmark(
         screen.show(made)
         for logger in trainer.loggers:
             logger.log_metrics(result.metrics(made), 0)
-    return result.metrics(cluster.tell_all(made), result.MAIN)
+    return result.metrics(process_group.tell_all(made), result.MAIN)
 
 
 def _is_pipeline(trainer: Any) -> bool:

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distdl import checkpoint as checkpoints
-from distdl.build import Built
-from distdl.starting import start
+from distdl.runs import checkpoints
 from distdl.tasks.needs import needs
+from distdl.worker.build import Built
+from distdl.worker.initial_state import start
 
 
 def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:

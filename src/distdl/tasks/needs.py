@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from distdl import kinds
-from distdl.errors import Problem
+from distdl.util.errors import Problem
+from distdl.validation import kinds
 
 
 def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:

@@ -6,11 +6,11 @@ import logging
 
 from lightning.pytorch.callbacks import Timer
 
-from distdl.build import Built
 from distdl.callbacks.metrics import steps_of
-from distdl.run_directory import shown
-from distdl.starting import start
+from distdl.runs.directory import shown
 from distdl.tasks.needs import needs
+from distdl.worker.build import Built
+from distdl.worker.initial_state import start
 
 log = logging.getLogger(__name__)
 

@@ -136,8 +136,8 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
     """
     from lightning.pytorch.loggers.logger import Logger
 
+    from distdl.runs.records import journal_path
     from distdl.tracking.journal import Journal
-    from distdl.tracking.records import journal_path
     from distdl.tracking.system import SystemMetrics
 
     path = journal_path(info.run_dir, info.node_rank) if info.local_rank == 0 else None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distdl.runs.records import journals, read
 from distdl.tracking.client import (
     import_client,
     last_written,
@@ -19,7 +20,6 @@ from distdl.tracking.client import (
     refusal,
 )
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
-from distdl.tracking.records import journals, read
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 
-from distdl.hyper_parameters import described
-from distdl.tracking.records import encode
+from distdl.checkpoint.hyper_parameters import described
+from distdl.runs.records import encode
 
 log = logging.getLogger(__name__)
 

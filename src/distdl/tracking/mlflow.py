@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl import provenance
+from distdl.runs import provenance
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
@@ -143,7 +143,7 @@ class MLflowLogger:
         if self.info.rank == 0:
             outbox = self.delivery.outbox
             outbox.state.status, outbox.state.end_time = STATUS.get(status, "FAILED"), time.time()
-            outbox.owe("tags", {f"distdl.attempt.{self.info.attempt}.state": status})
+            outbox.owe("tags", {f"distdl.runs.attempt.{self.info.attempt}.state": status})
         timeout = min(self.flush_timeout, TIMEOUT.get(status, self.flush_timeout))
         self._finishing = True
         self._wake.set()
@@ -193,16 +193,16 @@ class MLflowLogger:
         tags = {
             "distdl.run_id": info.run_id,
             "distdl.attempts": str(info.attempt),
-            f"distdl.attempt.{info.attempt}.state": "RUNNING",
+            f"distdl.runs.attempt.{info.attempt}.state": "RUNNING",
         }
         if info.changed:
             changed = json.dumps(info.changed, default=str)
-            tags[f"distdl.attempt.{info.attempt}.changed"] = changed[:5000]
+            tags[f"distdl.runs.attempt.{info.attempt}.changed"] = changed[:5000]
         for n in range(1, info.attempt):  # a killed attempt could not report its own end
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
                 state = status.get("state", "UNKNOWN")
-                tags[f"distdl.attempt.{n}.state"] = "UNKNOWN" if state == "RUNNING" else state
+                tags[f"distdl.runs.attempt.{n}.state"] = "UNKNOWN" if state == "RUNNING" else state
         if info.tags.get("git.commit"):
             tags["mlflow.source.git.commit"] = info.tags["git.commit"]
         return tags

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distdl.redact import hide_shapes, looks_secret
-from distdl.redact import redact as without_secrets
+from distdl.util.redact import hide_shapes, looks_secret
+from distdl.util.redact import redact as without_secrets
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Trackers that are a service of their own: what each logger gets of the run, and how it ends.
 
-Which package each needs is in `distdl.checks`, which reports it before anything starts.
+Which package each needs is in `distdl.validation.rules`, which reports it before anything starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.errors import UserError
+from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
     from distdl.tracking import RunInfo

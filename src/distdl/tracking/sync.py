@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distdl.errors import UserError
+from distdl.runs.records import journals
 from distdl.tracking.outbox import Outbox, redact
-from distdl.tracking.records import journals
+from distdl.util.errors import UserError
 
 LONG = 5000  # points; from here on a bar is shown
 WAITS = (2.0, 4.0)  # seconds before another try
@@ -83,7 +83,7 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
     if total < LONG or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda n: None
         return
-    from distdl.prepare.bar import Bar
+    from distdl.util.progress_bar import Bar
 
     done = 0
     with Bar("points") as bar:

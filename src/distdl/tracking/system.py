@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distdl.resources import listed
+from distdl.config.resources import listed
 from distdl.tracking.journal import Journal
 
 log = logging.getLogger(__name__)

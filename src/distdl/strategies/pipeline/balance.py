@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from distdl.errors import UserError
-from distdl.suggest import closest
+from distdl.util.errors import UserError
+from distdl.util.suggest import closest
 
 # How much of the time in which one micro-batch fills the pipeline is idle time, per schedule, with
 # one piece per device. Interleaving v pieces divides it by v (Narayanan et al. 2021, "Efficient

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._pytree import tree_map
 
-from distdl.errors import UserError
 from distdl.strategies.pipeline.probe import Edge
 from distdl.strategies.pipeline.splitting import Block
 from distdl.strategies.pipeline.stage_rules import StagePosition
+from distdl.util.errors import UserError
 
 Context = Callable[[], AbstractContextManager[Any]]
 

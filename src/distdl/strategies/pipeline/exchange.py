@@ -13,13 +13,13 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from distdl import cluster
-from distdl.errors import UserError
-from distdl.portable import index_state, name_state, names_of
+from distdl.checkpoint.portable import index_state, name_state, names_of
+from distdl.distributed import process_group
 from distdl.strategies.pipeline import stage_rules
 from distdl.strategies.pipeline.first_stage_loader import FirstStageLoader
 from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.strategies.sharing import agree_on_buffers
+from distdl.util.errors import UserError
 
 
 class StagedStrategy(DDPStrategy):
@@ -102,7 +102,7 @@ class StagedStrategy(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # This one is asked of every rank.
-        votes = cluster.gather(bool(decision))
+        votes = process_group.gather(bool(decision))
         return min(votes) if all else max(votes)
 
     def on_validation_start(self) -> None:
@@ -140,7 +140,7 @@ class StagedStrategy(DDPStrategy):
     ) -> None:
         # A callback that averages weights puts its own copy, of this stage alone, there.
         weights = checkpoint.get("state_dict", {})
-        if cluster.tell_all(bool(weights) and not set(self.names) <= set(weights)):
+        if process_group.tell_all(bool(weights) and not set(self.names) <= set(weights)):
             checkpoint["state_dict"] = self._merged(weights, self.names)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from distdl import cluster
-from distdl.errors import UserError
+from distdl.distributed import process_group
 from distdl.strategies.pipeline import balance, probe, stage_rules
 from distdl.strategies.pipeline.probe import Edge
 from distdl.strategies.pipeline.splitting import Block
+from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
     from distdl.strategies.pipeline.exchange import StagedStrategy
@@ -54,7 +54,7 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     if trainer.global_rank == 0:
         plan = _measured(strategy, trainer, blocks)
         log.info("%s", table(strategy, blocks, plan))
-    return cluster.tell_all(plan)
+    return process_group.tell_all(plan)
 
 
 def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distdl.errors import UserError
 from distdl.strategies.pipeline.splitting import Block
+from distdl.util.errors import UserError
 
 # Passes through all blocks; the first warms up. Of each block the fastest counts: whatever disturbs
 # a pass adds to it, and what lasts for a second disturbs one of a block's passes and not all.

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from distdl.errors import UserError
 from distdl.models.blocks import NamedBlock
+from distdl.util.errors import UserError
 
 # What a module must have to be split; see docs/strategies/pipeline.md.
 CONTRACT = ("pipeline_blocks", "pipeline_inputs", "pipeline_loss")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from hydra.utils import instantiate
 from torch.distributed.device_mesh import init_device_mesh
 
-from distdl.errors import Problem, UserError
-from distdl.meta import WEIGHTS
 from distdl.strategies.pipeline import balance, splitting
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
-from distdl.suggest import closest
+from distdl.util.errors import Problem, UserError
+from distdl.util.suggest import closest
+from distdl.validation.meta import WEIGHTS
 
 BALANCES = ("measured", "parameters")
 # torch 2.11 cannot compute the weight gradients of some networks apart, and counts some twice where

@@ -22,13 +22,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from distdl.errors import UserError
-from distdl.portable import names_of
-from distdl.ranges import AboveZero, Positive
+from distdl.checkpoint.portable import names_of
 from distdl.strategies.pipeline import partition_plan, splitting, stage_rules
 from distdl.strategies.pipeline.engine import Engine, Piece
 from distdl.strategies.pipeline.exchange import StagedStrategy
 from distdl.strategies.pipeline.reduction import GradientReducer
+from distdl.util.errors import UserError
+from distdl.util.ranges import AboveZero, Positive
 
 
 class Splitter(Callback):

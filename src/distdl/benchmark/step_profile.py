@@ -1,0 +1,376 @@
+"""What one training step needs, measured without a GPU and without its memory.
+
+The model is built without memory and its step runs on fake tensors (torch's FakeTensorMode), which
+have shapes, types and lifetimes, but no values. So what is counted is what the step itself would
+allocate at the full batch, in the run's precision. A step that looks at values cannot run so: it
+then runs on the CPU with a few samples, and is scaled.
+
+Not counted: what kernels take for themselves (cuDNN's workspaces), the allocator's fragments, and
+the CUDA context. `_plan_estimate.USABLE` leaves room for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from distdl.config.recipe import plain
+from distdl.optim import optimizers as optim
+from distdl.util.errors import UserError
+from distdl.validation.meta import WEIGHTS
+from distdl.worker.build import configures_optimizers, make
+
+SAMPLES = 4  # that are loaded; fake ones fill the batch
+AUTOCAST = ("16-mixed", "bf16-mixed", "16", "bf16", "transformer-engine-float16")
+HALF = ("16-true", "bf16-true", "transformer-engine")
+
+
+@dataclass
+class MeasuredBlock:
+    """A part of the model that a pipeline does not cut.
+
+    Args:
+        weights: Bytes of its parameters and buffers.
+        gradients: Bytes.
+        activations: Bytes that wait for the backward, of the whole batch.
+        output: Bytes that it gives to the next block, of the whole batch.
+        flops: Of its forward.
+    """
+
+    weights: int
+    gradients: int
+    activations: int = 0
+    output: int = 0
+    flops: float = 0.0
+
+
+@dataclass
+class MeasuredStep:
+    """One training step on one device, in bytes.
+
+    Args:
+        batch_size: Samples of the step.
+        weights: Parameters and buffers.
+        buffers: Of those, the buffers.
+        gradients: Of what is trained.
+        optimizer: Its state.
+        activations: What is there at the end of the forward besides weights: what the backward
+            needs, and the batch.
+        transient: What the backward has more at its worst moment, gradients not counted.
+        flops: Floating-point operations of forward and backward.
+        unit: Weights of the largest part that FSDP gathers at once.
+        blocks: Between which a pipeline can cut; if it cannot, `no_blocks` says why.
+        notes: How it was measured, where not as the module says.
+    """
+
+    batch_size: int
+    weights: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    transient: int = 0
+    flops: float = 0.0
+    unit: int = 0
+    blocks: list[MeasuredBlock] = field(default_factory=list)
+    no_blocks: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that are alive and were made under it, real or fake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.gradients = self.most_beside_gradients = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in _tensors(output):
+            self.add(tensor)
+        return output
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            weakref.finalize(storage, self._gone, key, size)
+            self.most_beside_gradients = max(self.most_beside_gradients, self.now - self.gradients)
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Does not count a tensor that was there before."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def count_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradients += parameter.grad.untyped_storage().nbytes()
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
+    """Measures one training step of a validated config at `data.batch_size`.
+
+    Args:
+        config: As composed.
+        global_batch: For optimizers whose rate follows it; no byte depends on it.
+
+    Raises:
+        UserError: The data gives no batch here, or the step fails on the CPU as well.
+    """
+    samples, batch = a_batch(config)
+    size = int((config.get("data") or {}).get("batch_size") or samples)
+
+    def stretched(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == samples:
+            shape[0] = size
+        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    try:
+        module = _in_precision(_without_memory(config.model), config)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = tree_map_only(Tensor, stretched, batch)
+            return _step(_as_fake(module), fake, size, config, global_batch)
+    except Exception as error:  # it looks at values, or builds itself in its own way
+        why = f"{type(error).__name__}: {_first_line(error)}"
+    try:
+        measured = _extrapolated(batch, samples, size, config, global_batch)
+    except Exception as error:
+        what = f"a training step fails here: {type(error).__name__}: {_first_line(error)}"
+        raise UserError.at("model", what) from error
+    measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
+    return measured
+
+
+def a_batch(config: DictConfig) -> tuple[int, Any]:
+    """How many samples were loaded, and they themselves, as the training step gets them."""
+    from distdl.callbacks.metrics import batch_size_of
+
+    try:
+        if config.get("data"):
+            node = plain(config.data)
+            if "batch_size" in node:
+                node["batch_size"] = min(SAMPLES, int(node["batch_size"]))
+            if "num_workers" in node:
+                node["num_workers"] = 0
+            source = make(node)
+            source.setup("fit")
+        else:
+            source = make(config.model)
+        batch = next(iter(source.train_dataloader()))
+        batch = source.on_before_batch_transfer(batch, 0)
+        batch = source.on_after_batch_transfer(batch, 0)
+    except Exception as error:
+        what = f"no batch can be loaded here: {type(error).__name__}: {error}"
+        remedy = "plan with random images of the same size: data=synthetic data.image_size=..."
+        raise UserError.at("data", what, remedy) from error
+    return batch_size_of(batch) or 1, batch
+
+
+def _without_memory(node: DictConfig) -> Any:
+    """The module on the meta device, if it can be built there; else as it is, on the CPU."""
+
+    def stripped(value: Any) -> Any:
+        """Without what would download weights."""
+        if isinstance(value, dict):
+            return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
+        return value
+
+    bare = stripped(plain(node))
+    bare.pop("compile", None)
+    try:
+        with torch.device("meta"):
+            return make(bare)
+    except Exception:  # timm, for one, reads values while it builds
+        return make(bare)
+
+
+def _as_fake(module: Any) -> Any:
+    """Replaces all parameters and buffers by fake tensors on a fake CPU."""
+    fakes: dict[int, Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:  # shared ones stay shared
+                    empty = torch.empty_strided(
+                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, tensor.requires_grad)
+                    fakes[id(tensor)] = empty
+                tensors[name] = fakes[id(tensor)]
+    return module
+
+
+def _in_precision(module: Any, config: DictConfig) -> Any:
+    """float16 is as large as bfloat16, which CPUs support better."""
+    return module.to(torch.bfloat16) if config.trainer.get("precision") in HALF else module
+
+
+def _extrapolated(
+    batch: Any, samples: int, size: int, config: DictConfig, global_batch: int
+) -> MeasuredStep:
+    """A real step with few samples and with half of them: some bytes depend on their number."""
+    few = max(1, samples // 2)
+
+    def first(tensor: Tensor) -> Tensor:
+        # A view would keep all samples in memory, and counted.
+        return tensor[:few].clone() if tensor.dim() and len(tensor) == samples else tensor
+
+    less, more = (
+        _step(_in_precision(make(config.model), config), part, count, config, global_batch)
+        for part, count in ((tree_map_only(Tensor, first, batch), few), (batch, samples))
+    )
+    steps = (size - samples) / (samples - few) if samples > few else 0.0
+    for small, large in zip((less, *less.blocks), (more, *more.blocks), strict=True):
+        for name in ("activations", "transient", "output", "flops"):
+            if hasattr(large, name):
+                value = getattr(large, name)
+                setattr(large, name, round(value + steps * (value - getattr(small, name))))
+    more.batch_size = size
+    return more
+
+
+def _step(
+    module: Any, batch: Any, size: int, config: DictConfig, global_batch: int
+) -> MeasuredStep:
+    """Forward, backward and optimizer step of a module, real or fake."""
+    precision = str(config.trainer.get("precision") or "32-true")
+    if precision in HALF:
+        batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
+    module.train()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    measured = MeasuredStep(
+        size,
+        weights=_total([*module.parameters(), *module.buffers()]),
+        buffers=_total(module.buffers()),
+        gradients=_total(trained),
+    )
+    live, counter, before = LiveBytes(), FlopCounterMode(display=False), _total(_tensors(batch))
+    for tensor in (*module.parameters(), *module.buffers()):
+        live.ignore(tensor)
+    with ExitStack() as stack:
+        stack.enter_context(_blocks_watched(module, measured, before, live, counter))
+        for parameter in trained:
+            hook = parameter.register_post_accumulate_grad_hook(live.count_gradient)
+            stack.callback(hook.remove)
+        stack.enter_context(counter)
+        stack.enter_context(live)
+        for tensor in _tensors(batch):
+            live.add(tensor)
+        with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
+            takes = len(inspect.signature(module.training_step).parameters)
+            output = module.training_step(*(batch, 0)[:takes])
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        del output
+        measured.activations = live.now
+        loss.backward()
+        measured.transient = max(0, live.most_beside_gradients - measured.activations)
+    measured.flops = float(counter.get_total_flops())
+    measured.optimizer = _optimizer_state(module, config, global_batch, measured)
+    measured.unit = _largest_unit(module, measured)
+    return measured
+
+
+@contextmanager
+def _blocks_watched(
+    module: Any, measured: MeasuredStep, before: int, live: LiveBytes, counter: FlopCounterMode
+) -> Iterator[None]:
+    """Fills `measured.blocks` while the forward runs; there are `before` bytes when it begins."""
+    from distdl.strategies.pipeline.splitting import blocks_in
+
+    try:
+        stated = blocks_in(module)
+    except UserError as error:
+        measured.no_blocks = error.problems[0].what
+        yield
+        return
+    seen: list[tuple[int, float]] = [(before, 0.0)]
+
+    def watch(block: MeasuredBlock) -> Callable[..., None]:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            memory, flops = live.now, float(counter.get_total_flops())
+            block.activations = max(0, memory - seen[-1][0])
+            block.flops = flops - seen[-1][1]
+            block.output = _total(_tensors(output))
+            seen.append((memory, flops))
+
+        return after
+
+    with ExitStack() as stack:
+        for stage in stated:
+            tensors = [t for part in stage.modules for t in (*part.parameters(), *part.buffers())]
+            block = MeasuredBlock(_total(tensors), _total(t for t in tensors if t.requires_grad))
+            measured.blocks.append(block)
+            # Steps without a name (a flatten) are no modules of the network: nobody calls them.
+            last = [part for name, part in stage.parts if name is not None][-1]
+            stack.callback(last.register_forward_hook(watch(block)).remove)
+        yield
+
+
+def _optimizer_state(
+    module: Any, config: DictConfig, global_batch: int, measured: MeasuredStep
+) -> int:
+    """Bytes of the optimizer's state after a step."""
+    try:
+        if configures_optimizers(module):
+            made = tree_leaves(module.configure_optimizers())
+            optimizers = [each for each in made if isinstance(each, Optimizer)]
+        else:
+            node = plain(config.optimizer)
+            optimizers = [optim.build_optimizer(module, node, global_batch=global_batch)]
+        for optimizer in optimizers:
+            optimizer.step()
+        states = _tensors([dict(optimizer.state) for optimizer in optimizers])
+        return _total(tensor for tensor in states if tensor.dim())
+    except Exception as error:
+        measured.notes.append(f"optimizer taken for Adam, since its step fails here: {error}")
+        return 2 * measured.gradients
+
+
+def _largest_unit(module: nn.Module, measured: MeasuredStep) -> int:
+    """The most weights that FSDP gathers at once (of `distdl.strategies.fsdp.units`)."""
+    from distdl.strategies.fsdp import units
+
+    if measured.no_blocks:  # it may have the method, which then refuses: found by size instead
+        module = nn.Sequential(*module.children())
+    inner = units(module, 1_000_000)
+    held = {id(p) for unit in inner for p in unit.parameters()}
+    rest = _total(p for p in module.parameters() if id(p) not in held)
+    return max([rest, *(_total(unit.parameters()) for unit in inner)])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _total(tensors: Any) -> int:
+    """Bytes of tensors, each once."""
+    return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:120]

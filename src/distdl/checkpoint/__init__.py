@@ -1,0 +1,1 @@
+"""Durable checkpoints, and every strategy's form of them as one portable form."""

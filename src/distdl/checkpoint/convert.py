@@ -1,0 +1,105 @@
+"""What `convert` writes for other programs, and whether what it wrote is what it read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distdl.checkpoint import formats
+from distdl.runs.checkpoints import CheckpointStore
+
+# Lightning's moving average: the file's weights are the average then, and these the trained ones.
+BEHIND_THE_AVERAGE = "current_model_state"
+# What of a checkpoint is neither weights nor optimizer state, and how people call it.
+PARTS = {
+    "lr_schedulers": "schedulers",
+    "loops": "loops",
+    "callbacks": "state of the callbacks",
+    BEHIND_THE_AVERAGE: "weights behind the average (EMA)",
+    "distdl": "position in the data",
+}
+
+
+def opened(source: Path) -> dict[str, Any]:
+    """A checkpoint that may run code while it is read, in a form that needs none from then on."""
+    return formats.plain(formats.load(source, weights_only=False))[0]
+
+
+def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The network's own weights: without the name that our classifier has put before them."""
+    prefix = "network."
+    if all(name.startswith(prefix) for name in state):
+        return {name.removeprefix(prefix): value for name, value in state.items()}
+    return dict(state)
+
+
+def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
+    if target.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({name: value.contiguous() for name, value in weights.items()}, target)
+    else:
+        torch.save(weights, target)
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], source: Path, target: Path) -> None:
+    store = CheckpointStore(target.parent)
+    torch.save(checkpoint, store.temporary(target.name))
+    store.publish(target.name, step=checkpoint.get("global_step"), converted_from=str(source))
+
+
+def compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
+    """How many tensors of each part are equal, after making sure that all of it is."""
+    weights, statistics = split(before["state_dict"])
+    compared = {"weights": compare(weights, split(after["state_dict"])[0], "weights")}
+    if statistics:
+        label = "batch norm statistics"
+        compared[label] = compare(statistics, split(after["state_dict"])[1], label)
+    label = "optimizer state"
+    compared[label] = compare(before["optimizer_states"], after["optimizer_states"], label)
+    for key, label in PARTS.items():
+        if key in before:
+            compared[label] = compare(before[key], after[key], label)
+    rest = before.keys() - {"state_dict", "optimizer_states", *PARTS}
+    compared["everything else"] = sum(compare(before[k], after[k], k) for k in sorted(rest))
+    return compared
+
+
+def split(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights, and the running statistics of batch norm."""
+    last = ("running_mean", "running_var", "num_batches_tracked")
+    statistics = {k: v for k, v in state.items() if k.rpartition(".")[2] in last}
+    return {k: v for k, v in state.items() if k not in statistics}, statistics
+
+
+def compare(before: Any, after: Any, path: str) -> int:
+    """Counts the tensors in two nested containers that are equal in every bit.
+
+    Raises:
+        RuntimeError: Something differs; with its path.
+    """
+    if isinstance(before, torch.Tensor):
+        same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
+        # By their bytes: NaN equals itself, and 0.0 is not -0.0.
+        if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
+            raise RuntimeError(f"what was written differs from what was read: {path}")
+        return 1
+    if isinstance(before, Mapping):
+        if not isinstance(after, Mapping) or before.keys() != after.keys():
+            raise RuntimeError(f"what was written has other keys: {path}")
+        return sum(compare(before[k], after[k], f"{path}.{k}") for k in before)
+    if isinstance(before, list | tuple):
+        if not isinstance(after, list | tuple) or len(before) != len(after):
+            raise RuntimeError(f"what was written has another length: {path}")
+        pairs = enumerate(zip(before, after, strict=True))
+        return sum(compare(a, b, f"{path}[{i}]") for i, (a, b) in pairs)
+    if before != after and not (before is after or before != before):
+        raise RuntimeError(f"what was written differs from what was read: {path}")
+    return 0
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,182 @@
+"""Reading the folders that DeepSpeed writes, without an engine and at any world size.
+
+A folder holds, below its tag, the model states (buffers, shapes by name, what the trainer added)
+and for each rank the optimizer states: flat partitions, as `distdl.strategies.deepspeed_state`
+describes, among them the weights in 32 bit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distdl.util.errors import UserError
+
+FP32 = "single_partition_of_fp32_groups"
+TRAINER = "lightning"  # our key for what the Trainer keeps beside weights and optimizer states
+# The same in folders that Lightning itself wrote, where it lies among DeepSpeed's own keys.
+LIGHTNINGS = (
+    *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers"),
+    *("hyper_parameters", "datamodule_hyper_parameters"),
+)
+
+
+def is_one(path: Path) -> bool:
+    return (path / "latest").is_file() or any(path.glob("*/*_model_states.pt"))
+
+
+def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
+    """A folder as one portable checkpoint, in host memory.
+
+    DeepSpeed's own objects in it (loss scalers, enums) are read as `Inert`; none of its code runs,
+    nor does it have to be installed.
+
+    Args:
+        path: The folder above the tag.
+        trust: Let its files run code while they are unpickled, where they hold other objects.
+
+    Raises:
+        UserError: A rank's file is missing, or one of them holds other objects and is not trusted.
+    """
+    latest = path / "latest"
+    tag = latest.read_text().strip() if latest.is_file() else next(path.glob("*/*.pt")).parent.name
+    models = [loaded(file, trust) for file in ranked(path / tag, "*_model_states.pt")]
+    optimizers = ranked(path / tag, "*_optim_*.pt")
+    parts = [loaded(file, trust)["optimizer_state_dict"] for file in optimizers]
+    if not parts:
+        raise UserError.at(str(path), "holds no optimizer states of ZeRO", "stage 1, 2 or 3")
+    counts = parts[0].get("partition_count", len(parts))
+    count = max(counts) if isinstance(counts, list) else counts
+    if count != len(parts) or not models:
+        what = f"holds the optimizer states of {len(parts)} ranks, and {count} have written them"
+        raise UserError.at(str(path), what)
+    state = models[0]
+    checkpoint = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNINGS if k in state})
+    checkpoint["state_dict"] = weights(models, parts)
+    checkpoint["optimizer_states"] = [optimizer_state(parts, state["param_shapes"])]
+    return checkpoint
+
+
+def weights(
+    models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """The full weights in 32 bit, and the buffers, in the module's order.
+
+    As DeepSpeed's `zero_to_fp32` puts them together.
+
+    Args:
+        models: Each rank's model states; only rank 0's, below stage 3.
+        parts: Each rank's optimizer states.
+    """
+    state, stage_3 = models[0], is_stage_3(parts)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in state.get("buffer_names", ()):
+        value = state["module"][name]
+        tensors[name] = value.float() if value.is_floating_point() else value
+    for name, shape in (state.get("frozen_param_shapes") or {}).items():
+        pieces = [model["frozen_param_fragments"][name] for model in models]
+        flat = torch.cat([p.reshape(-1) for p in pieces]) if stage_3 else pieces[0]
+        tensors[name] = flat.reshape(-1)[: shape.numel()].view(shape)
+    flats = [part["fp32_flat_groups" if stage_3 else FP32] for part in parts]
+    for index, shapes in enumerate(state["param_shapes"]):
+        pieces_of_group = cut([rank[index] for rank in flats], shapes, parts, index)
+        tensors.update((name, piece.detach()) for name, piece in pieces_of_group)
+    for name, same in dict(state.get("shared_params") or ()).items():
+        if same in tensors:
+            tensors[name] = tensors[same]
+    order = [*(name for name in state["module"] if name in tensors), *tensors]
+    return {name: tensors[name] for name in dict.fromkeys(order)}
+
+
+def ranked(folder: Path, pattern: str) -> list[Path]:
+    """Files in the order of the ranks in their names."""
+    return sorted(
+        folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
+    )
+
+
+def loaded(file: Path, trust: bool) -> dict[str, Any]:
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    theirs = [name for name in names if name.startswith("deepspeed.")]
+    if trust and len(theirs) < len(names):
+        return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    with torch.serialization.safe_globals([(Inert, name) for name in theirs]):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+class Inert:
+    """Stands for an object of DeepSpeed's, and does nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __int__(self) -> int:  # a member of an enum, made from its value
+        return int(self.values[0])
+
+
+def optimizer_state(
+    parts: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
+) -> dict[str, Any]:
+    """The optimizer's state by name.
+
+    Args:
+        parts: Each rank's.
+        shapes: Of the parameters in each flat tensor, in their order: of a group in stages 1 and 2,
+            of a part of one in stage 3.
+    """
+    key_of_states = "optimizer_state_dict" if is_stage_3(parts) else "base_optimizer_state"
+    base = [part[key_of_states] for part in parts]
+    state: dict[str, Any] = {}
+    for index, names in enumerate(shapes):
+        for key, value in base[0]["state"].get(index, {}).items():
+            flats = [rank["state"][index][key] for rank in base]
+            is_flat = isinstance(value, torch.Tensor) and value.dim() > 0
+            values = cut(flats, names, parts, index) if is_flat else ((n, value) for n in names)
+            for name, each in values:
+                state.setdefault(name, {})[key] = each
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [name for index in group["params"] for name in shapes[index]],
+        }
+        for group in base[0]["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def is_stage_3(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each parameter is partitioned, and not the flat tensor of a group."""
+    return int(parts[0]["zero_stage"]) == 3
+
+
+def cut(
+    flats: Sequence[torch.Tensor],
+    shapes: Mapping[str, torch.Size],
+    parts: Sequence[Mapping[str, Any]],
+    index: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a group, out of the ranks' partitions of its flat tensor.
+
+    Args:
+        flats: Each rank's partition.
+        shapes: Of the parameters, in their order.
+        parts: Each rank's optimizer states.
+        index: Of the group.
+    """
+    at = 0
+    if is_stage_3(parts):  # every parameter is cut into the ranks' parts; the last is padded
+        for name, shape in shapes.items():
+            size = math.ceil(shape.numel() / len(flats))
+            yield name, torch.cat([f[at : at + size] for f in flats])[: shape.numel()].view(shape)
+            at += size
+        return
+    flat = torch.cat(list(flats))
+    paddings = (parts[0].get("param_alignment_paddings") or {index: ()})[index]
+    for number, (name, shape) in enumerate(shapes.items()):
+        yield name, flat[at : at + shape.numel()].view(shape).clone()
+        at += shape.numel() + (paddings[number] if paddings else 0)

@@ -1,0 +1,80 @@
+"""The checkpoint to resume from, on every node, even where the hosts share no file system."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distdl.distributed import process_group
+from distdl.ranks.environment import Environment
+from distdl.runs.checkpoints import manifest_of
+from distdl.runs.directory import sync, write_text
+from distdl.util.errors import UserError
+
+log = logging.getLogger(__name__)
+
+CHUNK = 64 * 2**20  # bytes that are under way at once
+
+
+def provide(chosen: str | None, store: Path, environment: Environment) -> str | None:
+    """Rank 0 has chosen a checkpoint; nodes that lack it get it over the process group.
+
+    A manifest, which holds the hash, tells apart checkpoints of the same name.
+
+    Args:
+        chosen: Rank 0's choice; what other ranks give does not matter.
+        store: The run's directory as this rank sees it; mounts may differ from node to node.
+        environment: Who this rank is. Every rank must call.
+
+    Returns:
+        The checkpoint's path on this rank, or None.
+    """
+    if environment.rank == 0 and chosen is not None and Path(chosen).is_relative_to(store):
+        chosen = str(Path(chosen).relative_to(store))
+    chosen = process_group.tell_all(chosen)
+    if chosen is None:
+        return None
+    path = store / chosen  # what lies outside the store is absolute, and stays so
+    if environment.world_size == 1:
+        return str(path)
+    manifest = manifest_of(path)
+    text = manifest.read_text() if environment.rank == 0 and manifest.exists() else ""
+    text = process_group.tell_all(text)
+    mine = manifest.read_text() if manifest.exists() else ""
+    lacks = environment.local_rank == 0 and not (path.exists() and mine == text)
+    lacking = [rank for rank, it_lacks in enumerate(process_group.gather(lacks)) if it_lacks]
+    if not lacking:
+        return str(path)
+    if process_group.tell_all(path.is_dir()):
+        what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
+        remedy = "python -m distdl convert makes a file of it, which travels by itself"
+        raise UserError.at(str(path), what, remedy)
+    if environment.rank == 0:
+        log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
+    size = process_group.tell_all(path.stat().st_size if environment.rank == 0 else None)
+    temporary = path.with_name(f".{path.name}.{environment.rank}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        path.open("rb") if environment.rank == 0 else nullcontext() as source,
+        temporary.open("wb") if lacks else nullcontext() as target,
+    ):
+        for start in range(0, size, CHUNK):
+            count = min(CHUNK, size - start)
+            chunk = torch.empty(count, dtype=torch.uint8)
+            if source is not None:
+                chunk = torch.frombuffer(bytearray(source.read(count)), dtype=torch.uint8)
+            dist.broadcast(chunk, src=0)  # a CPU tensor: by gloo
+            if target is not None:
+                target.write(chunk.numpy().tobytes())
+    if lacks:
+        sync(temporary)
+        os.replace(temporary, path)
+        if text:  # with it the copy counts as intact
+            write_text(manifest, text, durable=True)
+    dist.barrier()
+    return str(path)

@@ -1,0 +1,149 @@
+"""Reads a checkpoint in whatever form, as one portable dict (see `distdl.checkpoint.portable`).
+
+- a file: Lightning's layout, or bare weights (`.pth` of torchvision and timm, `.safetensors`);
+- a folder of torch's distributed checkpoint, which `checkpoint.sharded=true` writes under FSDP;
+- a folder of DeepSpeed's.
+
+None of them runs code of its own while it is read, unless the user allows it
+(`checkpoint.trust_pickle`).
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from distdl.checkpoint.hyper_parameters import described
+from distdl.checkpoint.plain_state import TRUST, Packing, restored
+from distdl.util.errors import Problem, UserError
+
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+TYPES = ("hparams_type", "datamodule_hparams_type")  # the classes of what is a mapping by now
+
+
+class AnyCheckpoint(TorchCheckpointIO):
+    """Writes files as Lightning does, and reads every form.
+
+    While `taker` is set, it is asked first, and what it takes is not written: see
+    `distdl.checkpoint.saving`.
+    """
+
+    taker: Callable[[dict[str, Any]], bool] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        if self.taker is None or not self.taker(checkpoint):
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return load(Path(path), weights_only=weights_only)
+
+
+def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A checkpoint that loads with weights_only, and what in it is a pickle (`Packing.pickled`).
+
+    Args:
+        checkpoint: As Lightning's `dump_checkpoint` makes it.
+
+    Raises:
+        UserError: It holds what cannot be saved.
+    """
+    packing = Packing()
+    new = {
+        key: described(value) if key in HYPER_PARAMETERS else packing.pack(value, key)
+        for key, value in checkpoint.items()
+        if key not in TYPES
+    }
+    return new, packing.pickled
+
+
+def load(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
+    """As `read`, for a training to resume from: all state is as it was when it was saved."""
+    checkpoint = read(path, weights_only=weights_only, mmap=mmap)
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # weights have none
+    return restored(checkpoint, path, trust=weights_only is False)
+
+
+def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
+    """A checkpoint of any form, in host memory.
+
+    Args:
+        path: A file or a folder.
+        weights_only: False lets a file run code while it is unpickled; only for files of one's own.
+        mmap: Map a file's tensors instead of reading them: for who copies what it needs.
+
+    Raises:
+        UserError: The folder has no known form, the file is no complete checkpoint, or it holds
+            what cannot be read without running code.
+    """
+    try:
+        if path.is_dir():
+            return read_folder(path, trust=weights_only is False)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return {"state_dict": load_file(path)}
+        checkpoint = torch.load(
+            path,
+            map_location="cpu",
+            weights_only=weights_only is not False,
+            mmap=mmap and zipfile.is_zipfile(path),
+        )
+    except (FileNotFoundError, PermissionError, MemoryError, UserError):
+        raise
+    except Exception as error:  # of a file of another kind anything is raised: a KeyError, too
+        raise UserError(unreadable(path, error)) from error
+    return checkpoint if is_training(checkpoint) else {"state_dict": weights_of(checkpoint)}
+
+
+def unreadable(path: Path, error: Exception) -> Problem:
+    """Without torch's own advice, which is to let the file run code."""
+    objects = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
+    if objects:
+        what = f"holds an object of {objects[1]}, and is read without running code of its own"
+        return Problem(str(path), what, TRUST)
+    what = f"is no checkpoint, or not all of one ({type(error).__name__} while it was read)"
+    return Problem(str(path), what, "name a file that Lightning, torch.save or safetensors wrote")
+
+
+def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
+    from distdl.checkpoint import deepspeed_folder, sharded_folder
+
+    if sharded_folder.is_one(path):
+        return sharded_folder.read(path, trust=trust)
+    if deepspeed_folder.is_one(path):
+        return deepspeed_folder.read(path, trust=trust)
+    what = "this folder is no checkpoint that distdl can read"
+    remedy = "name a file, a run directory, or a folder that FSDP or DeepSpeed wrote"
+    raise UserError.at(str(path), what, remedy)
+
+
+def is_training(checkpoint: Any) -> bool:
+    """Whether this is a checkpoint in Lightning's layout, and not bare weights."""
+    is_mapping = isinstance(checkpoint, Mapping)
+    return is_mapping and isinstance(checkpoint.get("state_dict"), Mapping)
+
+
+def weights_of(weights: Any) -> dict[str, torch.Tensor]:
+    """The weights of a file that holds nothing else; some put them below "model".
+
+    Raises:
+        UserError: It holds something else.
+    """
+    for key in ("model", "model_state_dict"):
+        if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
+            weights = weights[key]
+    tensors = weights.values() if isinstance(weights, Mapping) else (None,)
+    if not all(isinstance(value, torch.Tensor) for value in tensors):
+        raise UserError("the file holds neither a checkpoint of Lightning's nor weights by name")
+    return dict(weights)

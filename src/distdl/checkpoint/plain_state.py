@@ -1,0 +1,261 @@
+"""State of callbacks, data and modules, in a form that `torch.load(weights_only=True)` reads.
+
+torch reads tensors, numbers, strings and containers of them without running code of the file. What
+else has a form without code (a path, an array, a deque, a member of an enum) is kept in that form,
+as {TAG: kind, ...}, and comes back as it was. What has none is kept as the bytes of its pickle,
+which is opened only by those who trust the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import io
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl.util.errors import UserError
+
+TAG = "__distdl__"
+TRUST = (
+    "if you or your own run wrote it: checkpoint.trust_pickle=true (convert: --trust-pickle); that "
+    "runs whatever code the file holds"
+)
+LEAVES = (bool, int, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device)
+MAPPINGS = (dict, OrderedDict, Counter)
+FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
+
+
+def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str, Any]:
+    """A checkpoint as it was before it was packed.
+
+    Args:
+        checkpoint: As it was read.
+        file: Where it was read from, for the message.
+        trust: Open pickles.
+
+    Raises:
+        UserError: It holds a pickle, and is not trusted; or a form that is not as we write it.
+    """
+    try:
+        return _restored(checkpoint, trust, "")
+    except _NotTrusted as error:
+        raise UserError.at(str(file), str(error), TRUST) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"its state is not as distdl writes it ({type(error).__name__}: {error})"
+        raise UserError.at(str(file), what) from error
+
+
+class Packing:
+    """One checkpoint's way into plain forms.
+
+    `pickled` has an entry for each object that is kept as a pickle: "callbacks.Mine.seen (a
+    mine.Seen)".
+    """
+
+    def __init__(self) -> None:
+        self.pickled: list[str] = []
+        self._open: set[int] = set()  # containers that we are inside of
+
+    def pack(self, value: Any, path: str) -> Any:
+        """A value in a form that loads with weights_only.
+
+        Tensors, and containers with nothing else inside, are the same objects and no copies.
+
+        Raises:
+            UserError: An object inside cannot be pickled either.
+        """
+        if is_leaf(value):
+            return value
+        kind = type(value)
+        if kind in (list, tuple, *MAPPINGS):
+            if id(value) in self._open:
+                return value
+            self._open.add(id(value))
+            try:
+                return self._container(value, path)
+            finally:
+                self._open.discard(id(value))
+        form = self._form(value, path)
+        if form is not None:
+            return form
+        if loads(value):  # a class that the user has made known to torch, for one
+            return value
+        self.pickled.append(f"{path} (a {name_of(kind)})")
+        try:
+            data = pickled(value)
+        except Exception as error:
+            what = f"holds a {name_of(kind)}, which cannot be saved ({error})"
+            raise UserError.at(path, what) from error
+        return {TAG: "pickle", "of": name_of(kind), "data": data}
+
+    def _container(self, value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            if TAG in value or not all(is_key(key) for key in value):
+                items = [[self.pack(k, path), self.pack(v, path)] for k, v in value.items()]
+                return {TAG: "dict", "items": items}
+            new = {key: self.pack(each, f"{path}.{key}") for key, each in value.items()}
+            if all(new[key] is value[key] for key in value):
+                return value
+            changed = copy.copy(value)  # of its own class, with its attributes
+            for key, each in new.items():
+                changed[key] = each
+            return changed
+        each = [self.pack(one, f"{path}[{i}]") for i, one in enumerate(value)]
+        same = all(a is b for a, b in zip(each, value, strict=True))
+        return value if same else type(value)(each)
+
+    def _form(self, value: Any, path: str) -> dict[str, Any] | None:
+        """The form of what can be made again without code of the file, or None."""
+        kind = type(value)
+        if isinstance(value, PurePath):
+            return {TAG: "path", "text": str(value)}
+        if kind is int:
+            return {TAG: "int", "text": hex(value)}
+        if kind is bytes:
+            return {TAG: "bytes", "data": octets(value)}
+        if isinstance(value, np.generic | np.ndarray) and kind is not np.ma.MaskedArray:
+            array = np.ascontiguousarray(value)
+            if array.dtype.hasobject or array.dtype.names:
+                return None
+            data = octets(array.tobytes())
+            shape = None if isinstance(value, np.generic) else list(value.shape)
+            return {TAG: "array", "dtype": array.dtype.str, "shape": shape, "data": data}
+        if isinstance(value, enum.Enum) and value.name in kind.__members__:
+            return {TAG: "enum", "of": [kind.__module__, kind.__qualname__], "name": value.name}
+        if kind is Namespace:
+            return {TAG: "namespace", "value": self.pack(vars(value), path)}
+        if kind in (set, frozenset):
+            return {TAG: kind.__name__, "items": self.pack(list(value), path)}
+        if kind is deque:
+            return {TAG: "deque", "items": self.pack(list(value), path), "maxlen": value.maxlen}
+        if kind is defaultdict:
+            factory = getattr(value.default_factory, "__name__", None)
+            if value.default_factory in (None, *FACTORIES.values()):
+                return {TAG: "default", "of": factory, "value": self.pack(dict(value), path)}
+        return None
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is read as it is, and has nothing inside."""
+    if value is None or type(value) in LEAVES:
+        return not (type(value) is int and value.bit_length() > 2000)  # torch reads 255 bytes
+    if type(value) is bytes:
+        return bool(value)  # torch does not read an empty one
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return not vars(value)
+    # A slice of a tensor: it is in no file, but in the folder that all ranks write.
+    return isinstance(value, torch.Tensor) and hasattr(value, "placements")
+
+
+def is_key(value: Any) -> bool:
+    return all(map(is_key, value)) if type(value) is tuple else is_leaf(value)
+
+
+def loads(value: Any) -> bool:
+    """Whether torch itself reads what it writes of a value."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # what cannot be pickled raises anything
+        return False
+    return True
+
+
+def pickled(value: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return octets(buffer.getvalue())
+
+
+def octets(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def name_of(value: Any) -> str:
+    """A class or function as `_target_` would name it; of another callable, its class."""
+    value = value if hasattr(value, "__qualname__") else type(value)
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+# ----------------------------------------------------------------------------------- and back
+
+
+class _NotTrusted(Exception):
+    pass
+
+
+def _restored(value: Any, trust: bool, path: str) -> Any:
+    if type(value) in (list, tuple):
+        each = [_restored(one, trust, f"{path}[{i}]") for i, one in enumerate(value)]
+        same = all(a is b for a, b in zip(each, value, strict=True))
+        return value if same else type(value)(each)
+    if type(value) not in MAPPINGS:
+        return value
+    if type(value.get(TAG)) is str:
+        return _made(value, trust, path)
+    for key, one in list(value.items()):
+        at = f"{path}.{key}" if path else str(key)
+        new = _restored(one, trust, at)
+        if new is not one:
+            value[key] = new
+    return value
+
+
+def _made(form: Mapping[str, Any], trust: bool, path: str) -> Any:
+    kind, inside = form[TAG], functools.partial(_restored, trust=trust, path=path)
+    if kind == "pickle":
+        if not trust:
+            what = f"its {path} is a pickled {form['of']}, which may run code while it is read"
+            raise _NotTrusted(what)
+        return torch.load(io.BytesIO(raw(form)), map_location="cpu", weights_only=False)
+    if kind == "array":
+        dtype = np.dtype(str(form["dtype"]))
+        if dtype.hasobject:
+            raise ValueError("an array of objects")
+        array = np.frombuffer(raw(form), dtype=dtype).copy()
+        return array[0] if form["shape"] is None else array.reshape(form["shape"])
+    if kind == "enum":
+        module, qualname = form["of"]
+        return member(module, qualname, form["name"])
+    makes: dict[str, Callable[[], Any]] = {
+        "path": lambda: Path(form["text"]),
+        "bytes": lambda: raw(form),
+        "int": lambda: int(form["text"], 16),
+        "namespace": lambda: Namespace(**inside(form["value"])),
+        "set": lambda: set(inside(form["items"])),
+        "frozenset": lambda: frozenset(inside(form["items"])),
+        "deque": lambda: deque(inside(form["items"]), form["maxlen"]),
+        "default": lambda: defaultdict(FACTORIES.get(form["of"]), inside(form["value"])),
+        "dict": lambda: {inside(k): inside(v) for k, v in form["items"]},
+    }
+    return makes[kind]()
+
+
+def raw(form: Mapping[str, Any]) -> bytes:
+    return bytes(form["data"].numpy().tobytes())
+
+
+def member(module: str, qualname: str, name: str) -> enum.Enum:
+    """A member of an enum that this process has loaded; nothing is imported for it.
+
+    Raises:
+        ValueError: There is none.
+    """
+    named: Any = sys.modules.get(module)
+    for part in qualname.split("."):  # no attribute that a module or class would compute
+        named = vars(named).get(part) if named is not None else None
+    if not (isinstance(named, type) and issubclass(named, enum.Enum)):
+        raise ValueError(f"{module}.{qualname} is no enum here")
+    return named.__members__[name]

@@ -1,0 +1,130 @@
+"""`python -m distdl convert CHECKPOINT --to STRATEGY|weights`: a checkpoint in another form.
+
+Every strategy reads and writes one portable file (docs/strategies/checkpoints.md), so a resume
+under another strategy needs no conversion. This makes that file out of the folders that FSDP and
+DeepSpeed write, or weights for other programs, and compares what it wrote with what it read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl.runs import checkpoints
+from distdl.util.errors import UserError
+from distdl.util.suggest import closest
+
+WEIGHTS = "weights"
+STRATEGIES = (
+    *("single", "ddp", "fsdp", "pipeline", "deepspeed_zero1", "deepspeed_zero2"),
+    *("deepspeed_zero3", "deepspeed_offload", "local_sgd"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes one file, and prints what in it is equal to the source.
+
+    Raises:
+        UserError: The source cannot be read, or the target is there already or of no known form.
+    """
+    known = (*STRATEGIES, WEIGHTS)
+    parser = argparse.ArgumentParser(
+        "python -m distdl convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
+    parser.add_argument("--to", required=True, help=f"one of {', '.join(known)}")
+    parser.add_argument("--world-size", type=int, help="check that the batch divides by it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=".ckpt; of weights .pth or .safetensors. By default the checkpoint's name, in the "
+        "current folder: epoch_002-fsdp.ckpt, epoch_002.pth",
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="let the checkpoint run code while it is read: only for your own",
+    )
+    options = parser.parse_args(argv)
+    if options.to not in known:
+        near = closest(options.to, known) or next((n for n in known if options.to in n), "")
+        remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
+        raise UserError.at("--to", f"there is no {options.to!r}", remedy)
+    source = checkpoints.find(options.checkpoint)
+    target = options.output or default_target(source, options.to)
+    free(target, options.to)
+
+    from distdl.checkpoint import convert as parts
+    from distdl.checkpoint import formats
+
+    checkpoint = formats.read(source) if not options.trust_pickle else parts.opened(source)
+    if options.to == WEIGHTS:
+        weights = parts.plain_weights(checkpoint["state_dict"])
+        parts.write_weights(weights, target)
+        written = formats.read(target)["state_dict"]
+        compared = {"weights": parts.compare(weights, written, WEIGHTS)}
+    else:
+        fits(checkpoint, source, options.world_size)
+        parts.write_checkpoint(checkpoint, source, target)
+        compared = parts.compare_all(checkpoint, formats.read(target))
+    print(f"{source} -> {target.resolve()}")
+    for part, count in compared.items():
+        print(f"  equal: {part}{f', {count} tensors' if count else ''}")
+    if options.to != WEIGHTS:
+        print_use(checkpoint, target, options.to, options.world_size)
+    elif parts.BEHIND_THE_AVERAGE in checkpoint:
+        print("  note: these are the averaged weights (EMA), which validations have seen")
+    return 0
+
+
+def default_target(source: Path, to: str) -> Path:
+    """In the current folder: among a run's checkpoints it would be taken for one of the run's."""
+    named = source.name.removesuffix(source.suffix) or source.name
+    return Path(f"{named}.pth" if to == WEIGHTS else f"{named}-{to}.ckpt")
+
+
+def free(target: Path, to: str) -> None:
+    """Refuses a target that is there, or whose name is of another form.
+
+    Raises:
+        UserError: One or the other.
+    """
+    forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
+    if target.suffix not in forms:
+        what = f"{target} is not called {' or '.join(forms)}"
+        raise UserError.at("--output", what, f"--output {target.with_suffix(forms[0])}")
+    if target.exists():
+        raise UserError.at("--output", f"{target} exists", "name another: --output FILE")
+
+
+def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
+    """Refuses what no training can resume from.
+
+    Raises:
+        UserError: It holds weights only, or the global batch does not divide by `world_size`.
+    """
+    if "optimizer_states" not in checkpoint:
+        what, remedy = "holds weights and no state of a training", "start a training from them"
+        raise UserError.at(str(source), what, f"{remedy}: model.weights={source}")
+    batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
+    if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
+        what = f"the global batch of {batch} does not divide by {world_size}"
+        remedy = "choose one that divides it, or resume with another data.batch_size"
+        raise UserError.at("--world-size", what, remedy)
+
+
+def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:
+    from distdl.checkpoint import portable
+
+    states = checkpoint["optimizer_states"]
+    if not all(portable.is_named(state) for state in states):
+        print(
+            "  note: its optimizer state is keyed by position, as distdl 0.1 and Lightning write "
+            "it: it fits a model with the same parameter groups"
+        )
+    size = f" trainer.devices={world_size}" if world_size else ""
+    print(f"  use: python -m distdl ... strategy={to}{size} checkpoint.resume_from={target}")

@@ -1,0 +1,72 @@
+"""`--help`: the groups, their options with one line each, and examples. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from distdl.config import compose, user_conf
+
+HEAD = """\
+distdl trains with PyTorch Lightning here, on a cluster, or on Azure: the same run anywhere.
+
+usage: python -m distdl [key=value | group=option] ...
+       python -m distdl COMMAND ...
+"""
+
+EXAMPLES = """examples:
+  python -m distdl experiment=resnet50_ddp debug=cpu           the main job, on a laptop
+  python -m distdl experiment=resnet50_ddp                     ... on all GPUs of this machine
+  python -m distdl model=resnet101 optimizer.lr=0.2 data.batch_size=64 trainer.max_epochs=3
+  python -m distdl experiment=resnet50_imagenet data.root=/path/to/imagenet dry_run=true
+  python -m distdl -m optimizer.lr=0.05,0.1 seed=0,1 ...       every combination, a run each
+  torchrun --nproc-per-node 2 -m distdl ...                    ranks that somebody else starts
+
+flags:
+  -m, --multirun            run every combination of comma-separated values
+  --cfg job                 print the composed config (also with -m) and stop
+  --resolve, -p PACKAGE     with --cfg: interpolations resolved; only a part
+  -cd, --config-dir DIR     more options, besides those of ./conf (which may replace ours)
+  -sc install=bash          shell completion: eval "$(python -m distdl -sc install=bash)"
+  --info, --hydra-help      Hydra's own
+
+A name=... makes a run that can be started again; dry_run=true prints what would run.
+"""
+
+
+def text(commands: Mapping[str, tuple[str, str]]) -> str:
+    parts = [HEAD, "commands:"]
+    parts += [f"  {name:<12} {line}" for name, (_, line) in commands.items()]
+    parts += ["", "groups and their options (* by default):"]
+    defaults = compose.defaults()
+    for group, options in sorted(_groups().items()):
+        parts.append(f"  {group}")
+        for option, about in sorted(options.items()):
+            mark = "*" if option in defaults.get(group, ()) else " "
+            parts.append(f"   {mark} {option:<20} {about}")
+    return "\n".join([*parts, "", EXAMPLES])
+
+
+def _groups() -> dict[str, dict[str, str]]:
+    """group -> option -> its first comment, ours and then the user's."""
+    groups: dict[str, dict[str, str]] = {}
+    mine = user_conf.folder()
+    for root in [files("distdl.conf"), *([mine] if mine else [])]:
+        for group in root.iterdir():
+            if not group.is_dir() or group.name.startswith(("_", ".")):
+                continue
+            for option in group.iterdir():
+                if option.name.endswith(".yaml"):
+                    name = option.name.removesuffix(".yaml")
+                    groups.setdefault(group.name, {})[name] = _about(option)
+    return groups
+
+
+def _about(option: Traversable) -> str:
+    for line in option.read_bytes().decode("utf-8", "replace").splitlines():
+        if line.startswith("#") and "@package" not in line:
+            return line.lstrip("# ").strip()
+        if line and not line.startswith("#"):
+            break
+    return ""

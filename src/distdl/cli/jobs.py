@@ -1,0 +1,184 @@
+"""`python -m distdl jobs ...`: what became of runs, wherever they are, from any later shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distdl.job import Job, JobState
+from distdl.launch import job_status, jobs
+from distdl.launch.job_status import state_of
+from distdl.launch.jobs import Target
+from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.runs.files import Damaged
+from distdl.util.errors import Problem, UserError
+from distdl.util.tail import plain, tail
+
+VERBS = {
+    "list": "the runs of a folder and how they stand",
+    "status": "how a run stands",
+    "logs": "its log; with --follow, until it has ended",
+    "wait": "until it has ended",
+    "cancel": "end it, with time for a checkpoint",
+    "resubmit": "start it again where it was, at the same place",
+    "fetch": "copy what a job on Azure or AWS has written so far",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """One verb on one run, one job (by its handle) or all runs of a folder.
+
+    Returns:
+        status: 0, or 1 if the platform cannot say. wait and logs --follow: the run's own exit code.
+
+    Raises:
+        UserError: There is no such run or job, or the verb does not apply to it.
+    """
+    options = parse(argv)
+    if options.verb == "list":
+        return list_runs(Path(options.target or "outputs"))
+    if options.verb == "resubmit":
+        from distdl.cli import resume
+
+        return resume.start(RunDirectory.open(options.target), options.overrides)
+    targets = jobs.targets(options.target, options.attempt, allowed(options.overrides))
+    if options.verb == "status":
+        return status(targets)
+    if options.verb == "cancel":
+        return cancel(targets)
+    if options.verb == "fetch":
+        return fetch(targets, options.to)
+    if options.verb == "wait":
+        return max(wait(*target) for target in targets)
+    if len(targets) > 1:
+        raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
+    return show_logs(*targets[0], options.follow)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m distdl jobs", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, text in VERBS.items():
+        verb = verbs.add_parser(name, help=text, description=text)
+        if name == "list":
+            verb.add_argument("target", nargs="?", metavar="FOLDER", help="default: outputs")
+            continue
+        verb.add_argument("target", metavar="RUN", help="a run's folder, or slurm://123")
+        verb.set_defaults(attempt=None, overrides=[])
+        if name == "resubmit":
+            verb.add_argument("overrides", nargs="*", help="as of `resume`: trainer.max_epochs=20")
+        else:
+            verb.add_argument(
+                "overrides", nargs="*", help="project.allow=[PACKAGE]: a launcher's that you trust"
+            )
+            verb.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
+        if name == "logs":
+            verb.add_argument("--follow", "-f", action="store_true")
+        if name == "fetch":
+            verb.add_argument("--to", type=Path, help="default: the run's own folder")
+    return parser.parse_args(argv)
+
+
+def allowed(overrides: Sequence[str]) -> list[str]:
+    """What `project.allow=[...]` on the command line allows, for this command.
+
+    Raises:
+        UserError: Another setting: whoever looks at a run changes none.
+    """
+    from distdl.config import compose
+
+    names: list[str] = []
+    for override in compose.parse_overrides(overrides):
+        value = override.value()
+        if override.key_or_group != "project.allow" or not isinstance(value, list):
+            remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"
+            raise UserError.at(str(override.input_line), "changes nothing here", remedy)
+        names += map(str, value)
+    return names
+
+
+def status(targets: Sequence[Target]) -> int:
+    jobs.ask(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
+    unknown, problems = False, list[Problem]()
+    for job, attempt in targets:
+        state = state_of(job, attempt)
+        unknown |= state is JobState.UNKNOWN
+        print(*job_status.lines(job, attempt, state), sep="\n")
+        try:
+            if attempt is not None:
+                RunDirectory(attempt.path.parents[1]).check_config()
+        except Damaged as damaged:  # how it stands is known all the same
+            problems += damaged.problems
+    if problems:
+        raise UserError(*problems)
+    return 1 if unknown else 0
+
+
+def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
+    if follow and attempt is not None and not isinstance(job, jobs.Unasked):
+        from distdl.launch.following import follow as follow_job
+
+        state = follow_job(job, attempt)
+        return 0 if state is None else state.exit_code
+    try:
+        for line in job.logs(follow=follow):
+            print(plain(line), flush=True)
+    except UserError:
+        # A scheduler forgets a job after minutes; what rank 0 wrote is in the run, if it is here.
+        kept = attempt.logs / "rank_0.log" if attempt else None
+        if kept is None or not kept.exists():
+            raise
+        print(f"{plain(getattr(job, 'why', '')) or f'{job.handle} is gone'}; {shown(kept)}:")
+        for line in tail(kept, lambda: False):
+            print(plain(line), flush=True)
+    return job.state().exit_code if follow else 0
+
+
+def wait(job: Job, attempt: Attempt | None) -> int:
+    job.wait()
+    state = state_of(job, attempt)
+    print(f"{state}  {job.handle}", flush=True)
+    return state.exit_code
+
+
+def cancel(targets: Sequence[Target]) -> int:
+    for job, attempt in targets:
+        state = state_of(job, attempt)
+        if state.ended:
+            print(f"{job.handle}: {state.lower()} already")
+        else:
+            job.cancel()
+            print(f"{job.handle}: asked to end; its checkpoint is being written")
+    return 0
+
+
+def fetch(targets: Sequence[Target], to: Path | None) -> int:
+    for job, attempt in targets:
+        copy: Callable[[Path], None] | None = getattr(job, "fetch", None)
+        if copy is None:
+            print(f"{job.handle}: its files are here already")
+            continue
+        target = to or (attempt.path.parents[1] if attempt else Path.cwd())
+        copy(target)
+        print(f"{job.handle}: fetched into {shown(target)}")
+    return 0
+
+
+def list_runs(folder: Path) -> int:
+    rows, notes = job_status.table(folder)
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*job_status.COLUMNS)
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False, emoji=False).print(table)  # brackets are text here
+    else:  # for `cut`, `awk` and a spreadsheet
+        for row in rows:
+            print(*row, sep="\t")
+    for note in notes:
+        print(f"note: {plain(note)}", file=sys.stderr)
+    return 0

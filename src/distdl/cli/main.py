@@ -1,0 +1,218 @@
+"""The command line: a verb, or compose -> validate -> launch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NoReturn
+
+from distdl import __version__
+from distdl.config import words
+from distdl.config.own_code import in_a_run
+from distdl.ranks import process_exit, stopping
+from distdl.util import lightning_names
+from distdl.util.errors import UserError
+
+# Verbs that are no training run: module and one line for --help.
+COMMANDS = {
+    "resume": ("distdl.cli.resume", "go on with a run"),
+    "jobs": ("distdl.cli.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
+    "prepare": ("distdl.cli.prepare", "an image data set as shards, from tars or folders"),
+    "data": ("distdl.cli.data", "check a data set: what it holds, how fast it can be read"),
+    "plan": ("distdl.cli.plan", "which strategy fits, and why: memory and traffic, no GPU"),
+    "scale": ("distdl.cli.scale", "the same benchmark on 1, 2, 4 ... devices: what they add"),
+    "convert": ("distdl.cli.convert", "a checkpoint of any strategy, or weights, as one file"),
+    "provision": ("distdl.cli.provision", "make or complete an Azure ML workspace"),
+    "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
+    "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
+}
+# Those that start runs: a signal that asks them to end is noted in the run.
+STARTING = ("resume", "scale")
+# Flags that are Hydra's own business: it answers them itself.
+HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for whatever the user can fix."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if in_a_run(Path.cwd()):  # `python -m` looks there first, and it may be somebody else's
+            sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
+        lightning_names.serve()
+        if not arguments or arguments[0] not in COMMANDS or arguments[0] in STARTING:
+            process_exit.outlive_readers()
+        if arguments and arguments[0] in COMMANDS:
+            with stopping.raised() if arguments[0] in STARTING else nullcontext():
+                module = importlib.import_module(COMMANDS[arguments[0]][0])
+                return int(module.main(arguments[1:]) or 0)
+        if any(a.split("=")[0] in HYDRAS for a in arguments):
+            return hydra_itself(arguments)
+        with stopping.raised():
+            return run(arguments)
+    except stopping.Ended as ended:
+        print(f"{ended.state.lower()} by {ended}", file=sys.stderr)
+        return ended.state.exit_code
+    except UserError as error:
+        print_problems(error)
+        return error.exit_code
+    except KeyboardInterrupt as error:  # a command may say what is left of its work
+        print(": ".join(("interrupted", *map(str, error.args))), file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `distdl --help | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run(arguments: list[str]) -> int:
+    from distdl.ranks import environment
+
+    # Before the options, which are those of a command that is misspelt.
+    first = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
+    words.check([*first], COMMANDS)
+    options = parse(arguments)
+    if options.help or not arguments:
+        from distdl.cli.help import text
+
+        print(text(COMMANDS))
+        return 0
+    if options.version:
+        print(f"distdl {__version__}")
+        return 0
+    words.check(options.overrides, COMMANDS)
+    if options.cfg:
+        return show_config(options)
+    started_by = environment.detect()
+    if started_by and options.multirun:
+        what = f"a sweep starts its own processes, and {started_by} has started several already"
+        raise UserError.at("-m", what, "python -m distdl -m ...")
+    if started_by:
+        from distdl.launch import external
+
+        return external.train(options.overrides, options.config_dir)
+    from distdl.config import compose
+
+    if options.multirun:
+        return sweep(options.overrides, options.config_dir)
+    if compose.sweep_keys(options.overrides):
+        keys = ", ".join(compose.sweep_keys(options.overrides))
+        remedy = "add -m to run each of them; a list is written [a,b]"
+        raise UserError.at(keys, "several values, and no sweep", remedy)
+    return launch(compose.compose(options.overrides, options.config_dir))
+
+
+def launch(config: object) -> int:
+    from distdl.config import user_conf
+    from distdl.launch import dry_run, planning
+    from distdl.launch import start as launching
+
+    user_conf.print_shadowed()
+    planned = planning.plan(config)  # type: ignore[arg-type]
+    planning.check_classes(planned)
+    if planned.config.dry_run:
+        print(dry_run.render(planned))
+        return 0
+    return launching.start(planned, [sys.argv[0], *sys.argv[1:]])
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong as everything else does."""
+
+    typed: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        option = message.rpartition("unrecognized arguments: ")[2].split()[0]
+        if option.startswith("-"):
+            from distdl.config.schema import LAYERS, known_paths
+
+            pairs = zip(self.typed, [*self.typed[1:], ""], strict=True)
+            following = next((word for typed, word in pairs if typed == option), "")
+            known = [*LAYERS, *known_paths()]
+            remedy = words.for_option(option, known, following) or "--help lists the options"
+            raise UserError.at(option, "is no option of distdl", remedy)
+        raise UserError(message)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m distdl", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("-p", "--package")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    parser.typed = arguments
+    return parser.parse_intermixed_args(arguments)
+
+
+def show_config(options: argparse.Namespace) -> int:
+    """`--cfg job`: the composed config as YAML, of each job of a sweep with -m."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from distdl.config import compose
+
+    jobs = [options.overrides]
+    if options.multirun:
+        jobs = compose.sweep(options.overrides, options.config_dir)
+    for overrides in jobs:
+        config = compose.compose(overrides, options.config_dir)
+        if len(jobs) > 1:
+            print(f"# {' '.join(overrides)}")
+        shown = config.hydra if options.cfg == "hydra" else config
+        if options.cfg == "job":
+            shown = config.copy()
+            shown.pop("hydra")
+        if options.package:
+            shown = OmegaConf.select(shown, options.package)
+            if shown is None:
+                raise UserError.at("--package", f"the config has no {options.package!r}")
+            if not OmegaConf.is_config(shown):
+                print(shown)
+                continue
+        try:
+            print(OmegaConf.to_yaml(shown, resolve=options.resolve), end="")
+        except OmegaConfBaseException as error:
+            raise UserError.at("--resolve", str(error).split("\n")[0]) from error
+    return 0
+
+
+def sweep(overrides: list[str], config_dirs: list[str]) -> int:
+    """Every job of a sweep is a run of its own in a fresh process; all are checked first."""
+    from distdl.launch import sweeps
+
+    return sweeps.main(overrides, config_dirs)
+
+
+def hydra_itself(arguments: list[str]) -> int:
+    """Hydra's own flags (shell completion, --info), answered by Hydra's own main."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from distdl.config import compose, user_conf
+
+    user_conf.register()
+    sys.argv = ["distdl", *arguments]
+    answer = hydra.main(config_path="pkg://distdl.conf", config_name="distdl", version_base="1.3")
+    try:
+        answer(lambda config: None)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(compose.first_lines(error)) from error
+    return 0
+
+
+def print_problems(error: UserError) -> None:
+    count = len(error.problems)
+    print(f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
+    if error.further:
+        print(error.further, file=sys.stderr)

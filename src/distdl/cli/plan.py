@@ -1,0 +1,118 @@
+"""`python -m distdl plan +experiment=... [overrides]`: which strategy fits, and without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distdl.util.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from distdl.planner.strategies import StrategyPlan
+
+EPILOG = """\
+The same overrides as a run. One training step is measured on fake tensors, so no GPU and little
+memory is needed; data.root must be readable here, or plan with data=synthetic.
+
+  python -m distdl plan +experiment=resnet50_ddp
+  python -m distdl plan +experiment=resnet50_ddp --devices 8 --device-memory 16 --link 100
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a table of strategies and a recommendation.
+
+    Raises:
+        UserError: Anything is wrong with the config, the sizes, or the training step.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m distdl plan",
+        description="Estimates memory and traffic of each strategy, and recommends one.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="as for a run")
+    parser.add_argument("--devices", type=int, help="all together; by default the run's, else 8")
+    parser.add_argument("--device-memory", type=float, default=16, help="GiB of each (16)")
+    parser.add_argument("--link", type=float, default=100, help="Gbit/s that each sends (100)")
+    parser.add_argument(
+        "--tflops", type=float, default=50, help="of each, as sustained, not as advertised (50)"
+    )
+    options = parser.parse_intermixed_args(list(argv))
+    problems = [
+        Problem(f"--{name.replace('_', '-')}", f"must be more than 0, not {value}")
+        for name in ("devices", "device_memory", "link", "tflops")
+        if (value := getattr(options, name)) is not None and value <= 0
+    ]
+    if problems:
+        raise UserError(*problems)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from distdl.planner import strategies
+
+        machine = (options.device_memory * 2**30, options.link * 1e9, options.tflops * 1e12)
+        plan = strategies.plan_strategy(options.overrides, options.devices, *machine)
+    show(plan, options)
+    return 0
+
+
+def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
+    """The table on the screen."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from distdl.distributed.traffic import in_words
+
+    measured, machine, rows, gib = plan.measured, plan.machine, plan.rows, 2**30
+    # A small model has nothing to show in GiB.
+    unit, scale = ("GiB", gib) if rows[0].total >= gib else ("MiB", 2**20)
+    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(
+        f"step    batch {measured.batch_size} per device, {measured.flops / 1e12:.3g} TFLOP, "
+        f"{measured.flops / machine.flops:.3g} s of work on each device",
+        f"size    {measured.gradients / scale:.3g} {unit} trained weights, "
+        f"{measured.activations / scale:.3g} {unit} activations",
+        f"on      {machine.devices} devices of {options.device_memory:g} GiB, "
+        f"{options.link:g} Gbit/s, {options.tflops:g} TFLOP/s",
+        sep="\n",
+    )
+    title = f"{unit} on the fullest device"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    columns = "weights", "gradients", "optimizer", "activations", "other", "total"
+    for name in (*columns, "fits", "sent per step", "step, s"):
+        table.add_column(name, justify="right", no_wrap=name != "fits")
+    notes = [f"single: {machine.devices} batches, accumulated: one step of all the others"]
+    notes = notes if machine.devices > 1 else []
+    for row in rows:
+        if row.missing:
+            table.add_row(row.name, *"-" * 9)
+            notes.append(f"{row.name}: {row.missing}")
+            continue
+        if row.host:
+            notes.append(
+                f"{row.name}: {row.host / scale:.2f} {unit} of host memory per device; each step "
+                "takes its gradients there and its weights back"
+            )
+        sizes = [digits(getattr(row, name) / scale) for name in columns]
+        fits = "yes" if row.fits(machine) else "[bold]no[/bold]"
+        seconds = f"{row.seconds(measured, machine):.3g}"
+        table.add_row(row.name, *sizes, fits, in_words(row.sent), seconds)
+    console.print(table)
+    for note in (*notes, *plan.notes):
+        console.print(f"note    {note}", markup=False)
+    chosen = " ".join(plan.advice.overrides)
+    console.print(f"\n[bold]advice  {chosen or 'none'}[/bold]")
+    console.print(f"        {plan.advice.reason}.", markup=False)
+    if chosen:
+        command = " ".join(["python -m distdl", *options.overrides, chosen])
+        console.print(f"        {command}", markup=False, soft_wrap=True)
+
+
+def digits(size: float) -> str:
+    """Two after the point, or as many as show that it is not nothing."""
+    return f"{size:.2f}" if size >= 0.005 or not size else f"{size:.1g}"

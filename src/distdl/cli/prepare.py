@@ -1,0 +1,294 @@
+"""`python -m distdl prepare KIND --source DIR --to OUT`: images as shards, checked, in parallel.
+
+Each image is decoded once; interrupted work continues when the same command is given
+again. See docs/data/prepare.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from distdl.config.resources import cpu_cores
+from distdl.datasets import shard_plan as plans
+from distdl.datasets.images import DEFAULT_QUALITY, Treatment
+from distdl.datasets.next_steps import SPLITS, how_to_have, print_next
+from distdl.datasets.shard_plan import Part, ShardPlan
+from distdl.datasets.source import KINDS, Source
+from distdl.datasets.work import Preparation
+from distdl.datasets.writers import FORMATS, Result, Writer
+from distdl.stores.files import readable
+from distdl.util.errors import UserError
+from distdl.util.progress_bar import Bar, duration, size
+from distdl.util.suggest import closest
+
+COMMAND = "python -m distdl prepare"
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM (kill, docker stop, the end of a batch job) ends it as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@ended_by_sigterm()
+def main(argv: Sequence[str]) -> int:
+    """Prepares one data set, or continues with it, and prints what to type next.
+
+    Raises:
+        UserError: The options, the source or the folder are not what they should be, or images are
+            damaged.
+    """
+    module, rest = kind_of(list(argv))
+    options = parse(module, rest)
+    treatment = Treatment(options.max_side, options.short_side, options.quality)
+    check(options, treatment)
+    if options.to.resolve().is_relative_to(options.source.resolve()):
+        what = f"{options.to} is inside the source, {options.source}"
+        raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
+    with readable("--source"):
+        source: Source = module.open_source(options)
+        described = source.describe()
+    settings = {
+        "source": described,
+        "format": options.format,
+        "images": asdict(treatment),
+        "seed": options.seed,
+        "shard_mb": options.shard_mb,
+    }
+    work = Preparation(options.to, settings)
+    if options.upload and (options.dry_run or not work.complete):
+        from distdl.datasets.upload import check_target
+
+        check_target(options.upload, options.to if work.complete else None)
+    if work.complete and not options.dry_run:
+        work.tidy()
+        print(f"{options.to} is prepared already")
+    else:
+        plan = planned(work, source)
+        describe(plan, options, treatment)
+        if options.dry_run:
+            print("nothing was written (--dry-run)")
+            return 0
+        with resumable(), work.alone():
+            prepare(work, plan, source, options, treatment)
+    if options.upload:
+        with resumable():
+            send(options.to, options.upload)
+    print_next(options, source.kind, work)
+    return 0
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Ctrl-C says that the same command continues."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on where it was") from None
+
+
+def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
+    """The module of a source, and what follows its name."""
+    shown = [f"{COMMAND} {name:9} {text}" for name, (_, text) in KINDS.items()]
+    if argv and argv[0] in ("-h", "--help"):
+        print("\n".join((f"{__doc__}", *shown, "", f"options: {COMMAND} imagenet --help")))
+        raise SystemExit(0)
+    if not argv or argv[0].startswith("-"):
+        what = "what is it? The first word says so"
+        raise UserError.at("prepare", what, "\n    ".join(shown))
+    name = argv[0]
+    if name not in KINDS and "." not in name:
+        near = closest(name, KINDS)
+        remedy = f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown)
+        raise UserError.at(name, "is no kind of source", remedy)
+    path = KINDS[name][0] if name in KINDS else name
+    try:
+        return importlib.import_module(path), argv[1:]
+    except ImportError as error:
+        raise UserError.at(name, f"cannot import {path}: {error}") from error
+
+
+class Parser(argparse.ArgumentParser):
+    """Its errors look like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = [word for word in message.split() if word.startswith("--")]
+        known = list(self._option_string_actions)
+        near = closest(wrong[0], known) if message.startswith("unrecognized") and wrong else None
+        remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
+        raise UserError.at(" ".join(self.prog.split()[3:]), message, remedy)
+
+
+def not_empty(text: str) -> str:
+    """A variable that is not set leaves "", which Path takes for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
+def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
+    name = module.__name__.rpartition(".")[2]
+    name = name if name in KINDS else module.__name__
+    parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--source", type=not_empty, required=True, metavar="DIR", help="where the images are")
+    add(
+        "--to",
+        type=not_empty,
+        required=True,
+        metavar="OUT",
+        help="a new folder, or one to continue",
+    )
+    add("--format", choices=FORMATS, default="shards", help="folder: OUT/train/<class>/*.jpg")
+    add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
+    add("--max-side", type=int, metavar="N", help="scale longer sides down to N pixels; lossy")
+    add("--short-side", type=int, metavar="N", help="scale shorter sides down to N pixels; lossy")
+    quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only what is scaled); lossy"
+    add("--quality", type=int, metavar="Q", help=quality)
+    add("--skip-damaged", action="store_true", help="leave out what cannot be decoded")
+    add("--seed", type=int, default=0, help="of the order of the training images (0)")
+    add("--workers", type=int, default=cpu_cores(), metavar="N", help=f"processes ({cpu_cores()})")
+    add(
+        "--upload",
+        type=not_empty,
+        metavar="URL",
+        help="send it on: azure://container/path, s3://...",
+    )
+    add("--dry-run", action="store_true", help="print the plan, write nothing")
+    module.add_options(parser)
+    options = parser.parse_args(argv)
+    options.source = Path(options.source).expanduser()
+    return options
+
+
+def check(options: argparse.Namespace, treatment: Treatment) -> None:
+    """Raises UserError for what can be known to be wrong from the options alone."""
+    if "://" in options.to:
+        what = f"{options.to} is no folder"
+        raise UserError.at("--to", what, f"--to DIR --upload {shlex.quote(options.to)}")
+    options.to = Path(options.to).expanduser()
+    for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
+        if getattr(options, name) < least:
+            what = f"{getattr(options, name)} is less than {least}"
+            raise UserError.at(f"--{name.replace('_', '-')}", what)
+    treatment.check()
+    if options.upload:
+        from distdl.stores import open_store
+
+        if options.format != "shards":
+            what = "a million small files are slow to read from a store"
+            raise UserError.at("--upload", what, "--format shards")
+        open_store(options.upload)  # refuses what it does not understand now, and not in hours
+
+
+def planned(work: Preparation, source: Source) -> ShardPlan:
+    if work.begun:
+        return ShardPlan.load(work.plan_file)
+    with Bar("reading headers") as bar:
+        return plans.make(source, work.settings, bar)
+
+
+def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
+    """What will be written, before it is."""
+    kind = plan.settings["source"]["kind"]
+    print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
+    for split in SPLITS:
+        parts = [part for part in plan.parts if part.split == split]
+        images = sum(len(part.samples) for part in parts)
+        text = f"  {split:5}  {counted(images, 'image'):>16}"
+        text += f"  {size(sum(part.bytes for part in parts)):>8}"
+        if options.format == "shards":
+            text += f"  {counted(len(parts), 'shard')}"
+        print(text)
+    empty = [split for split in SPLITS if not any(part.split == split for part in plan.parts)]
+    for split in empty:
+        print(f"no {SPLITS[split]} images: {how_to_have(split, kind)}")
+    print(f"images: {treatment}")
+    workers = counted(options.workers, "process", "processes")
+    print(f"to {options.to} ({options.format}), by {workers}")
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def prepare(
+    work: Preparation,
+    plan: ShardPlan,
+    source: Source,
+    options: argparse.Namespace,
+    treatment: Treatment,
+) -> None:
+    missing = work.missing(plan, options.skip_damaged)
+    total = sum(part.bytes for part in plan.parts)
+    done = total - sum(part.bytes for part in missing)
+    check_space(options.to, missing, treatment)
+    if work.begun:
+        noun = "shards" if options.format == "shards" else "parts"
+        print(f"goes on: {len(plan.parts) - len(missing):,} of {len(plan.parts):,} {noun} are done")
+    else:
+        plan.save(work.plan_file)
+    writer = Writer(source, plan.classes, treatment, options.to, options.format)
+    with Bar("preparing", start=done) as bar:
+        images = 0
+
+        def advance(count: int, length: int) -> None:
+            nonlocal images, done
+            images, done = images + count, done + length
+            rate = images / max(bar.seconds, 1e-9)
+            bar(done, total, f"{size(done)} of {size(total)}  {rate:,.0f} img/s")
+
+        work.write(missing, writer, min(options.workers, max(1, len(missing))), advance)
+        seconds = bar.seconds
+    result = work.finish(plan, options.skip_damaged)
+    print_result(result, options.to, images, seconds)
+
+
+def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> None:
+    """Raises UserError when the disk cannot hold it; unknown where images get smaller."""
+    free = shutil.disk_usage(out).free
+    needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
+    if needed > free and not treatment.lossy:
+        what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
+        raise UserError.at("--to", what, "free some space, or name another disk: --to DIR")
+
+
+def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
+    for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
+        names = [name for found, name in result.mended if found == kind]
+        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
+    for name, reason in result.damaged[:20]:
+        print(f"left out: {name} ({reason})")
+    if len(result.damaged) > 20:
+        print(f"left out: {len(result.damaged) - 20:,} more; all are named in the manifest")
+    rate = f", {images / seconds:,.0f} img/s" if images else ""
+    print(f"{out}: {result.samples:,} images, {size(result.bytes)}, in {duration(seconds)}{rate}")
+
+
+def send(out: Path, url: str) -> None:
+    from distdl.datasets.upload import upload
+
+    shown = url.partition("?")[0]  # what follows may be a secret
+    with Bar(f"uploading to {shown}") as bar:
+        upload(out, url, lambda done, total: bar(done, total, f"{size(done)} of {size(total)}"))
+    print(f"uploaded to {shown}")

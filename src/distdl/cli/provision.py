@@ -1,0 +1,84 @@
+"""`python -m distdl provision azureml`: make or complete a workspace for training.
+
+It prints a plan, asks, changes only what differs, and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from distdl.util.errors import Problem, UserError
+
+USAGE = """\
+usage: python -m distdl provision azureml [key=value ...]
+       python -m distdl provision azureml sas account=NAME container=NAME [days=1]
+
+Makes or completes an Azure ML workspace: virtual network, private endpoints, storage, container
+registry, key vault, identity and roles, compute. Prints a plan, asks for "yes" (or confirm=true),
+changes only what differs and deletes nothing. dry_run=true prints the resources without an account.
+
+  python -m distdl provision azureml resource_group=ml workspace=vision dry_run=true
+  python -m distdl provision azureml resource_group=ml workspace=vision private=false
+
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Provisions a place.
+
+    Raises:
+        UserError: The place is unknown, or refuses its settings.
+    """
+    parser = argparse.ArgumentParser("python -m distdl provision", add_help=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    options = parser.parse_args(argv)
+    place, *words = options.words or [""]
+    if options.help or not place:
+        return print_help(words)
+    if place != "azureml":
+        remedy = "python -m distdl provision azureml --help"
+        raise UserError.at(place, "is no place that can be provisioned", remedy)
+    if words[:1] == ["sas"]:
+        from distdl.launchers.azureml.provision import sas
+
+        return sas.run(values(words[1:]))
+    from distdl.launchers.azureml.provision import command
+
+    return command.run(values(words))
+
+
+def print_help(words: Sequence[str]) -> int:
+    """Prints it; needs nothing of Azure's."""
+    from distdl.launchers.azureml.provision import sas, settings
+
+    if list(words[:1]) == ["sas"]:
+        print(sas.HELP)
+    else:
+        print(USAGE + settings.text())
+    return 0
+
+
+def values(words: Sequence[str]) -> dict[str, Any]:
+    """key=value in Hydra's grammar, as everywhere else.
+
+    Raises:
+        UserError: A word is no override, or sets no single value.
+    """
+    from distdl.config import compose
+
+    found: dict[str, Any] = {}
+    problems = []
+    for override in compose.parse_overrides(list(words)):
+        key = override.key_or_group
+        if override.is_delete() or override.is_add() or override.is_sweep_override():
+            problems.append(Problem(key, "sets one value here", f"write {key}=VALUE"))
+        elif isinstance(value := override.value(), dict):
+            found.update({f"{key}.{name}": item for name, item in value.items()})
+        else:
+            found[key] = value
+    if problems:
+        raise UserError(*problems)
+    return found

@@ -1,0 +1,27 @@
+"""`python -m distdl report RUN`: one HTML page with a run's curves, attempts and config."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from distdl.report import page
+from distdl.util.tail import plain
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the page.
+
+    Raises:
+        UserError: RUN is no run, or the output is a file that no report wrote.
+    """
+    parser = argparse.ArgumentParser(prog="distdl report", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("--output", metavar="FILE", help="default: RUN/report.html")
+    options = parser.parse_args(argv)
+    output, damage = page.write(options.run, options.output)
+    for damaged in damage:
+        print(f"warning: {plain(damaged)}", file=sys.stderr)
+    print(output)
+    return 0

@@ -1,0 +1,49 @@
+"""`python -m distdl resume RUN [overrides]`: continue a run where it was."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distdl.config import compose
+from distdl.launch import dry_run, external, jobs, resuming
+from distdl.launch import start as launch
+from distdl.ranks import environment
+from distdl.runs.directory import RunDirectory, shown
+from distdl.util.errors import UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the next attempt of a run.
+
+    Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`), and
+    of the recipe `strategy=`, `data.batch_size`, accumulation, the length and the form of the
+    checkpoints; anything else is another run.
+
+    Raises:
+        UserError: RUN is no run, or an override changes what a run is.
+    """
+    parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
+    parser.add_argument("overrides", nargs="*", help="e.g. trainer.max_epochs=20 trainer.devices=2")
+    options = parser.parse_args(argv)
+    if options.run is None or ("=" in options.run and not Path(options.run).exists()):
+        newest = next(iter(jobs.runs_below(Path(compose.compose([]).output_dir))), None)
+        remedy = "python -m distdl jobs list shows them"
+        if newest is not None:
+            remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
+        raise UserError.at("RUN", "which run is to go on?", remedy)
+    run = RunDirectory.open(options.run)
+    if environment.detect() is not None:  # torchrun -m distdl resume RUN
+        return external.main(lambda here: resuming.plan(run, options.overrides, here))
+    return start(run, options.overrides)
+
+
+def start(run: RunDirectory, overrides: Sequence[str]) -> int:
+    planned = resuming.plan(run, overrides)
+    if planned.config.dry_run:
+        print(dry_run.render(planned))
+        return 0
+    return launch.start(planned, sys.argv)

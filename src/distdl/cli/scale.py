@@ -1,0 +1,149 @@
+"""`python -m distdl scale [overrides]`: the same benchmark on 1, 2, 4 ... devices and nodes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distdl.util.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from distdl.scaling.members import Member
+    from distdl.scaling.results import Rented
+
+EPILOG = """\
+Every size is a run of its own in one folder, by any launcher; started again, the command measures
+only what is missing. One device is measured without a strategy: the others are held against it.
+
+  python -m distdl scale +experiment=resnet50_ddp --devices 1,2,4,8
+  python -m distdl scale model=resnet50 --devices 1,2 --strategy ddp --strategy fsdp
+  python -m distdl scale model=resnet50 --strategy "ddp strategy.comm_hook=bf16" --mode weak
+  python -m distdl scale +experiment=resnet50_ddp launcher=slurm --devices 1,4 --nodes 2,4,8
+"""
+# What to do about sizes without a result.
+LACKING = {
+    "not measured": "the same command resumes with them",
+    "under way": "once they have ended, the same command shows them",
+    "not here": "fetch them (see above), then the same command shows them",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures what is missing, and shows what there is.
+
+    Raises:
+        UserError: Anything is wrong with the sizes or the config; nothing is started.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m distdl scale",
+        description="Measures weak and strong scaling; see docs/benchmark.md.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="as for a run")
+    parser.add_argument("--devices", help="of one node: 1,2,4 (up to what is here)")
+    parser.add_argument("--nodes", default="", help="with all devices of a node: 2,4,8")
+    parser.add_argument("--strategy", action="append", help="may be repeated; without it ddp")
+    parser.add_argument("--mode", default="weak,strong", help="weak or strong; without it both")
+    parser.add_argument("--vm", help="an Azure VM size, for prices; that of launcher=azureml")
+    parser.add_argument("--spot", "--low-priority", action="store_true", help="its spot price")
+    parser.add_argument("--between", type=float, help="Gbit/s of a node's network, to predict with")
+    parser.add_argument(
+        "--predict", type=int, metavar="N", help="on paper, up to N devices, as 4096"
+    )
+    options = parser.parse_intermixed_args(list(argv))
+    modes = options.mode.split(",")
+    problems = [
+        Problem("--mode", f"there is no {mode!r}", "weak, strong, or weak,strong")
+        for mode in modes
+        if mode not in ("weak", "strong")
+    ]
+    if options.between is not None and not 0 < options.between < math.inf:
+        problems.append(Problem("--between", f"must be more than 0, not {options.between}"))
+    if options.predict is not None and options.predict < 2:
+        problems.append(Problem("--predict", f"must be 2 or more, not {options.predict}"))
+    devices = numbers("--devices", options.devices, problems) or ([] if problems else here())
+    nodes = numbers("--nodes", options.nodes, problems)
+    if problems:
+        raise UserError(*problems)
+
+    from distdl.scaling import members as _scale_members
+    from distdl.scaling import results
+
+    counts = _scale_members.sizes(devices, nodes)
+    if (1, 1) not in counts:
+        print("note    one device is measured as well: the others are held against it")
+        counts.insert(0, (1, 1))
+    strategies = options.strategy or ["ddp"]
+    members = _scale_members.members(options.overrides, strategies, counts, modes)
+    rented = results.rented_of(options.vm, options.spot, members[0].config.launcher)
+    code = _scale_members.measure(members)
+    if members[0].config.dry_run:
+        return 0
+    show(members, modes, rented, options)
+    return code or int(any(not m.result and m.lacking != "under way" for m in members))
+
+
+def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
+    """`1,2,4` as numbers."""
+    try:
+        counts = [int(part) for part in (text or "").split(",") if part]
+    except ValueError:
+        counts = [0]
+    if any(number < 1 for number in counts):
+        problems.append(Problem(flag, f"{text!r} are no numbers of 1 or more", f"{flag} 1,2,4"))
+    return counts
+
+
+def here() -> list[int]:
+    """1, 2, 4 ... up to the GPUs of this machine; without any, one and two processes."""
+    from distdl.config import resources
+
+    most = resources.visible_gpus() or 2
+    return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
+
+
+def show(
+    members: Sequence[Member],
+    modes: Sequence[str],
+    rented: Rented | None,
+    options: argparse.Namespace,
+) -> None:
+    """The table, the advice, and their files beside the runs."""
+    from distdl.runs.directory import read_json
+    from distdl.scaling import Link, printing, results
+    from distdl.scaling import members as _scale_members
+
+    old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
+    before, notes = _scale_members.measured_before(options.overrides, members, old)
+    print()
+    for lacking, remedy in LACKING.items():
+        if names := [m.name for m in members if not m.result and m.lacking == lacking]:
+            print(f"{lacking}: {', '.join(names)}; {remedy}")
+    measured = [m for m in (*members, *before) if m.result]
+    if not measured:
+        return
+    between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
+    every = list(dict.fromkeys([*modes, *_scale_members.MODES]))  # earlier ones may be of the other
+    rows = results.rows(measured, rented, between, every)
+    printing.print_rows(rows, rented)
+    further = results.further(measured, rented, between, options.predict or 1)
+    if options.predict and results.links_of(measured, rented, between)[1] is None:
+        print(
+            f"predict more than the {results.per_node(measured, rented)} of a node? Nothing "
+            "says how fast nodes are joined: --between GBIT, --vm SIZE, or measure --nodes 2"
+        )
+    for strategy, guesses in further.items():
+        print(f"\n{strategy}, predicted from one device and the measured link (weak):")
+        for n, guess in guesses.items():
+            print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
+    notes += [*results.disturbed(rows), *printing.gaps(rows, further)]
+    advice = results.advise(rows)
+    for line in notes:
+        print(f"note    {line}")
+    for line in advice:
+        print(f"advice  {line}")
+    vm = rented.name if rented else None
+    printing.write(members, before, rows, further, notes=notes, advice=advice, vm=vm)

@@ -1,0 +1,322 @@
+"""Composing a config with Hydra, through its compose API: no file is written."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.config import user_conf, words
+from distdl.config.recipe import is_own
+from distdl.config.schema import LAYERS
+from distdl.util.errors import Problem, UserError
+from distdl.util.redact import redact
+from distdl.util.suggest import closest
+
+PRIMARY = "distdl"
+
+
+@contextmanager
+def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
+    """Hydra with our options, the user's `./conf` (or $DISTDL_CONF) before them, and the
+    directories of `--config-dir` after them."""
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    user_conf.register(config_dirs)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("distdl.conf", version_base="1.3", job_name=PRIMARY):
+        yield
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+    """One composed config, with a `hydra` node beside ours.
+
+    Unknown keys do not stop it: every value override is added by force, so that validation finds
+    all of them at once, each with a suggestion.
+
+    Raises:
+        UserError: An override that cannot be parsed, an option that does not exist, a broken file.
+    """
+    from hydra import compose as hydra_compose
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    with hydra_session(config_dirs):
+        try:
+            prepared = prepare_overrides(overrides)
+            config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
+            if config.hydra.runtime.choices.get("debug"):
+                _spare_own_data(config, prepared)
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise UserError(_of_a_file(first_lines(error))) from error
+        except (RecursionError, UnicodeDecodeError):
+            if not (broken := user_conf.broken()):
+                raise
+            raise UserError(*broken) from None
+    OmegaConf.set_readonly(config.hydra, None)
+    HydraConfig.instance().set_config(config)
+    OmegaConf.set_struct(config, False)
+    choices = config.hydra.runtime.choices
+    if _is_empty(config, "experiment_name"):
+        experiment = choices.get("experiment")
+        config.experiment_name = str(experiment).replace("/", "_") if experiment else "default"
+    for group in ("tracking", "callbacks"):
+        if _is_empty(config, group):
+            config[group] = {}
+    if not OmegaConf.is_interpolation(config, "trainer"):
+        _in_one_form(config.get("trainer"))
+    return config
+
+
+def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Of `debug=step` takes what a data module of the user's may not know, such as num_workers."""
+    from hydra import compose as hydra_compose
+
+    data = config.get("data")
+    if not isinstance(data, DictConfig) or is_own(data.get("_target_")):
+        return
+    before = hydra_compose(PRIMARY, overrides=[o for o in overrides if not o.startswith("+debug=")])
+    for key in [key for key in data if key not in (before.get("data") or {})]:
+        OmegaConf.set_struct(data, False)
+        data.pop(key)
+
+
+def _in_one_form(trainer: Any) -> None:
+    """Texts that Lightning reads as numbers ("2", "0,1") become them, and short precisions long."""
+    if not isinstance(trainer, DictConfig):
+        return
+    devices, precision = (
+        None if OmegaConf.is_interpolation(trainer, key) else trainer.get(key)
+        for key in ("devices", "precision")
+    )
+    if isinstance(devices, str) and re.fullmatch(r"\s*(-1|\d+|(\d+\s*,\s*)+\d*)\s*", devices):
+        numbers = [int(part) for part in devices.split(",") if part.strip()]
+        trainer.devices = numbers if "," in devices else numbers[0]
+    if str(precision) in ("16", "bf16", "32", "64"):
+        trainer.precision = f"{precision}-{'mixed' if '16' in str(precision) else 'true'}"
+
+
+def _is_empty(config: DictConfig, key: str) -> bool:
+    # An interpolation may lead nowhere: validation reports it with the other problems.
+    return not OmegaConf.is_interpolation(config, key) and config.get(key) is None
+
+
+def prepare_overrides(overrides: Sequence[str]) -> list[str]:
+    """What the user typed -> what Hydra takes; all mistakes in options at once.
+
+    `experiment=x` and `debug=x` become additions, in this order and after all other options;
+    `key=value` becomes `++key=value`. Needs a `hydra_session`.
+    """
+    problems: list[Problem] = []
+    layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
+    options, inner, values = list[str](), list[str](), list[str]()
+    for override in parse_overrides(overrides):
+        line = str(override.input_line)
+        key = override.key_or_group
+        body = re.sub(r"^(\+\+|\+|~)", "", line)
+        if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
+            what = "distdl lays out its own runs, and Hydra's setting would do nothing"
+            problems.append(Problem(key, what, words.for_key(key)))
+        elif override.is_delete() or key.startswith("hydra"):
+            options.append(line)
+        elif is_group(key) and not isinstance(override.value(), dict):
+            problems += _unknown_options(override)
+            if key in LAYERS:
+                layers[key].append("+" + body)
+            elif "/" in key:
+                inner.append(body)
+            else:
+                options.append(body if key in defaults() else "+" + body)
+        else:
+            values.append("++" + body)
+    for layer, chosen in layers.items():
+        if len(chosen) > 1:
+            names = ", ".join(each.partition("=")[2] for each in chosen)
+            remedy = f"choose one; a file builds on another by `- {names.split(', ')[0]}` under "
+            problems.append(Problem(layer, f"chosen twice: {names}", f"{remedy}its defaults"))
+    if problems:
+        raise UserError(*problems)
+    ordered = [*options, *layers["experiment"], *layers["debug"]]
+    return [*options, *_inner(inner, ordered), *ordered[len(options) :], *values]
+
+
+def _inner(inner: list[str], ordered: list[str]) -> list[str]:
+    """`model/net=wide`: an addition where no file's defaults choose one of that group."""
+    from hydra import compose as hydra_compose
+
+    if not inner:
+        return []
+    config = hydra_compose(PRIMARY, overrides=ordered, return_hydra_config=True)
+    chosen = config.hydra.runtime.choices
+    return [each if each.partition("=")[0] in chosen else f"+{each}" for each in inner]
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Any]:
+    """Hydra's own grammar. Each text is parsed once, whoever asks again.
+
+    Raises:
+        UserError: One of them is none, e.g. a word without `=`.
+    """
+    from hydra.errors import HydraException
+
+    words.check(overrides)
+    parsed, problems = [], []
+    for text in overrides:
+        try:
+            parsed.append(_parsed(text))
+        except HydraException as error:
+            key, wrong = text.partition("=")[0].strip(), f"{redact(repr(text))} is no override"
+            problems.append(Problem(key, wrong, words.for_override(text, first_lines(error))))
+    if problems:
+        raise UserError(*problems)
+    return parsed
+
+
+@functools.cache
+def _parsed(text: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(quoted(text))
+
+
+def quoted(text: str) -> str:
+    """An override with quotes around what is of other letters than ASCII's, which Hydra takes
+    nowhere else: `data.root=/home/müller/x`."""
+    key, equals, value = text.partition("=")
+    if value.isascii() or words.is_quoted(value):
+        return text
+    return key + equals + re.sub(r"[\w./:-]*[^\W\x00-\x7f][\w./:-]*", r'"\g<0>"', value)
+
+
+def is_group(key: str) -> bool:
+    return bool(group_options(key)) or key in LAYERS
+
+
+def group_options(group: str) -> list[str]:
+    """The options of a config group, ours and the user's; needs a `hydra_session`."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    loader = GlobalHydra.instance().config_loader()
+    return sorted(o for o in loader.get_group_options(group) if o != "__init__")
+
+
+def defaults() -> dict[str, list[str]]:
+    """The groups of which every run has an option, and which it has by default."""
+    primary = OmegaConf.create(files("distdl.conf").joinpath("distdl.yaml").read_text())
+    entries = [entry for entry in primary.defaults if isinstance(entry, DictConfig)]
+    chosen = {str(group): option for entry in entries for group, option in entry.items()}
+    groups = {group: o for group, o in chosen.items() if not group.startswith("override")}
+    return {group: [o] if isinstance(o, str) else [*(o or ())] for group, o in groups.items()}
+
+
+def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
+    """The jobs of a sweep: the product of all `a=1,2`, `a=range(3)`, `a=choice(x,y)`, in order.
+
+    Raises:
+        UserError: A sweep that cannot be counted out, such as `a=interval(0,1)`.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    choices: list[list[str]] = []
+    with hydra_session(config_dirs):
+        for override in parse_overrides(overrides):
+            text, key = str(override.input_line), override.get_key_element()
+            if not override.is_sweep_override():
+                choices.append([text])
+                continue
+            override.config_loader = GlobalHydra.instance().config_loader()  # for model=glob(*)
+            try:
+                values = list(override.sweep_string_iterator())
+            except HydraException as error:
+                what = f"{text} cannot be counted out: {first_lines(error)}"
+                remedy = f"name the values: {key}=a,b or {key}=range(1,4)"
+                raise UserError.at(override.key_or_group, what, remedy) from error
+            if not values:
+                raise UserError.at(override.key_or_group, f"{text} matches nothing")
+            choices.append([f"{key}={value}" for value in values])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def sweep_keys(overrides: Sequence[str]) -> list[str]:
+    return [o.key_or_group for o in parse_overrides(overrides) if o.is_sweep_override()]
+
+
+def _unknown_options(override: Any) -> Iterable[Problem]:
+    group = override.key_or_group
+    known = group_options(group)
+    if override.is_sweep_override():
+        chosen = [str(v) for v in override.sweep_iterator()]
+    else:
+        value = override.value()
+        chosen = [str(v) for v in (value if isinstance(value, list) else [value])]
+    for option in chosen:
+        option = "null" if option == "None" else option
+        folder, _, name = option.rpartition("/")
+        if option in known or option.startswith("$"):
+            continue
+        if not folder or name not in group_options(f"{group}/{folder}"):
+            yield _no_option(group, option)
+
+
+def _no_option(group: str, option: str, where: str = "") -> Problem:
+    """An option that a group does not have, and what was meant by it."""
+    known = group_options(group)
+    named = re.sub(rf"^(.*/)?{group}/|\.ya?ml$", "", option)  # a path: conf/experiment/ours.yaml
+    close = "none" if option == "null" and "none" in known else closest(named, known)
+    close = named if named in known else close
+    hint = f"did you mean {group}={close}? " if close else ""
+    if other := words.for_choice(group, option):
+        return Problem(group, f"no option {option!r}{where}", other)
+    if elsewhere := user_conf.elsewhere(group, named):
+        hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
+    elif not hint:
+        hint = user_conf.not_read(group, named)
+    return Problem(group, f"no option {option!r}{where}", f"{hint}available: {', '.join(known)}")
+
+
+def _of_a_file(text: str) -> Problem:
+    """What Hydra says of the defaults of a file, in our words where we have them."""
+    if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
+        remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
+        return Problem(f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy)
+    several = r"Multiple values for ([\w/]+)\S*\. .*'override [^:]+: (.+)'"
+    if twice := re.match(rf"{several}|([\w/]+)\S* appears more than once", text):
+        group = (twice[1] or twice[3]).rpartition("/")[2]
+        remedy = f"in the file: - override /{group}: {twice[2] or 'NAME'}"
+        return Problem(group, "a file's defaults choose it a second time", remedy)
+    unknown = re.match(r"(?:In '([\w/]+)': )?Could not (find|load|override) '([\w/.@-]+)'", text)
+    if unknown is None:
+        return Problem("", text)
+    file, verb, asked = unknown.groups()
+    asked, _, package = asked.partition("@")
+    if file and package.startswith(f"{file.partition('/')[0]}."):
+        return Problem(f"{file}.yaml", *words.NOT_GLOBAL)
+    where = f", in {file}.yaml" if file and file != PRIMARY else ""
+    group, _, option = asked.rpartition("/") if verb != "override" else (asked, "", "")
+    last = group.rpartition("/")[2]
+    hydras = group.startswith("hydra")
+    if verb != "override" and is_group(group) and not hydras:
+        return _no_option(group, option, where)
+    remedy = words.for_choice(last, option) or words.for_key(group if hydras else last, option)
+    groups = [*defaults()]
+    if where and (near := last if last in groups else closest(last, groups)):
+        remedy = f"in the file: - override /{near}: {option or 'NAME'}"
+    return Problem(last, f"no group of that name{where}", remedy) if remedy else Problem("", text)
+
+
+def first_lines(error: Exception) -> str:
+    """Hydra's message without its tail of search paths."""
+    text = str(error).strip() or type(error).__name__
+    text = text.split("\nConfig search path:")[0].split("\nSet the environment variable")[0]
+    return re.split(r"\n\s*full_key:", text)[0].strip()

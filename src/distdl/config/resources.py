@@ -1,0 +1,195 @@
+"""How many ranks, and on what: `trainer.num_nodes` and `trainer.devices` -> `Resources`.
+
+Resolved before anything is submitted, without torch: here by $CUDA_VISIBLE_DEVICES and nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distdl.job import Resources
+from distdl.util.errors import UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that a process started here would see."""
+    return len(visible())
+
+
+def visible() -> list[str]:
+    """The NVIDIA GPUs that a process started here would see, in order, named as
+    $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...".
+
+    Raises:
+        UserError: $CUDA_VISIBLE_DEVICES names GPUs, and CUDA would show none.
+    """
+    gpus, migs = _installed()
+    text = os.environ.get(VISIBLE)
+    if text is None:
+        # With MIG, CUDA shows one instance unless the others are named.
+        return migs[:1] or [str(index) for index in range(len(gpus))]
+    names = listed(text)
+    if gpus:  # what is not there ends the list; a UUID may be shortened
+        uuids = [*gpus, *migs]
+        there = [
+            int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
+            for name in names
+        ]
+        names = names[: [*there, False].index(False)]
+    if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
+        what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or is not there"
+        remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
+        raise UserError.at(VISIBLE, what, remedy)
+    return names
+
+
+def listed(text: str) -> list[str]:
+    """The names in a $CUDA_VISIBLE_DEVICES, as CUDA reads it: what is no name (`-1`) ends the list,
+    numbers and UUIDs do not mix, and a name that comes twice empties it.
+
+    Sources: CUDA C++ Programming Guide, "CUDA Environment Variables"; torch.cuda reads it alike.
+    """
+    names: list[str] = []
+    first = ""
+    for part in map(str.strip, text.split(",")):
+        number = re.match(r"\+?(\d+)", part)
+        form = "number" if number else part[:4]
+        first = first or form
+        if form != first or form not in ("number", "GPU-", "MIG-"):
+            break
+        names.append(str(int(number[1])) if number else part)
+    return names if len(set(names)) == len(names) else []
+
+
+def _installed() -> tuple[list[str], list[str]]:
+    """The UUIDs of this machine's GPUs and of their MIG instances, by the driver's own tool."""
+    if shutil.which("nvidia-smi") is None:
+        return [], []
+    shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    gpus = re.findall(r"^GPU .*\(UUID: (.+?)\)", shown.stdout, re.M)
+    return gpus, re.findall(r"^\s+MIG .*\(UUID: (.+?)\)", shown.stdout, re.M)
+
+
+def resolve(
+    trainer: Mapping[str, Any], *, local: bool, known: tuple[int, str] | None = None
+) -> Resources:
+    """The size of the run.
+
+    Args:
+        trainer: The composed `trainer` node.
+        local: Whether the ranks start on this machine; elsewhere nothing can be counted here.
+        known: Devices per node and accelerator of a machine that the launcher knows by its name.
+
+    Raises:
+        UserError: A size that this machine does not have, or that cannot be known from here.
+    """
+    accelerator = str(trainer.get("accelerator") or "auto")
+    devices = trainer.get("devices", "auto")
+    num_nodes = trainer.get("num_nodes", 1)
+    if not local:
+        return _elsewhere(accelerator, devices, num_nodes, known)
+    if num_nodes != 1:
+        what = f"launcher=local is this one machine, and {num_nodes} nodes are asked for"
+        remedy = "write trainer.num_nodes=1, or choose a launcher that starts several nodes"
+        raise UserError.at("trainer.num_nodes", what, remedy)
+    names = visible() if accelerator in ("auto", "gpu", "cuda") else []
+    gpus = len(names)
+    shown_by = f"{VISIBLE}={os.environ[VISIBLE]!r}" if VISIBLE in os.environ else "nvidia-smi"
+    if accelerator == "auto":
+        apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+        accelerator = "gpu" if gpus else "mps" if apple else "cpu"
+    accelerator = "gpu" if accelerator == "cuda" else accelerator
+    if accelerator == "gpu" and not gpus:
+        what = f"a GPU is asked for, and this machine shows none (by {shown_by})"
+        remedy = "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU"
+        raise UserError.at("trainer.accelerator", what, remedy)
+    ids: tuple[str, ...] | None = None
+    if isinstance(devices, (list, tuple)):
+        ids = _chosen(devices, names, accelerator, shown_by)
+        devices = len(devices)
+    elif devices in ("auto", -1, None):
+        devices = gpus if accelerator == "gpu" else 1
+    if accelerator == "gpu" and devices > gpus:
+        what = f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})"
+        remedy = f"write trainer.devices={gpus}"
+        raise UserError.at("trainer.devices", what, remedy)
+    return Resources(1, int(devices), accelerator, ids)
+
+
+def _chosen(
+    given: Sequence[int], names: Sequence[str], accelerator: str, shown_by: str
+) -> tuple[str, ...]:
+    """What a list in `trainer.devices` means: indices into the GPUs that are visible, as for
+    Lightning and torch."""
+    what = remedy = ""
+    if accelerator != "gpu":
+        none = (
+            f", as no GPU is visible (by {shown_by})" if accelerator == "cpu" and not names else ""
+        )
+        what = f"a list chooses GPUs, and trainer.accelerator is {accelerator}{none}"
+        remedy = f"write trainer.devices={len(given)}"
+    elif len(set(given)) < len(given):
+        what = f"{list(given)} names a GPU twice"
+        remedy = f"write trainer.devices=[{','.join(map(str, sorted(set(given))))}]"
+    elif not all(0 <= index < len(names) for index in given):
+        what = (
+            f"{list(given)} is asked for; ids count the {len(names)} GPUs visible "
+            f"(by {shown_by}), from 0 to {len(names) - 1}"
+        )
+        remedy = f"write trainer.devices={len(names)} for all of them"
+    if what:
+        raise UserError.at("trainer.devices", what, remedy)
+    return tuple(names[index] for index in given)
+
+
+def _elsewhere(
+    accelerator: str, devices: Any, num_nodes: int, known: tuple[int, str] | None
+) -> Resources:
+    if known and devices in ("auto", -1, None):
+        devices = known[0] if accelerator != "cpu" else 1
+    if known and accelerator == "auto":
+        accelerator = known[1]
+    if not isinstance(devices, int) or devices < 1:
+        what = f"{devices!r} cannot be counted from here"
+        remedy = "write the number of devices per node, e.g. trainer.devices=4"
+        raise UserError.at("trainer.devices", what, remedy)
+    # On a cluster a missing GPU must be an error there, never a training on the CPU instead.
+    return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
+
+
+def cpu_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def loader_workers(cores: int) -> int:
+    """How many loader workers a rank starts by default, of the CPU cores that it has for itself.
+
+    One core is left to the training, two where there are many: it has threads of its own (pinning
+    batches, writing checkpoints). More than 16 decoders feed no single GPU faster but cost memory.
+    """
+    return min(16, max(1, cores - (1 if cores <= 8 else 2)))
+
+
+def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
+    """How many of the ranks take different data.
+
+    All of them, but for a strategy that has `stages`: those of one pipeline share a batch.
+
+    Args:
+        strategy: The config's node.
+        ranks: The world size.
+    """
+    if not strategy or "stages" not in strategy:
+        return ranks
+    stages = strategy["stages"] or ranks
+    # Whether it divides is for validation to say.
+    return max(1, ranks // stages) if isinstance(stages, int) and stages > 0 else ranks

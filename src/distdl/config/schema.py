@@ -1,0 +1,346 @@
+"""The typed shape of a composed config, section by section (pydantic, no torch).
+
+Sections that distdl reads itself have fixed keys. A component section (`model`, `data`, ...) names
+a class by `_target_`; its other keys are that class's arguments, which `validation.child` checks
+against the signature. `trainer` is in between: the types of Lightning's arguments are here, so that
+most mistakes are found without importing Lightning, and unknown ones are found by binding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from distdl.config import words
+from distdl.util.errors import Problem
+from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
+from distdl.util.suggest import did_you_mean, respelt, written
+
+Path = tuple[str | int, ...]
+
+
+def _named(value: str) -> str:
+    """`None` is how Python spells null, and nothing is what a variable leaves that is not set."""
+    if value.strip() in ("", "None"):
+        raise ValueError("null or a text")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_named)]
+Name = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), AfterValidator(_named)
+]
+MinusOneOrMore = Annotated[int, Field(ge=-1)]
+# "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
+Time = Text | dict[str, Any]
+Limit = Annotated[int, Field(ge=0)] | NotNegative | None
+
+
+def _devices(value: Any) -> Any:
+    numbers = value if isinstance(value, list) else [value]
+    counted = [type(n) is int and n >= 0 for n in numbers]
+    if value not in ("auto", -1) and (value == 0 or not counted or not all(counted)):
+        raise ValueError("a number of devices of each node, 1 or more, -1 or auto for all of them")
+    return value
+
+
+def _precision(value: Any) -> Any:
+    if value is not None and str(value) not in _PRECISIONS:
+        raise ValueError("32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true")
+    return value
+
+
+_PRECISIONS = (
+    *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
+    *("64-true", "transformer-engine", "transformer-engine-float16"),
+)
+Precision = Annotated[Any, AfterValidator(_precision)]
+
+
+class _Fixed(BaseModel):
+    # Strict: "3" is no int and true is no int; an int is fine where a float is asked for.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Project(_Fixed):
+    """Where the user's own code is, and whose classes a config may name."""
+
+    root: Text | None = None
+    allow: list[str] = []
+    max_snapshot_mb: AboveZero = 300
+
+
+class Checkpoint(_Fixed):
+    every_n_steps: Positive | None = None
+    every_minutes: AboveZero | None = None
+    every_n_epochs: Positive = 1
+    keep_last: Positive = 1
+    monitor: Text | None = None
+    mode: Literal["min", "max"] = "max"
+    sharded: bool = False
+    background: bool = True
+    resume_from: Text | None = None
+    trust_pickle: bool = False
+
+
+class TrainerArguments(_Open):
+    """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
+    devices: Annotated[Any, AfterValidator(_devices)] = "auto"
+    num_nodes: Positive = 1
+    precision: Precision = None
+    fast_dev_run: bool | Count = False
+    max_epochs: MinusOneOrMore | None = None
+    min_epochs: Count | None = None
+    max_steps: MinusOneOrMore = -1
+    min_steps: Count | None = None
+    max_time: Time | None = None
+    limit_train_batches: Limit = None
+    limit_val_batches: Limit = None
+    limit_test_batches: Limit = None
+    limit_predict_batches: Limit = None
+    overfit_batches: Limit = 0.0
+    val_check_interval: Positive | AboveZero | Time | None = None
+    check_val_every_n_epoch: Positive | None = 1
+    num_sanity_val_steps: MinusOneOrMore | None = None
+    log_every_n_steps: Positive | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: Positive = 1
+    gradient_clip_val: NotNegative | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    deterministic: bool | Literal["warn"] | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    profiler: Text | dict[str, Any] | None = None
+    detect_anomaly: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: Count = 0
+    use_distributed_sampler: bool = True
+    enable_autolog_hparams: bool = True
+
+
+class Component(_Open):
+    """A mapping that names a class or function (`_target_`) and its arguments."""
+
+    target: str = Field(alias="_target_")
+    partial: bool = Field(False, alias="_partial_")
+    recursive: bool = Field(True, alias="_recursive_")
+    convert: Literal["none", "partial", "object", "all"] = Field("none", alias="_convert_")
+    args: list[Any] = Field([], alias="_args_")
+
+
+def _some(value: Any) -> Any:
+    if type(value) is int and value < 1:
+        raise ValueError("an integer of at least 1")
+    return value
+
+
+class Data(Component):
+    batch_size: Positive = 1
+    num_workers: Count | None = None
+    image_size: Annotated[Any, AfterValidator(_some)] = None  # of others it may be a pair
+
+
+class Optimizer(Component):
+    lr: AboveZero = 1.0
+    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    lr_reference_batch: Positive = 256
+    decay_norm_and_bias: bool = False
+
+
+class Schedule(Component):
+    warmup_epochs: NotNegative = 0.0
+
+
+class Config(_Fixed):
+    """The config. Groups that `~group` may remove have a default; the rest is required."""
+
+    name: Name | None
+    experiment_name: Name | None
+    seed: Count
+    tags: list[str]
+    output_dir: str
+    dry_run: bool
+    follow: bool
+    project: Project
+    checkpoint: Checkpoint
+    trainer: TrainerArguments
+    task: Component
+    model: Component | None = None
+    data: Data | None = None
+    optimizer: Optimizer | None = None
+    schedule: Schedule | None = None
+    strategy: Component | None = None
+    launcher: Component | None = None
+    tracking: dict[str, Component | None] | None = None
+    callbacks: dict[str, Component | None] | None = None
+
+
+COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
+COLLECTIONS = ("tracking", "callbacks")
+# Groups that are layered over everything else, in this order: `experiment=x` has no key of its own.
+LAYERS = ("experiment", "debug")
+
+
+def known_paths() -> Iterator[str]:
+    """Every path that the schema itself names, such as `trainer.max_epochs`."""
+    for key, field in Config.model_fields.items():
+        yield key
+        for kind in (field.annotation, *get_args(field.annotation)):
+            for name, inner in getattr(kind, "model_fields", {}).items():
+                if inner.alias is None:
+                    yield f"{key}.{name}"
+
+
+def path_text(path: Path) -> str:
+    """Writes a path as the user would: `callbacks.ema.layers[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def lies_below(path: str, top: str) -> bool:
+    """Whether a path is `top` or leads into it."""
+    return path == top or path.startswith((f"{top}.", f"{top}["))
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value of nested containers with its path, the outermost first."""
+    yield path, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from walk(item, (*path, index))
+
+
+def check(
+    values: Mapping[str, Any], *, show: Callable[[Path], str], known: Iterable[str]
+) -> Iterator[Problem]:
+    """Checks resolved values against the schema.
+
+    Args:
+        values: The resolved config as plain containers.
+        show: Prints the value at a path without giving away what came from the environment.
+        known: Paths to choose suggestions from.
+    """
+    expected: dict[Path, list[str]] = {}
+    for path, deeper, error in _errors(values):
+        if error["type"] == "extra_forbidden":
+            yield from _unknown(path, _at(values, path), known, values)
+        elif error["type"] == "missing":
+            yield _absent(path, deeper, _at(values, path), known, values)
+        else:
+            expected.setdefault(path, []).append(_sentence(error))
+    for path, sentences in expected.items():
+        either = " or ".join(dict.fromkeys(sentences))
+        what = f"must be {either}, not {show(path)}"
+        yield Problem(path_text(path), what, _remedy(path, either, values))
+
+
+def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
+    """Each of pydantic's errors: the user's path, the rest of pydantic's (a union's branch, a
+    field that is missing), the error."""
+    # `optimizer=none` composes to an empty mapping, which is as good as null.
+    empty = {key: None for key in COMPONENTS if key != "task" and values.get(key) == {}}
+    try:
+        Config.model_validate({**values, **empty})
+    except ValidationError as refused:
+        for error in refused.errors(include_url=False, include_context=False, include_input=False):
+            location, depth, value = error["loc"], 0, values
+            for part in location:
+                inside = isinstance(value, Mapping) and part in value
+                if not inside and not (isinstance(value, list) and isinstance(part, int)):
+                    break
+                value, depth = value[part], depth + 1  # type: ignore[index]
+            yield location[:depth], location[depth:], error
+
+
+def _at(values: Any, path: Path) -> Any:
+    for part in path:
+        values = values[part]
+    return values
+
+
+def _unknown(
+    path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """One problem for an unknown key, or for each value below it: `optimiser: {lr: 1}`."""
+    text = path_text(path)
+    if path[0] in LAYERS:
+        yield Problem(str(path[0]), *words.NOT_GLOBAL)
+    elif isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _unknown((*path, key), item, known, config)
+    else:
+        where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
+        remedy = words.for_key(text, value, config) or did_you_mean(text, known)
+        yield Problem(text, f"unknown key {where}", remedy)
+
+
+def _absent(
+    path: Path, deeper: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
+) -> Problem:
+    text = path_text(path)
+    if deeper[-1:] != ("_target_",):
+        full = path_text((*path, *deeper))
+        return Problem(full, "missing", f"write {full}=...")
+    keys = ", ".join(map(str, value)) or "nothing"
+    what = f"names no class (_target_), only {keys}"
+    if path[0] in COLLECTIONS:
+        near = did_you_mean(text, [name for name in known if name.count(".") == 1])
+        remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
+        if option := words.for_component(str(path[0]), str(path[-1]), config):
+            remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
+        return Problem(text, what, remedy)
+    choose = f"choose one: {text}=NAME (--help lists them)"
+    if path[0] in ("optimizer", "schedule") and value:
+        what = f"there is none here to take {keys} ({text}=none, or a file without _target_)"
+        argument = f"the model's own argument, such as model.{next(iter(value))}=..."
+        return Problem(text, what, f"{argument}, or {choose}")
+    return Problem(text, what, f"{choose}, or write in a file: _target_: package.Class")
+
+
+_SENTENCES = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "string_pattern_mismatch": "made of letters from a to z, digits, dots, underscores and dashes",
+    "string_too_long": "of at most 200 characters",
+}
+
+
+def _sentence(error: Any) -> str:
+    """Such as "an integer" for pydantic's "Input should be a valid integer"."""
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("a valid ", "a ").replace("a integer", "an integer")
+    return _SENTENCES.get(error["type"], message)
+
+
+def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
+    value, text = _at(values, path), path_text(path)
+    if path == ("strategy",) and isinstance(value, str):
+        return words.strategy_for(value)
+    if path == ("checkpoint",):
+        return words.for_key("ckpt_path")
+    if path == ("trainer", "precision"):
+        return words.precision_for(str(value))
+    if expected == "a string" and isinstance(value, (int, float)):
+        # Without the inner quotes Hydra reads digits as a number again.
+        return f"""write {text}='"{value}"'"""
+    meant = respelt(value)
+    if not path or repr(meant) == repr(value):
+        return ""
+    changed = copy.deepcopy(dict(values))
+    _at(changed, path[:-1])[path[-1]] = meant
+    fits = path not in (refused for refused, *_ in _errors(changed))
+    return f"write {written(text, meant)}" if fits else ""

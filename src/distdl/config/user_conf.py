@@ -1,0 +1,186 @@
+"""The user's own `./conf` (or $DISTDL_CONF): its options come before ours and may shadow them.
+
+The search path is changed by a plugin that is registered in this process only. A `hydra_plugins`
+package would change every Hydra application of the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distdl.config.own_code import in_a_run
+from distdl.util.errors import Problem, UserError
+
+VARIABLE = "DISTDL_CONF"
+# The directories of --config-dir: their options come after ours and shadow none.
+_further: list[Path] = []
+
+
+def folder() -> Path | None:
+    """The user's folder of configs, if there is one that is not our own.
+
+    Raises:
+        UserError: $DISTDL_CONF is no folder, or the folder would replace our primary config.
+    """
+    import distdl.conf
+
+    named = os.environ.get(VARIABLE)
+    path = Path(named or "conf").resolve()
+    if not named and in_a_run(path):  # what lies in a run may come from somebody else
+        return None
+    if not path.is_dir():
+        if named:
+            raise UserError.at(VARIABLE, f"{named!r} is no folder")
+        return None
+    if path.samefile(Path(distdl.conf.__file__).parent):
+        return None
+    if (path / "distdl.yaml").exists():
+        raise UserError.at(
+            f"{path.name}/distdl.yaml",
+            "would replace distdl's primary config; a folder of yours adds options to groups",
+            f"rename it, or point {VARIABLE} to another folder",
+        )
+    return path
+
+
+def folders() -> list[Path]:
+    """The user's folders: `./conf`, and those of --config-dir."""
+    return [*([first] if (first := folder()) else []), *_further]
+
+
+def shadowed() -> list[str]:
+    """Our options that the user's folder replaces, as `model/resnet50`."""
+    import distdl.conf
+
+    path = folder()
+    if path is None:
+        return []
+    ours = Path(distdl.conf.__file__).parent
+    files = (f.relative_to(path) for f in sorted(path.glob("*/**/*.yaml")))
+    return [str(f.with_suffix("")) for f in files if (ours / f).exists()]
+
+
+def elsewhere(group: str, option: str) -> Path | None:
+    """A folder above this one whose `conf` has the option: its project is where to type it."""
+    above = (parent for parent in Path.cwd().parents if folder() != parent / "conf")
+    return next((p for p in above if (p / "conf" / group / f"{option}.yaml").is_file()), None)
+
+
+def not_read(group: str, option: str) -> str:
+    """Why an option that may be here is not found: the folder or the file has another name."""
+    for misnamed in (path / group / f"{option}.yml" for path in folders()):
+        if misnamed.is_file():
+            return f"rename {os.path.relpath(misnamed)} to {option}.yaml; "
+    if folders() or in_a_run(Path.cwd()):
+        return ""
+    other = next((name for name in ("configs", "config") if Path(name, group).is_dir()), "")
+    return "there is no ./conf here" + (
+        f" (there is ./{other}: --config-dir {other}); " if other else "; "
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A file of configs; empty if it is none that can be read.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return written if isinstance(written, dict) else {}
+
+
+def allowed() -> tuple[str, ...]:
+    """What the files of the user's folder write as `project.allow`: trusted by that user, here."""
+    path = folder()
+    names: list[Any] = []
+    for file in sorted(path.rglob("*.yaml")) if path else ():
+        with suppress(UnicodeDecodeError):
+            project = _read(file).get("project")
+            allow = project.get("allow") if isinstance(project, dict) else None
+            names += allow if isinstance(allow, list) else []
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def broken() -> list[Problem]:
+    """Files of the user's that Hydra cannot read or never ends to read: not UTF-8, or naming each
+    other in a circle under `defaults`."""
+    problems: list[Problem] = []
+    names: dict[str, list[str]] = {}
+    for top in folders():
+        for file in sorted(top.rglob("*.yaml")):
+            try:
+                defaults = _read(file).get("defaults")
+            except UnicodeDecodeError as error:
+                line = error.object.count(b"\n", 0, error.start) + 1
+                what = f"is not UTF-8: {error.reason}, line {line}"
+                problems.append(Problem(str(file), what, "save it as UTF-8"))
+                continue
+            group = file.parent.relative_to(top)
+            names[str(group / file.stem)] = [
+                text[1:] if text[:1] == "/" else os.path.normpath(group / text)
+                for text in map(_entry, defaults if isinstance(defaults, list) else ())
+            ]
+    while True:  # one circle after the other
+        try:
+            TopologicalSorter(names).prepare()
+            return problems
+        except CycleError as error:
+            ring = error.args[1][::-1]  # from a file to what it names
+            what = f"names itself under defaults: {' -> '.join(ring)}"
+            problems.append(Problem(f"{ring[0]}.yaml", what, "take that line out"))
+            names = {name: after for name, after in names.items() if name not in ring}
+
+
+def _entry(written: Any) -> str:
+    """What an entry of a defaults list names: `/model/net` for `/model: net`."""
+    if isinstance(written, dict):
+        written = "/".join(str(part) for part in next(iter(written.items()), ()))
+    return str(written).removeprefix("override ")
+
+
+def print_shadowed() -> None:
+    """A note for each of them: an option that is not the one in the documentation."""
+    for option in shadowed():
+        print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
+
+
+def register(config_dirs: Sequence[str] = ()) -> None:
+    """Makes Hydra look there first. Safe to call again: the folder is looked up each time.
+
+    Raises:
+        UserError: One of the directories of --config-dir is none.
+    """
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    _further[:] = [Path(directory).resolve() for directory in config_dirs]
+    absent = [Problem("--config-dir", f"{d} is no folder") for d in _further if not d.is_dir()]
+    if absent:
+        raise UserError(*absent)
+
+    class UserConf(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            # Another Hydra application in this process must not see it.
+            if any(e.path == "pkg://distdl.conf" for e in search_path.get_path()):
+                if (users := folder()) is not None:
+                    search_path.prepend("distdl-user", f"file://{users}")
+                for directory in _further:
+                    search_path.append("command-line", f"file://{directory}")
+
+    plugins = Plugins.instance()
+    if not any(p.__name__ == UserConf.__name__ for p in plugins.discover(SearchPathPlugin)):
+        plugins.register(UserConf)

@@ -1,0 +1,414 @@
+"""What a user of Hydra, lightning-hydra-template or LightningCLI types, in distdl's words."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from distdl.config import user_conf
+from distdl.util.errors import Problem, UserError
+from distdl.util.redact import redact
+from distdl.util.suggest import closest, nearest
+
+_PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
+_START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
+_SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
+_SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
+_NOWHERE = "not there yet: best.ckpt loads by Module.load_from_checkpoint in a script of yours"
+
+
+def table(text: str) -> dict[str, str]:
+    """Lines of `name other_name: what to write instead`, by name."""
+    rows = [line.strip().partition(": ") for line in text.strip().splitlines()]
+    return {name: instead for names, _, instead in rows for name in names.split()}
+
+
+# A key, or the section that it is in. Trainer arguments have tables of their own.
+_KEYS = table(f"""
+    hydra/launcher: launcher=slurm (--help lists them); a sweep on any of them: -m
+    hydra/sweeper hydra.sweeper hparams_search: {_SWEEP}
+    hydra.launcher: launcher.<argument>=...
+    hydra.run hydra.sweep: {_PLACE}
+    hydra.output_subdir: the run's config.yaml is what was composed
+    hydra.job: experiment_name=NAME and name=NAME name a run; nothing changes the folder
+    hydra: distdl writes its own logs and folders; of hydra only hydra.searchpath is read
+    ckpt_path resume_from_checkpoint: {_START}
+    logger loggers: tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]
+    seed_everything: seed=N
+    task_name: experiment_name=NAME
+    optimized_metric: checkpoint.monitor=METRIC checkpoint.mode=max chooses best.ckpt
+    train test: choose one: task=train, task=validate or task=test
+    paths.data_dir: where it is used: data.root=FOLDER, or as your class calls it
+    paths: output_dir=FOLDER for the runs, data.root=FOLDER for the data
+    extras: tags=[...] labels a run; its config is kept in any case
+    print_config: --cfg job prints it
+    checkpoint.save_last: the newest are kept in any case: checkpoint.keep_last=N
+    checkpoint.dirpath: checkpoints lie in the run's folder: {_PLACE}
+    checkpoint.filename: their names are distdl's own; name=NAME is the run's folder
+    callbacks.model_summary: trainer.enable_model_summary=true
+    lr_scheduler scheduler: schedule=NAME and schedule.<argument>=...
+    dataset datamodule: data=NAME and data.<argument>=...
+    gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices: trainer.devices=N
+    num_processes world_size: trainer.devices=N
+    nnodes n_nodes: trainer.num_nodes=N
+    epoch epochs n_epochs num_epochs num_train_epochs: trainer.max_epochs=N
+    steps num_steps iterations max_iters: trainer.max_steps=N
+    grad_clip clip_grad clip max_grad_norm gradient_clip: trainer.gradient_clip_val=...
+    accumulate grad_accum gradient_accumulation_steps: trainer.accumulate_grad_batches=N
+    workers nworkers: data.num_workers=N
+    data_dir data_path data_root dataset_path: data.root=FOLDER
+    wd l2: optimizer.weight_decay=...
+    optim opt: optimizer=NAME
+    exp config config_name recipe: experiment=NAME
+    device cuda use_gpu use_cuda: trainer.accelerator=gpu or cpu, trainer.devices=N
+    warmup warmup_steps: schedule.warmup_epochs=N
+    out output save_dir log_dir out_dir work_dir default_root_dir: output_dir=FOLDER
+    run_name exp_name project_name: experiment_name=NAME and name=NAME
+    resume resume_run: python -m distdl resume RUN
+""")
+for _theirs, _ours in {
+    "checkpoint.save_top_k model_checkpoint callbacks.model_checkpoint": "checkpoint.monitor=METRIC"
+    " checkpoint.mode=max, checkpoint.keep_last=N",
+    "callbacks.rich_progress_bar": "+callbacks.bar._target_="
+    "lightning.pytorch.callbacks.RichProgressBar",
+    "fp16 bf16 amp half dtype mixed_precision": "trainer.precision=16-mixed, bf16-mixed or 32-true",
+    "bs bsz train_batch_size per_device_train_batch_size": "data.batch_size=N, of each device",
+    "lr learning_rate base_lr max_lr": "optimizer.lr=..., or model.lr=... where the model makes the"
+    " optimizer itself",
+    "wandb comet neptune clearml mlflow tensorboard csv": _KEYS["logger"],
+}.items():
+    _KEYS |= dict.fromkeys(_theirs.split(), _ours)
+# Arguments of the Trainer that distdl fills itself.
+TRAINER_OWNED = {
+    "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
+    "callbacks": "add callbacks under callbacks: +callbacks.<name>._target_=package.Class",
+    "plugins": "choose the precision by trainer.precision, the rest by the group strategy",
+    "strategy": "choose the strategy by its group: strategy=ddp",
+    "default_root_dir": "choose the folder of all runs by output_dir=FOLDER",
+    "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
+    "enable_checkpointing": "choose what is saved by checkpoint.*",
+    "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
+    "barebones": "task=benchmark measures a step without what is around it",
+}
+# Lightning's names of strategies, as its messages and documents advise them. However ddp is
+# started: each rank is a process of its own here.
+_STRATEGIES = {
+    r"dp|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_false)?": "ddp",
+    r"ddp_((spawn|fork|notebook)_)?find_\w+_true": "ddp strategy.find_unused_parameters=true",
+    "fsdp": "fsdp",
+    "fsdp_cpu_offload": "fsdp strategy.offload=true",
+    "single_device": "single",
+    r"deepspeed(_stage_2)?": "deepspeed_zero2",
+    r"deepspeed_stage_([13])": r"deepspeed_zero\1",
+    "deepspeed_stage_2_offload": "deepspeed_offload",
+    "deepspeed_stage_3_offload": "deepspeed_offload strategy.stage=3 "
+    "strategy.offload_parameters=true",
+}
+# Numbers of bits, and what libraries call them.
+_PRECISIONS = {
+    r"(float|fp|f)?16|half|amp|mixed|16-mix\w*": "16-mixed or bf16-mixed, with weights of 32 bit",
+    r"bf(loat)?16(-mix\w*)?": "bf16-mixed, with weights of 32 bit, or bf16-true",
+    r"t?(float|fp|f)?32|full|single|float|high(est)?": "32-true",
+    r"(float|fp|f)?64|double": "64-true",
+}
+# A file of an experiment or of debug without its first line: what is wrong, and the remedy.
+NOT_GLOBAL = (
+    "its keys land below it, not beside model and data",
+    "make its first line: # @package _global_",
+)
+# Options of groups.
+_CHOICES = table(f"""
+    trainer=cpu: trainer.accelerator=cpu
+    trainer=gpu: trainer.accelerator=gpu trainer.devices=1
+    trainer=mps: trainer.accelerator=mps
+    trainer=ddp: strategy=ddp trainer.accelerator=gpu trainer.devices=N
+    trainer=ddp_sim: strategy=ddp trainer.accelerator=cpu trainer.devices=2
+    debug=default: debug=cpu trainer.detect_anomaly=true
+    debug=fdr: debug=step, or trainer.fast_dev_run=true
+    task=fit: task=train
+    task=eval: task=test task.checkpoint=FILE
+    task=predict: {_NOWHERE}
+""")
+_CHOICES["tracking=neptune"] = (
+    "Neptune was shut down, and Lightning's logger for it only raises: "
+    "tracking=wandb, comet or clearml"
+)
+# Options of the command line.
+_OPTIONS = table(f"""
+    --config-name -cn --config: experiment=NAME takes conf/experiment/NAME.yaml
+    --config-path -cp: --config-dir FOLDER, or export DISTDL_CONF=FOLDER
+    --ckpt_path: {_START}
+    --experimental-rerun --resume: python -m distdl resume RUN
+    --debug: debug=cpu
+    --print_config: --cfg job
+    --run: python -m distdl key=value ... starts a run
+""")
+# Verbs of others. {} stands for the words that follow.
+_VERBS = table(f"""
+    train fit run launch start: python -m distdl {{}}
+    test eval evaluate: python -m distdl resume RUN task=test
+    validate val: python -m distdl resume RUN task=validate
+    predict: {_NOWHERE}
+    sweep multirun: python -m distdl -m {{}}
+    list: python -m distdl jobs list
+    logs: python -m distdl jobs logs RUN
+    status: python -m distdl jobs status RUN
+    cancel: python -m distdl jobs cancel RUN
+""")
+
+
+def strategy_for(name: str) -> str:
+    """What to write instead of `ddp_find_unused_parameters_true`; "" for a name of nobody's."""
+    for pattern, ours in _STRATEGIES.items():
+        if match := re.fullmatch(pattern, name.lower()):
+            return f"strategy={match.expand(ours)}"
+    return ""
+
+
+def precision_for(name: str) -> str:
+    """What to write instead of `trainer.precision=fp16`; "" for a name of nobody's."""
+    name = name.lower().removeprefix("torch.").replace("_", "-")
+    ours = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))
+    return next((f"write trainer.precision={each}" for each in ours), "")
+
+
+def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:
+    """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has.
+
+    Args:
+        config: The resolved config, where it is known by now.
+    """
+    key = "early_stopping.patience" if key == "patience" else key
+    name, _, rest = key.partition(".")
+    if name in ("logger", "loggers"):  # `logger=wandb`, `logger.wandb.group=x`
+        asked, _, argument = rest.partition(".")
+        if for_component("tracking", asked := asked or str(value)):
+            return f"tracking={asked}" + (f" tracking.{rest}=..." if argument else "")
+    for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
+        if option := for_component(collection, name, config):
+            return f"{option} {collection}.{key}=..." if rest else option
+    while key and key not in _KEYS:
+        key = key.rpartition(".")[0] if "." in key else key.rpartition("/")[0]
+    return _KEYS.get(key, "")
+
+
+def for_choice(group: str, option: str) -> str:
+    """What to write instead of `trainer=gpu`; "" for an option that nobody has."""
+    ours = strategy_for(option) if group in ("trainer", "strategy") else ""
+    rest = ours or (_SIZE if group == "trainer" else _KEYS.get(f"{group}.{option}", ""))
+    return _CHOICES.get(f"{group}={option}", rest)
+
+
+def for_component(collection: str, name: str, config: Mapping[str, Any] | None = None) -> str:
+    """How to choose an option beside those of the config; "" if distdl has none of the name."""
+    default = {"callbacks": "default", "tracking": "mlflow"}[collection]
+    shipped = files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file()
+    if not shipped or name in (default, "none"):
+        return ""
+    return f"{collection}=[{','.join([*_chosen(collection, config), name])}]"
+
+
+def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
+    """The options of a collection that a config is made of, by the keys that their files hold: a
+    key of no file is in the config in any case."""
+    options: dict[str, set[str]] = {}
+    for folder in (Path(str(files("distdl.conf"))), *user_conf.folders()):
+        for file in folder.glob(f"{collection}/*.yaml"):
+            for key in re.findall(r"^(\w+):", file.read_text(errors="replace"), re.MULTILINE):
+                options.setdefault(key, set()).add(file.stem)
+    section = (config or {}).get(collection)
+    nodes = section.items() if isinstance(section, Mapping) else ()
+    chosen = [key for key, node in nodes if isinstance(node, Mapping) and "_target_" in node]
+    names = [options[key] for key in chosen if key in options]
+    if config is None or any(len(several) > 1 for several in names):
+        return ["<those you have>"]
+    return [*dict.fromkeys(name for (name,) in names)]
+
+
+def for_option(option: str, known: Iterable[str], following: str = "") -> str:
+    """What to write instead of `--config-name` or `--max_epochs=3`; "" for what nobody knows.
+
+    Args:
+        known: Every key of the config.
+        following: The word after it, which may be its value.
+    """
+    name, equals, value = option.partition("=")
+    if not equals and "=" not in following and not following.startswith("-"):
+        value = following
+    if name in _OPTIONS:
+        return _OPTIONS[name]
+    key = name.lstrip("-").replace("-", "_")
+    if not (meant := for_key(key)):
+        names = [key] if key in (known := [*known]) else nearest(key, known)
+        if not names and not equals and "." not in key:
+            return ""
+        meant = f"{names[0] if names else key}={value or '...'}"
+    return f"values are written without dashes: {meant}"
+
+
+def for_verb(verb: str, rest: Sequence[str]) -> str:
+    """What to write instead of `distdl train`; `rest` follows it."""
+    verb = "train" if verb.endswith(".py") else verb
+    return _VERBS.get(verb, "").format(" ".join(rest) or "experiment=NAME")
+
+
+def for_experiment(word: str, rest: Sequence[str]) -> str:
+    """What to write instead of `distdl conf/experiment/ours.yaml` or `distdl ours`; "" if there is
+    no such experiment."""
+    name = re.sub(r"^(.*/)?experiment/|\.ya?ml$", "", word)
+    folders = [Path(str(files("distdl.conf"))), *user_conf.folders()]
+    if not any((folder / f"experiment/{name}.yaml").is_file() for folder in folders):
+        return ""
+    return " ".join(["python -m distdl", f"experiment={name}", *rest])
+
+
+def for_override(text: str, error: str) -> str:
+    """What to write instead of an override that Hydra's grammar refuses with this error."""
+    key, equals, value = text.partition("=")
+    if not equals or text.startswith("~"):
+        return "write key=value, +key=value, group=option or ~key"
+    if lacking := open_brackets(value):
+        return f"it lacks {lacking}: {redact(repr(text.rstrip(', ') + lacking))}"
+    if (typed := meant(text)) != text:
+        return f"write {redact(shlex.quote(typed))}"
+    if value.startswith(("{", '"', "'")):  # a mapping, or quoted already
+        return redact(error)
+    escaped = value.replace('"', '\\"')
+    example = redact(f"""'{key}="{escaped}"'""")
+    return f"{redact(error)}\n    a text with special characters: {example}"
+
+
+def open_brackets(text: str) -> str:
+    """What closes the brackets that are open at the end of a text: `]` for `[0.1`."""
+    if "'" in text or '"' in text:  # a bracket in quotes is none
+        return ""
+    closing, waiting = {"[": "]", "{": "}", "(": ")"}, ""
+    for letter in text:
+        if letter in closing:
+            waiting = closing[letter] + waiting
+        elif waiting.startswith(letter):
+            waiting = waiting[1:]
+    return waiting
+
+
+def first_override(words: Sequence[str]) -> tuple[int, str]:
+    """How many words the shell made of the first override, and that override: 3 and `seed=3` of
+    `seed = 3`, 2 and `a=[1, 2]` of `a=[1,` and `2]`; 1 where a word stands for itself.
+    """
+    first, *rest = words
+    second = rest[0] if rest else ""
+    if second in _SIGNS and len(rest) > 1:
+        return 3, f"{first}={rest[1]}"
+    if "=" not in first and second.startswith(("=", ":=")) and second not in _SIGNS:
+        return 2, f"{first}={second.lstrip(':=')}"
+    if first.endswith(("=", ":")) and second and "=" not in second:
+        return 2, f"{first.rstrip(':=')}={second}"
+    if "=" in first and _is_open(first):
+        return _closed(words)
+    if "=" in first and first.endswith(",") and second and "=" not in second:
+        count, joined = first_override([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
+        return count + 1, joined
+    return 1, first
+
+
+def _closed(words: Sequence[str]) -> tuple[int, str]:
+    """As `first_override`, of a first word with open brackets or quotes."""
+    for count in range(2, len(words) + 1):
+        if "=" in words[count - 1]:  # the next one
+            break
+        if not _is_open(joined := " ".join(words[:count])):
+            return count, joined
+    return 1, words[0]
+
+
+def _is_open(text: str) -> bool:
+    return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
+
+
+_KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
+_SIGNS = ("=", ":", "==", ":=")
+# What word processors and web pages make of quotes, dashes and blanks.
+_QUOTES = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a"
+_TYPESET = str.maketrans(
+    {
+        **dict.fromkeys(_QUOTES, '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
+        **dict.fromkeys("\u00a0\u3000", " "),
+        **dict.fromkeys("\u200b\ufeff", ""),
+        "\uff1d": "=",
+        "\uff1a": ":",
+        "\uff0c": ",",
+    }
+)
+
+
+def is_quoted(text: str) -> bool:
+    """Whether a text has quotes, the typographic ones among them."""
+    return any(letter in text for letter in f"'\"{_QUOTES}")
+
+
+def meant(word: str) -> str:
+    """A word as it should have been typed: `seed=4` for `seed : 4` or `seed==4`, plain quotes and
+    dashes, `data.root=/home/me/x` for `data.root=~/x`; the word itself if nothing is odd."""
+    text = word.translate(_TYPESET).strip()
+    if text.startswith("-"):
+        name = text.lstrip("-")
+        return text if word.startswith("-") else f"{'-' if len(name) == 1 else '--'}{name}"
+    key, sign, value = text.partition("=")
+    if not sign:
+        key, sign, value = text.partition(":")
+        if not sign or value[:1] in ("", "/", "\\"):  # a URL, a drive
+            return text
+    key = re.sub(r"[\s,:.()\[\]]+", ".", key).strip(".")
+    value = value.lstrip("=").strip().strip(",;")
+    if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # the shell would take them
+        value = value[1:-1]
+    return f"{key}={os.path.expanduser(value)}"
+
+
+def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
+    """Overrides as the shell gave them, before they are parsed.
+
+    Args:
+        commands: What may be misspelt instead.
+
+    Raises:
+        UserError: A word without `=` is a misspelt verb, or another tool's, or a piece of an
+            override.
+    """
+    problems, left, commands = [], list(words), [*commands]
+    while left:
+        count, override = first_override(left)
+        word, left = left[0], left[count:]
+        if (count == 1 and "=" in word[1:]) or word.startswith("~"):
+            continue
+        typed, close = meant(override), closest(word, commands)
+        verb = for_verb(word, left) or (for_experiment(word, left) if count == 1 else "")
+        if count > 1:
+            what = "the shell takes it for several words"
+            problems.append(Problem(typed, what, f"write {shlex.quote(typed)}"))
+        elif typed != word and ("=" in typed or typed.startswith("-")):
+            problems.append(Problem(word, "is no override", f"write {shlex.quote(typed)}"))
+            if typed.startswith("-"):
+                break  # what follows is its value
+        elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
+            joined = f"{word}={left.pop(0)}"
+            problems.append(Problem(word, "is no override", f"write {shlex.quote(joined)}"))
+        elif not commands:
+            problems.append(Problem(word, "is no override", "write key=value, or group=option"))
+        else:
+            remedy = verb or (
+                f"did you mean: python -m distdl {close}"
+                if close
+                else f"write key=value, or first one of the commands {', '.join(commands)}"
+            )
+            problems.append(Problem(word, "is no command and no override", remedy))
+            if close or verb:
+                break  # what follows is that command's
+    if problems:
+        raise UserError(*problems)

@@ -1,0 +1,1 @@
+"""Whether a data set is intact, and whether it feeds the devices."""

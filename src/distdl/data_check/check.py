@@ -1,0 +1,126 @@
+"""What `data check` does: reads, looks, measures, and compares with what the GPUs need."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from distdl.config import resources
+from distdl.data_check import image_files, needs, sources, throughput
+from distdl.data_check import screen as show
+from distdl.data_check.sources import DataAtUri
+from distdl.datasets.next_steps import override
+from distdl.stores import StoreError
+from distdl.util.errors import UserError
+from distdl.util.progress_bar import Bar
+
+
+def check(options: argparse.Namespace) -> int:
+    """Prints one screen; see `distdl.cli.data.main` for the options.
+
+    Returns:
+        status: 0, or 1 if there are damaged images.
+
+    Raises:
+        UserError: There is no data set, or no rate is known.
+    """
+    gpu = options.gpu or gpu_of_this_machine()
+    gpus = options.gpus or resources.visible_gpus() or 1
+    wanted = needs.need(options.model, (gpu or "h100").lower(), options.rate)
+    if not gpu and not options.rate:
+        wanted = replace(
+            wanted, source=f"{wanted.source}; this machine has none: --gpu names yours"
+        )
+    found = sources.find(options.uri)
+    screen = show.Screen()
+    show.contents(screen, found)
+    try:
+        seen, rates = inspect(found, options)
+    except StoreError as error:
+        raise UserError.at(found.uri, str(error), error.remedy) from error
+    show.images(screen, seen, sum(s.count for s in seen.values()) == found.count)
+    if rates is None:
+        screen.line("verdict", "none of the images that were looked at can be decoded")
+        return 1
+    cores = resources.cpu_cores()
+    show.rates(screen, found, rates, wanted)
+    formats = [needs.Format("as they are", rates.decoding)]
+    if rates.smaller:
+        source = shlex.quote(found.uri)
+        how = f"python -m distdl prepare folder --source {source} --to OUT --short-side 256"
+        if found.kind != "folders of images":
+            how = "python -m distdl prepare ... --short-side 256 --quality 90, from the originals"
+        formats.append(needs.Format("with a short side of 256, quality 90", rates.smaller, how))
+    verdict = needs.judge(wanted, formats, rates.reading, cores, gpus)
+    show.needs(screen, formats, wanted, cores, gpus)
+    workers = min(needs.workers_for(wanted.rate, rates.decoding), cores // gpus or 1)
+    memory = needs.shm(workers, gpus, options.batch_size, options.image_size)
+    show.shm(screen, memory, workers, options.batch_size)
+    screen.line("verdict", verdict.text)
+    if verdict.before:
+        screen.line("first", verdict.before)
+    usable = [o for o in verdict.overrides if resources.visible_gpus() or "nvjpeg" not in o]
+    screen.line("next", next_command(found, usable))
+    return 1 if any(s.damaged for s in seen.values()) else 0
+
+
+def inspect(found: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Looks at images of each split, and measures rates on the first one that has some.
+
+    Raises:
+        StoreError: A shard cannot be downloaded.
+    """
+    rates, seen = None, {}
+    for name, images in found.splits.items():
+        if not len(images.labels) or (options.all and rates is not None):
+            continue
+        shard, rows = some(images, options.sample, found.store is not None)
+        with found.reading(images, shard) as reader:
+            if rates is None:
+                rates = throughput.measure(reader, rows, options.image_size)
+            if not options.all:
+                seen[name] = image_files.look(reader, rows)
+    if options.all:
+        with Bar("looking at every image") as bar:
+
+            def progress(done: int) -> None:
+                bar(done, found.count, f"{done:,} of {found.count:,}")
+
+            seen = image_files.look_at_all(found, os.cpu_count() or 1, progress)
+    return seen, rates
+
+
+def some(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
+    """Evenly spread images; of what must be downloaded, of one shard, the middle one."""
+    shard, rows = None, np.arange(len(images.labels))
+    if remote:
+        shard = len(images.names) // 2
+        rows = np.flatnonzero(images.where["shard"] == shard)
+    places = np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)
+    return shard, rows[places]
+
+
+def gpu_of_this_machine() -> str | None:
+    """The name in `GPUS` of a GPU of this machine; None if none is known."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.lower()
+    return next((name for name in needs.GPUS if name in shown), None)
+
+
+def next_command(found: DataAtUri, overrides: Sequence[str]) -> str:
+    """A training on this data."""
+    classes = len(found.classes)
+    what = "+experiment=resnet50_imagenet"
+    if classes != 1000:
+        what = f"data=imagenet data.num_classes={classes}"
+    return " ".join(["python -m distdl", what, override("data.root", found.uri), *overrides])

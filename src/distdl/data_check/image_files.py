@@ -1,0 +1,128 @@
+"""Images looked at one by one: whether they are intact, how large they are, their colours."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distdl.data_check.sources import DataAtUri, ImageReader, SplitImages
+from distdl.util.orphans import end_with_parent
+
+CHUNK = 64  # images that a process is given at a time
+
+
+@dataclass
+class Seen:
+    """What was found out about some images.
+
+    Args:
+        count: How many were looked at.
+        damaged: Those that are not intact: where they are, and why.
+        sizes: [count, 2], width and height in pixels.
+        mean: Sum over the images of each one's mean of red, green and blue, for values of 0 to 1.
+        std: The same of each one's standard deviation.
+    """
+
+    count: int = 0
+    damaged: list[str] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
+    std: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
+
+    def add(self, other: Seen) -> None:
+        self.count += other.count
+        self.damaged += other.damaged
+        self.sizes += other.sizes
+        self.mean = self.mean + other.mean
+        self.std = self.std + other.std
+
+    def average(self) -> tuple[list[float], list[float]]:
+        """Mean and std per channel, each image counting the same.
+
+        The std is the mean of the images' own, as torchvision's usual constants were made
+        (https://github.com/pytorch/vision/pull/1965), so that they can be compared.
+        """
+        count = max(1, len(self.sizes))
+        return (self.mean / count).tolist(), (self.std / count).tolist()
+
+
+def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
+    """Reads, compares and decodes (by PIL) the images of some indices."""
+    from PIL import Image
+
+    seen = Seen()
+    values = np.arange(256) / 255
+    for index in map(int, indices):
+        seen.count += 1
+        try:
+            data = reader.read(index)
+            expected = reader.sha256(index)
+            if expected is not None and hashlib.sha256(data).digest() != expected:
+                raise ValueError("its bytes are not those of the index (sha256)")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # EXIF that PIL does not like is no damage
+                with Image.open(io.BytesIO(data)) as file:
+                    image = file.convert("RGB")
+        except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
+            why = "no image" if "BytesIO" in str(error) else error
+            if isinstance(error, OSError) and error.strerror:  # its text has the path again
+                why = f"cannot be read: {error.strerror}"
+            seen.damaged.append(f"{reader.name(index)}: {why}")
+            continue
+        seen.sizes.append(image.size)
+        # A histogram says mean and deviation, and takes PIL a third of a millisecond.
+        counts = np.array(image.histogram(), dtype=np.float64).reshape(3, 256)
+        shares = counts / counts[0].sum()
+        mean = shares @ values
+        seen.mean += mean
+        seen.std += np.sqrt(np.maximum(shares @ values**2 - mean**2, 0))
+    return seen
+
+
+def look_at_all(
+    found: DataAtUri, processes: int, progress: Callable[[int], None]
+) -> dict[str, Seen]:
+    """Every image of every split, in several processes.
+
+    Args:
+        found: A data set; what lies in a store is downloaded shard by shard, and removed again.
+        processes: How many look at images.
+        progress: Called with how many were looked at so far.
+
+    Raises:
+        StoreError: A shard cannot be downloaded.
+    """
+    result: dict[str, Seen] = {}
+    # Not forked: this process has threads (torch's, the bar's), whose locks a child would inherit.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
+        for name, images in found.splits.items():
+            seen = result[name] = Seen()
+            for shard, rows in _parts(found, images):
+                with found.reading(images, shard) as reader:
+                    chunks = (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
+                    for part in pool.map(_look, map(reader.part, chunks)):
+                        seen.add(part)
+                        progress(sum(each.count for each in result.values()))
+    return result
+
+
+def _look(reader: ImageReader) -> Seen:
+    return look(reader, range(len(reader.images.where)))
+
+
+def _parts(found: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:
+    """Shard by shard what is in a store, all at once what is here."""
+    if found.store is None:
+        yield None, np.arange(len(images.labels))
+        return
+    for shard in range(len(images.names)):
+        yield shard, np.flatnonzero(images.where["shard"] == shard)

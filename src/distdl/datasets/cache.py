@@ -1,0 +1,299 @@
+"""This node's copies of shards: each is downloaded once, checked, and kept while there is room.
+
+    CACHE/<data set>/train-00000.tar     complete and checked: nothing else ever has such a name
+    CACHE/<data set>/.<name>.<id>.part   on its way
+    CACHE/<data set>/locks/              one lock per shard: its holder fetches it
+    CACHE/<data set>/locks/unreachable   the server did not answer; removed when it does
+    CACHE/lock                           held while room is made
+
+Locks are the kernel's (flock), so they end with the process that holds them. All ranks of a node,
+other runs on it, and nodes that share a disk with locks (NFSv4, Lustre with -o flock) can use one
+cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from distdl.datasets.format import File
+from distdl.stores import Progress, Store, StoreError
+from distdl.stores.files import reserved
+from distdl.util.atomic_files import sync, write_bytes
+from distdl.util.errors import UserError
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+AGAIN = 10.0  # seconds for a server after another process of this node has given up on it
+MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
+
+
+class NoRoom(OSError):
+    """The cache is full of what is needed sooner."""
+
+
+class Cache:
+    """Copies of one data set's files.
+
+    Args:
+        store: Where they come from.
+        root: A folder that all data sets share; made when needed.
+        key: Names the data set: the sha256 of its manifest.
+        limit: Bytes for all of `root`; None: the disk.
+    """
+
+    def __init__(self, store: Store, root: Path, key: str, limit: int | None = None) -> None:
+        self.store, self.root, self.limit = store, root, limit
+        self.folder, self._since = root / key[:16], time.time()
+        try:
+            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+            # Held by every process that reads: other runs do not remove what is in use.
+            self._used = os.open(self.folder / "locks" / "in_use", os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._used, fcntl.LOCK_SH)
+            os.utime(self._used)
+        except OSError as error:
+            what = f"cannot keep shards in {self.root}: {error.strerror}"
+            raise UserError.at("data.cache_dir", what, REMEDY) from error
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_used": None}
+
+    def path(self, file: File) -> Path:
+        return self.folder / file.name
+
+    def has(self, file: File) -> bool:
+        try:
+            return os.stat(self.path(file)).st_size == file.bytes
+        except FileNotFoundError:
+            return False
+
+    def fetch(
+        self,
+        file: File,
+        evictable: Callable[[], Sequence[str]] | None = None,
+        progress: Progress | None = None,
+    ) -> Path:
+        """The file's complete and checked copy; downloads it unless it is here.
+
+        Waits while another process does so. The copy may be removed later to make room for others:
+        open it at once, an open file stays readable.
+
+        Args:
+            file: Which, and how long it is and what its sha256 is.
+            evictable: Names of copies that may make room, those first whose next use is farthest.
+            progress: As `Store.download` has it.
+
+        Raises:
+            NoRoom: The disk or the cache is full, and the copies that may go are not enough.
+            UserError: It arrived damaged several times, or the server does not answer. Names it.
+        """
+        if self.has(file):
+            return self.path(file)
+        asked = time.time()
+        with FileLock(self.folder / "locks" / file.name):
+            if self.has(file):
+                return self.path(file)
+            self._share_outage(asked)
+            if self.path(file).exists():
+                log.warning(HEALED, self.path(file))
+            for _ in range(TRIES):
+                # We hold the lock: these were left by a process that was killed.
+                for left in self.folder.glob(f".{file.name}.*.part"):
+                    left.unlink(missing_ok=True)
+                part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
+                try:
+                    damage = self._download(
+                        file, part, evictable or list, self._giving_up(asked, progress)
+                    )
+                finally:
+                    part.unlink(missing_ok=True)
+                if not damage:
+                    return self.path(file)
+        what = f"{self.store.uri}/{file.name} came {TRIES} times, and {damage}"
+        raise UserError.at("data.root", what, DAMAGED)
+
+    def _download(
+        self,
+        file: File,
+        part: Path,
+        evictable: Callable[[], Sequence[str]],
+        progress: Progress,
+    ) -> str:
+        """One try; returns what is wrong with what came, "" if nothing."""
+        try:
+            self._reserve(part, file, evictable)
+            self.store.download(file.name, part, progress)
+            damage = difference(part, file)
+            if not damage:
+                with FileLock(self.root / "lock"):  # so that sizes are counted once
+                    part.rename(self.path(file))
+                sync(self.folder)
+            return damage
+        except StoreError as error:
+            if error.transient:
+                write_bytes(self._outage, str(error).encode(), durable=False)
+            raise _unreachable(str(error), error.transient) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
+                raise
+            raise NoRoom(errno.ENOSPC, self._full(file)) from error  # others wrote to the disk
+
+    @property
+    def _outage(self) -> Path:
+        return self.folder / "locks" / "unreachable"
+
+    def _share_outage(self, since: float) -> None:
+        """Gives up if another process has given up, on any shard, since this one began to wait."""
+        try:
+            if self._outage.stat().st_mtime >= since:
+                raise _unreachable(self._outage.read_text(), transient=True)
+        except FileNotFoundError:
+            return
+
+    def _giving_up(self, asked: float, progress: Progress | None) -> Progress:
+        """`progress`, which also gives up where this node has waited for the server already."""
+
+        def called(count: int) -> None:
+            if count:  # the server answers
+                self._outage.unlink(missing_ok=True)
+            else:
+                self._share_outage(self._since if time.time() - asked > AGAIN else asked)
+            if progress is not None:
+                progress(count)
+
+        return called
+
+    def drop(self, file: File) -> None:
+        """Removes a copy that turned out to be damaged."""
+        log.warning(HEALED, self.path(file))
+        with FileLock(self.folder / "locks" / file.name):
+            self.path(file).unlink(missing_ok=True)
+
+    def room(self) -> int:
+        """Bytes that this data set may take, with what it has and what others may lose."""
+        present = sum(size for _, size in _copies(self.folder))
+        others = sum(size for folder in self._unused() for _, size in _copies(folder))
+        disk = self._free() + present + others
+        if self.limit is None:
+            return disk
+        kept = sum(size for folder in self._folders() for _, size in _copies(folder))
+        return min(disk, self.limit - kept + present + others)
+
+    def _reserve(self, part: Path, file: File, evictable: Callable[[], Sequence[str]]) -> None:
+        """Reserves disk space for a file."""
+        with FileLock(self.root / "lock"):
+            if self._lacking(file.bytes) > 0:
+                self._make_room(file, evictable)
+            with reserved(part, file.bytes):
+                pass
+
+    def _make_room(self, file: File, evictable: Callable[[], Sequence[str]]) -> None:
+        others = (folder / name for folder in self._unused() for name, _ in _copies(folder))
+        ours = (self.folder / name for name in evictable() if name != file.name)
+        for path in itertools.chain(others, ours):
+            path.unlink(missing_ok=True)
+            if self._lacking(file.bytes) <= 0:
+                return
+        raise NoRoom(errno.ENOSPC, self._full(file))
+
+    def _lacking(self, wanted: int) -> int:
+        """Bytes that must go before `wanted` more can come."""
+        lacking = wanted - self._free()
+        if self.limit is not None:
+            used = sum(size for folder in self._folders() for _, size in _copies(folder))
+            lacking = max(lacking, used + wanted - self.limit)
+        return lacking
+
+    def _free(self) -> int:
+        disk = shutil.disk_usage(self.root)
+        return disk.free - min(MARGIN, disk.total // 20)
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.root.iterdir() if (path / "locks").is_dir()]
+
+    def _unused(self) -> list[Path]:
+        """Other data sets that no process reads, the longest unused first."""
+        others = [f for f in self._folders() if f != self.folder and not _in_use(f)]
+        return sorted(others, key=lambda folder: (folder / "locks" / "in_use").stat().st_mtime)
+
+    def _full(self, file: File) -> str:
+        free = shutil.disk_usage(self.root).free
+        limit = "" if self.limit is None else f" (data.cache_gb: {self.limit / 1e9:g} GB)"
+        return (
+            f"no room for its {file.bytes / 1e6:.1f} MB in {self.root}{limit}: "
+            f"the disk has {free / 1e6:,.0f} MB left"
+        )
+
+
+HEALED = "%s is damaged: it comes down again"
+REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
+DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume this run"
+
+
+def _unreachable(message: str, transient: bool) -> UserError:
+    remedy = "the run can be resumed when it is back" if transient else ""
+    return UserError.at("data.root", message, remedy)
+
+
+def default_root() -> Path:
+    """DISTDL_CACHE; else the local disk of an Azure VM, where one is mounted; else ~/.cache."""
+    folder = os.environ.get("DISTDL_CACHE")
+    if folder:
+        return Path(folder).expanduser()
+    for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # by waagent, by cloud-init
+        if os.path.ismount(disk) and os.access(disk, os.W_OK):
+            return Path(disk, "distdl")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "distdl"
+
+
+def _on_azure() -> bool:
+    """By the chassis' tag, as cloud-init reads it (cloudinit/sources/DataSourceAzure.py)."""
+    try:
+        tag = Path("/sys/class/dmi/id/chassis_asset_tag").read_text().strip()
+    except OSError:
+        return False
+    return tag == "7783-7084-3265-9085-8269-3286-77"
+
+
+def difference(path: Path, file: File) -> str:
+    """In what a copy differs from what the manifest says, "" if in nothing."""
+    size = path.stat().st_size
+    if size != file.bytes:
+        return f"it has {size} bytes and not {file.bytes}"
+    with path.open("rb") as copy:
+        sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
+    return "" if sha256 == file.sha256 else f"its sha256 is {sha256[:12]}... and not {file.sha256}"
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        with (folder / "locks" / "in_use").open("r+b") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
+    return False
+
+
+def _copies(folder: Path) -> list[tuple[str, int]]:
+    """Files on their way, too: their room is taken."""
+    copies = []
+    for entry in os.scandir(folder):
+        try:
+            if entry.is_file():
+                copies.append((entry.name, entry.stat().st_size))
+        except FileNotFoundError:  # another process was faster
+            continue
+    return copies

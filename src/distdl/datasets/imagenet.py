@@ -1,0 +1,209 @@
+"""ILSVRC2012 as a source: read inside its tar files, without unpacking them.
+
+    ILSVRC2012_img_train.tar   1,000 tars, n01440764.tar ..., of 1,281,167 images
+    ILSVRC2012_img_val.tar     50,000 images, ILSVRC2012_val_00000001.JPEG ...
+
+Either may also be unpacked: `train/` with the 1,000 tars, or with 1,000 class folders; `val/` with
+the 50,000 images, or with those in class folders.
+https://image-net.org/challenges/LSVRC/2012/2012-downloads.php
+
+Facts about its files (found by content here, never by name): n02105855_2933.JPEG is a PNG, and 22
+training images are CMYK (https://github.com/cytsai/ilsvrc-cmyk-image-list; both lists stand in
+tensorflow/models, research/inception/inception/data/build_imagenet_data.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from distdl.datasets.image_files import EXTENSIONS, is_image
+from distdl.datasets.source import Files, Progress, Sample, files_below, no_folder
+from distdl.util.errors import UserError
+
+# Name of the tar, and its MD5 as in torchvision/datasets/imagenet.py.
+TARS = {
+    "train": ("ILSVRC2012_img_train.tar", "1d675b47d978889d74fa0da5fadfb00e"),
+    "val": ("ILSVRC2012_img_val.tar", "29b22e2961454d5413ddabcf34fc5622"),
+}
+# https://arxiv.org/abs/1409.0575, table 2.
+COUNTS = {"classes": 1000, "train": 1_281_167, "val": 50_000}
+WNID = re.compile(r"n\d{8}")
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
+
+# (file below the source, offset in it, length), and when that file was last changed (ns)
+Where = tuple[str, int, int]
+Place = tuple[Where, int]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--subset", action="store_true", help="other counts than 1,281,167 and 50,000 will do"
+    )
+
+
+def open_source(options: argparse.Namespace) -> ImageNet:
+    return ImageNet(options.source, options.subset)
+
+
+class ImageNet:
+    """Training and validation images of ILSVRC2012. Labels number the wnids in sorted order.
+
+    Args:
+        folder: Holds the two tars, or what was unpacked from them.
+        subset: Any number of classes and images will do. Validation images of classes that have no
+            training image are left out.
+
+    Raises:
+        UserError: There are no such files.
+    """
+
+    kind = "imagenet"
+    in_blocks = False
+
+    def __init__(self, folder: Path, subset: bool = False) -> None:
+        self.folder, self.subset = folder, subset
+        self.classes: list[str] = []
+        self._files = Files(folder)
+        self._parts = {split: _part(folder, split) for split in TARS}
+
+    def describe(self) -> dict[str, Any]:
+        # Of what is unpacked, the names: the size of a folder means nothing.
+        files = {p.name: p.stat().st_size if p.is_file() else None for p in self._parts.values()}
+        return {"kind": self.kind, "subset": self.subset, "files": files}
+
+    def read(self, sample: Sample) -> bytes:
+        name, offset, length = sample.where
+        return self._files.read(str(name), int(offset), int(length), sample.mtime_ns)
+
+    def scan(self, progress: Progress) -> Iterator[Sample]:
+        train = [(_wnid(name), name, place) for name, place in self._images("train", progress)]
+        train.sort()
+        self.classes = sorted({wnid for wnid, _, _ in train})
+        labels = {wnid: label for label, wnid in enumerate(self.classes)}
+        counts = Counter(classes=len(labels), train=len(train))
+        for wnid, name, (where, mtime) in train:
+            yield Sample("train", _base(name), labels[wnid], where[2], where, mtime)
+        del train
+        # Of the two tars, that of the validation images is read within seconds.
+        val = [(_base(name), name, place) for name, place in self._images("val", _quiet)]
+        for base, name, (where, mtime) in sorted(val):
+            wnid = val_class(name)
+            if wnid in labels:
+                counts["val"] += 1
+                yield Sample("val", base, labels[wnid], where[2], where, mtime)
+        self._check(counts)
+
+    def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, Place]]:
+        """Path inside the tar or folder, and place, of every image of a split."""
+        top = self._parts[split]
+        paths = [top] if top.is_file() else list(files_below(top, (*EXTENSIONS, ".tar")))
+        size = top.stat().st_size
+        for number, path in enumerate(paths):
+            name, stat = path.relative_to(self.folder).as_posix(), path.stat()
+            if path.suffix != ".tar":
+                yield name, ((name, 0, stat.st_size), stat.st_mtime_ns)
+                progress(number, len(paths))
+                continue
+            inside = "" if path == top else f"{path.stem}/"
+            try:
+                with path.open("rb") as file:
+                    for inner, where in _members(file, name, 0, inside):
+                        yield inner, (where, stat.st_mtime_ns)
+                        if path == top:
+                            progress(where[1], size)
+            except tarfile.TarError as error:
+                known = f" (its MD5 is {TARS[split][1]})" if path.name == TARS[split][0] else ""
+                remedy = f"download it again{known}"
+                raise UserError.at("--source", f"{path} is damaged: {error}", remedy) from None
+
+    def _check(self, counts: Counter[str]) -> None:
+        if not (counts["train"] and counts["val"]):
+            missing = "training" if not counts["train"] else "validation"
+            raise UserError.at("--source", f"{self.folder} has no {missing} images of ImageNet")
+        if dict(counts) != COUNTS and not self.subset:
+            what = "; ".join(
+                f"{counts[name]:,} {noun} instead of {COUNTS[name]:,}"
+                for name, noun in (
+                    *(("classes", "classes"), ("train", "training images")),
+                    *(("val", "validation images"),),
+                )
+                if counts[name] != COUNTS[name]
+            )
+            remedy = "download the tars again, or if that is what you want: --subset"
+            raise UserError.at("--source", f"{self.folder} has {what}", remedy)
+
+
+def val_class(name: str) -> str:
+    """The wnid of a validation image, by its number; by its folder if its name has none.
+
+    Raises:
+        UserError: It has neither.
+    """
+    match = VAL_NAME.match(_base(name))
+    if match and int(match[1]) in val_labels():
+        return val_labels()[int(match[1])]
+    return _wnid(name)
+
+
+@cache
+def val_labels() -> dict[int, str]:
+    """The wnid of each of the 50,000 validation images, by the number in its name.
+
+    `imagenet_val.txt` has a line per class: its wnid, then the numbers of its 50 images. Facts of
+    the devkit (ILSVRC2012_validation_ground_truth.txt), by way of tensorflow-datasets 4.9.10,
+    datasets/imagenet2012/validation_labels.txt.
+    """
+    text = resources.files(__package__).joinpath("imagenet_val.txt").read_text(encoding="ascii")
+    lines = (line.split() for line in text.splitlines())
+    return {int(number): wnid for wnid, *numbers in lines for number in numbers}
+
+
+def _part(folder: Path, split: str) -> Path:
+    """The tar of a split, or the folder that it was unpacked to."""
+    tar = folder / TARS[split][0]
+    for path in (tar, folder / tar.stem, folder / split):
+        if path.exists():
+            return path
+    what = f"{folder} holds neither {tar.name} nor {split}/"
+    if not folder.is_dir():
+        what = no_folder(folder)
+    remedy = (
+        "the tars are available, for research, at "
+        "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"
+    )
+    raise UserError.at("--source", what, remedy)
+
+
+def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Where]]:
+    """Images of the tar that begins at `start`, also those in tars inside it; headers only."""
+    file.seek(start)
+    for member in tarfile.TarFile(fileobj=file):  # its offsets count from the file's beginning
+        if member.isfile() and member.name.endswith(".tar"):
+            yield from _members(file, name, member.offset_data, f"{Path(member.name).stem}/")
+        elif member.isfile() and is_image(member.name):
+            yield inside + member.name, (name, member.offset_data, member.size)
+
+
+def _wnid(name: str) -> str:
+    """The class of an image: the folder or tar that it is in."""
+    parts = name.split("/")
+    if len(parts) < 2 or not WNID.fullmatch(parts[-2]):
+        what = f"{name} is in no class (n01440764.tar or n01440764/)"
+        raise UserError.at("--source", what, "for other images: prepare folder")
+    return parts[-2]
+
+
+def _quiet(done: int, total: int) -> None:
+    pass
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]

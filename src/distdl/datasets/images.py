@@ -1,0 +1,178 @@
+"""One image on its way into a data set: checked, repaired, made smaller if asked for.
+
+An image is decoded completely, by PIL, and its bytes stay as they are, unless
+
+- its name says JPEG but its content does not, or it is a JPEG in CMYK, which many decoders do not
+  read or read with wrong colours: re-encoded at quality 100 without subsampling, as by Inception's
+  script (tensorflow/models, research/inception/inception/data/build_imagenet_data.py);
+- it is in a format that only PIL reads (BMP, TIFF, ...): kept as PNG, without loss;
+- the user wants smaller images (what is scaled becomes a JPEG, whatever it was).
+
+An EXIF orientation stays in the file and pixels are not turned: ImageNet is trained so.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageFile
+
+from distdl.datasets.image_files import load_image
+from distdl.util.errors import UserError
+
+# PIL's names of what stays as it is; MPO is a JPEG with another one behind it, as phones write it.
+KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
+JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg")
+DEFAULT_QUALITY = 90
+WORTH_IT = 0.9  # re-encoding loses a little each time: never to save less than a tenth
+ORIENTATION = 0x0112  # EXIF's tag
+
+
+class Unwritten(Exception):
+    """An intact image that cannot be encoded again."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What the user wants done with each image.
+
+    Args:
+        max_side: Longer sides are scaled down to that many pixels. Lossy.
+        short_side: Images with a longer shorter side are scaled down to it. Lossy.
+        quality: Every JPEG is re-encoded at it, if that saves a tenth of its bytes; None: only
+            what is scaled, at 90. Lossy.
+    """
+
+    max_side: int | None = None
+    short_side: int | None = None
+    quality: int | None = None
+
+    @property
+    def lossy(self) -> bool:
+        return any((self.max_side, self.short_side, self.quality))
+
+    def __str__(self) -> str:
+        parts = []
+        if self.max_side:
+            parts.append(f"longer side at most {self.max_side}")
+        if self.short_side:
+            parts.append(f"shorter side at most {self.short_side}")
+        if self.lossy:
+            which = (
+                "all JPEGs, and as JPEG what is scaled,"
+                if self.quality
+                else "what is scaled as JPEG"
+            )
+            which = which if self.max_side or self.short_side else "all JPEGs"
+            parts.append(f"{which} at quality {self._quality} (lossy)")
+        return ", ".join(parts) or "as they are"
+
+    @property
+    def _quality(self) -> int:
+        return self.quality or DEFAULT_QUALITY
+
+    def check(self) -> None:
+        """Raises UserError when it cannot be done."""
+        for name in ("max_side", "short_side"):
+            side = getattr(self, name)
+            if side is not None and side < 1:
+                raise UserError.at(f"--{name.replace('_', '-')}", f"{side} is no size")
+        if self.quality is not None and not 1 <= self.quality <= 100:
+            raise UserError.at("--quality", f"{self.quality} is not from 1 to 100")
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after scaling, never larger and never 0."""
+        scale = 1.0
+        if self.max_side:
+            scale = min(scale, self.max_side / max(width, height))
+        if self.short_side:
+            scale = min(scale, self.short_side / min(width, height))
+        return max(1, round(width * scale)), max(1, round(height * scale))
+
+    def apply(self, data: bytes, name: str) -> tuple[bytes, str, str]:
+        """Checks one image, and changes it where it must be.
+
+        Args:
+            data: As the source has it.
+            name: With its extension, if it has one.
+
+        Returns:
+            data: To be stored.
+            extension: ".jpg", ".png" or ".webp".
+            oddity: What is unusual about it, and how it was repaired; mostly empty.
+
+        Raises:
+            DamagedImage: It cannot be decoded.
+            Unwritten: It can, and cannot be encoded again.
+        """
+        image = load_image(data)
+        size = self.size(*image.size)
+        named_jpeg = name.lower().endswith(JPEG_NAMES)
+        oddity = ""
+        if image.format in JPEGS and image.mode not in ("L", "RGB"):
+            oddity = f"{image.mode} as RGB"
+        elif named_jpeg and image.format not in JPEGS:
+            oddity = f"{image.format} named JPEG"
+        elif image.format not in KEPT:
+            oddity = f"{image.format} as {'PNG' if size == image.size else 'JPEG'}"
+        if size != image.size:
+            smaller = plain(image).resize(size, Image.Resampling.LANCZOS)
+            return self._jpeg(smaller, image, quality=self._quality), ".jpg", oddity
+        if oddity.endswith("as PNG"):
+            return png(image), ".png", oddity
+        if oddity:
+            return self._jpeg(plain(image), image, quality=100, subsampling=0), ".jpg", oddity
+        if image.format not in JPEGS:
+            return data, KEPT[str(image.format)], ""
+        if self.quality is not None:
+            again = self._jpeg(plain(image), image, quality=self.quality)
+            if len(again) < WORTH_IT * len(data):
+                return again, ".jpg", ""
+        return data, ".jpg", ""
+
+    def _jpeg(self, image: Image.Image, original: Image.Image, **how: Any) -> bytes:
+        turned = orientation(original)
+        if turned != 1:
+            how["exif"] = Image.Exif()
+            how["exif"][ORIENTATION] = turned
+        # With `optimize` all must fit PIL's buffer. It takes 1 or 2 bytes a pixel, and noise needs
+        # 5 ("Suspension not allowed here"); a JPEG consists of blocks of up to 16 x 16 pixels.
+        room = 4 * len(image.getbands()) * (image.width + 15) * (image.height + 15)
+        ImageFile.MAXBLOCK = max(ImageFile.MAXBLOCK, room)
+        return written(image, "JPEG", optimize=True, **how)
+
+
+def plain(image: Image.Image) -> Image.Image:
+    """Grey or RGB, as a JPEG has it."""
+    return image if image.mode in ("L", "RGB") else image.convert("RGB")
+
+
+def png(image: Image.Image) -> bytes:
+    """Lossless: PNG has all modes of the formats that come here, except CMYK and floats."""
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
+        image = image.convert("RGB")
+    return written(image, "PNG")
+
+
+def written(image: Image.Image, form: str, **how: Any) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        Unwritten: PIL cannot do it.
+    """
+    memory = io.BytesIO()
+    try:
+        image.save(memory, form, **how)
+    except (OSError, ValueError) as error:
+        raise Unwritten(f"cannot be written as {form}: {error}") from error
+    return memory.getvalue()
+
+
+def orientation(image: Image.Image) -> int:
+    """EXIF's, 1 to 8; 1 is upright."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # ImageNet has images with broken EXIF data: no decoder reads those
+        return 1

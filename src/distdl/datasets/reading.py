@@ -1,0 +1,298 @@
+"""Samples out of shards: one `pread` each, from a folder or from this node's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdl.datasets.cache import Cache, NoRoom
+from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
+from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
+from distdl.util.atomic_files import write_bytes
+from distdl.util.errors import UserError
+
+QUICK = 10.0  # seconds for a server that is not needed
+MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A prepared data set, in a folder or a store.
+
+    Args:
+        manifest: What it holds.
+        text: The manifest's bytes.
+        store: Where it is.
+        note: What is unusual about how it was opened, or "".
+    """
+
+    manifest: Manifest
+    text: bytes
+    store: Store
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """The sha256 of the manifest."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    def keep(self, cache_root: Path) -> None:
+        """Writes the manifest into this node's cache, for starts without the server."""
+        write_bytes(_kept(cache_root, self.store), self.text, durable=False)
+
+    @property
+    def bytes(self) -> int:
+        """Of its shards and indices."""
+        return sum(split.bytes + split.index.bytes for split in self.manifest.splits.values())
+
+    def index(self, split: str, cache: Cache | None) -> np.ndarray[Any, Any]:
+        """The rows of a split.
+
+        Raises:
+            UserError: There is no such split, or its index is damaged.
+        """
+        file = self.split(split).index
+        try:
+            where = cache.fetch(file) if cache else Path(self.store.uri) / file.name
+            data = where.read_bytes()
+        except OSError as error:
+            raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            if cache is not None:  # was intact when it came
+                cache.drop(file)
+                data = cache.fetch(file).read_bytes()
+            else:
+                what = f"{where} is not the index that {MANIFEST} speaks of"
+                raise UserError.at("data.root", what, "copy or prepare the data set again")
+        return load_index(data, str(where))
+
+    def split(self, name: str) -> Split:
+        if name not in self.manifest.splits:
+            has = ", ".join(self.manifest.splits)
+            raise UserError.at("data.root", f"{self.store.uri} has no {name!r}, only: {has}")
+        return self.manifest.splits[name]
+
+
+def open_data_set(
+    root: str, *, patience: float = PATIENCE, cache_root: Path | None = None
+) -> DataSet:
+    """Reads the manifest at a folder or URI.
+
+    Args:
+        root: The folder or URI.
+        patience: Seconds to keep trying while a server does not answer.
+        cache_root: This node's cache: while the server cannot be reached, the manifest that
+            `DataSet.keep` wrote there is taken.
+
+    Raises:
+        UserError: There is none, or the store cannot be reached.
+    """
+    store = open_store(root, patience=patience)
+    kept = _kept(cache_root, store) if cache_root and is_remote(root) else None
+    try:
+        if kept is None or not kept.exists():
+            text = store.read(MANIFEST)
+        else:  # the kept one will do, so the wait is short
+            text = open_store(root, patience=min(patience, QUICK)).read(MANIFEST)
+    except StoreError as error:
+        if kept is not None and kept.exists() and error.transient:
+            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
+            note = f"{store.uri} cannot be reached; the copy of {date} is used ({kept})"
+            return _data_set(kept.read_bytes(), store, note)
+        remedy = error.remedy
+        if isinstance(error, Absent):
+            remedy = "python -m distdl prepare ... --upload URL writes it last, after all else"
+        raise UserError.at("data.root", str(error), remedy) from error
+    return _data_set(text, store)
+
+
+def _kept(cache_root: Path, store: Store) -> Path:
+    name = hashlib.sha256(store.address.encode()).hexdigest()[:16]
+    return cache_root / "manifests" / f"{name}.json"
+
+
+def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
+    manifest = Manifest.from_json(text, f"{store.uri}/{MANIFEST}")
+    for split in manifest.splits.values():
+        for file in (split.index, *split.shards):
+            if Path(file.name).name != file.name or file.name.startswith("."):
+                raise UserError.at("data.root", f"{file.name!r} is no name of a shard")
+    return DataSet(manifest, text, store, note)
+
+
+class Shards:
+    """One split's samples, as bytes.
+
+    A sample is compared with its sha256 when it is read first, and again when its file
+    has changed since: only an intact sample is remembered, so damage is found in each epoch.
+    The memory is shared with the workers of a loader, and is lost with this process.
+
+    Args:
+        data: The data set.
+        split: "train" or "val".
+        cache: This node's copies; None: `data` is a folder that is read in place.
+        evictable: As `Cache.fetch` has it.
+    """
+
+    def __init__(
+        self,
+        data: DataSet,
+        split: str,
+        cache: Cache | None = None,
+        evictable: Callable[[File], Sequence[str]] | None = None,
+    ) -> None:
+        self.split, self.cache = data.split(split), cache
+        self.where = Path(data.store.uri) if cache is None else cache.folder
+        self.evictable = evictable
+        self.rows = data.index(split, cache)
+        # Of each sample the state of its file in which it was intact; 0: not yet.
+        self._intact = multiprocessing.RawArray(ctypes.c_uint32, len(self.rows))
+        self._lost: UserError | None = None
+        self._open: OrderedDict[int, int] = OrderedDict()
+        refuse_misfit(self.rows, data, split)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def file(self, index: int) -> File:
+        return self.split.shards[self.rows["shard"][index]]
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a sample. A cached shard that turns out to be damaged is fetched again.
+
+        Raises:
+            ValueError: What a folder's shard holds is not what the index says.
+            UserError: The shard cannot be had.
+        """
+        row = self.rows[index]
+        handle = self._handle(int(row["shard"]))
+        before = _state(handle)
+        data = os.pread(handle, int(row["bytes"]), int(row["offset"]))
+        same = _state(handle) == before
+        if same and self._intact[index] == before and len(data) == row["bytes"]:
+            return data
+        if self.is_intact(index, data):
+            if same:
+                self._intact[index] = before
+            return data
+        if not self.repair(index):
+            raise ValueError("its bytes are not those that were prepared: the shard is damaged")
+        return self.read(index)
+
+    def is_intact(self, index: int, data: bytes) -> bool:
+        return hashlib.sha256(data).digest() == self.rows["sha256"][index].tobytes()
+
+    def repair(self, index: int) -> bool:
+        """Fetches the shard of a sample again, if its copy here is damaged; whether it was."""
+        row = self.rows[index]
+        number = int(row["shard"])
+        data = os.pread(self._handle(number), int(row["bytes"]), int(row["offset"]))
+        if self.cache is None or self.is_intact(index, data):
+            return False
+        path, handle = self.cache.path(self.file(index)), self._open.pop(number)
+        # Only the copy that we read: another process may have replaced it already.
+        same = path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+        os.close(handle)
+        if same:
+            self.cache.drop(self.file(index))
+        return True
+
+    def member(self, index: int) -> str:
+        """Shard and name of a sample in it, as `tar` shows them."""
+        row = self.rows[index]
+        shard = self.file(index).name
+        header = os.pread(self._handle(int(row["shard"])), 512, int(row["offset"]) - 512)
+        name = header[:100].rstrip(b"\0").decode("utf-8", "replace")
+        return f"{self.where / shard}:{name}"
+
+    def _handle(self, number: int) -> int:
+        """An open shard."""
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        self._close_some()
+        file = self.split.shards[number]
+        while True:
+            try:
+                handle = os.open(self._path(file), os.O_RDONLY)
+                break
+            except FileNotFoundError:
+                if self.cache is None:
+                    what = f"{self.where / file.name} is missing"
+                    remedy = "copy or prepare the data set again"
+                    raise UserError.at("data.root", what, remedy) from None
+                # It went again, before it was opened: another process needed the room.
+        self._open[number] = handle
+        return handle
+
+    def _path(self, file: File) -> Path:
+        if self.cache is None:
+            return self.where / file.name
+        if self._lost is not None and not self.cache.has(file):
+            raise self._lost  # the run ends: a worker's next batches do not wait again
+        evictable = self.evictable
+        try:
+            return self.cache.fetch(file, None if evictable is None else lambda: evictable(file))
+        except NoRoom as error:
+            remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
+            raise UserError.at("data.cache_dir", str(error), remedy) from error
+        except UserError as error:
+            self._lost = error
+            raise
+
+    def _close_some(self) -> None:
+        """The least used, and those that were removed: only our handle keeps their disk space."""
+        if self.cache is not None and self.evictable is not None:
+            for number, handle in list(self._open.items()):
+                if os.fstat(handle).st_nlink == 0:
+                    os.close(self._open.pop(number))
+        while len(self._open) >= MOST_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+
+
+def _state(handle: int) -> int:
+    """What differs, never 0, when a file is another one or was written to; 1 us.
+
+    The time of change, too: a copy over the file may restore that of modification.
+    """
+    stat = os.fstat(handle)
+    state = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return hash(state) & 0xFFFFFFFF or 1
+
+
+def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
+    """Raises UserError where an index is not that of the manifest's split: other numbers of samples
+    or classes, shards in another order, bytes beyond their ends."""
+    described, classes = data.split(split), len(data.manifest.classes)
+    shard = rows["shard"].astype(np.int64)
+    counted = np.bincount(shard, minlength=len(described.shards)).tolist()
+    labels = rows["label"]
+    beyond = labels[(labels < 0) | (labels >= classes)]
+    if len(rows) != described.samples:
+        misfit = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
+    elif len(beyond):
+        misfit = (
+            f"holds label {beyond.max()}, {MANIFEST} names {classes} class{'es' * (classes > 1)}"
+        )
+    elif counted != [each.samples for each in described.shards] or np.any(np.diff(shard) < 0):
+        misfit = f"does not fit the shards of {MANIFEST}"
+    else:
+        sizes = np.array([each.bytes for each in described.shards], np.uint64)
+        if np.all(rows["offset"] + rows["bytes"] <= sizes[shard]):
+            return
+        misfit = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
+    what = f"{data.store.uri}: the index of {split!r} {misfit}"
+    raise UserError.at("data.root", what, "copy or prepare the data set again")

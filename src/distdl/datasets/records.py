@@ -1,0 +1,171 @@
+"""What sources that hold records share: which file is of which split, and what a label means."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distdl.datasets.source import Sample
+from distdl.stores.walking import walk_once
+from distdl.util.errors import UserError
+
+# Words of a path, as Inception ("validation-00000-of-00128"), TFDS ("imagenet2012-train.tfrecord-
+# 00000-of-01024") and Hugging Face ("data/train-00000-of-00294.parquet") name their files.
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "eval", "dev"),
+    # Test sets come without labels, or are for a final evaluation: they are not trained on.
+    "": ("test", "testing"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--split", choices=("train", "val"), help="of all files, whatever named")
+    parser.add_argument(
+        "--label-offset",
+        type=int,
+        metavar="N",
+        help="subtracted from every label (default: the smallest one, if that is 0 or 1)",
+    )
+
+
+def find_files(
+    source: Path, names: str, shown: str, split: str | None
+) -> tuple[Path, dict[str, str]]:
+    """A folder, and its record files with the split of each: "train" or "val".
+
+    Args:
+        source: The folder, or one file in it. Files may lie in folders below it.
+        names: A regular expression that a file's name must match somewhere.
+        shown: The same in words.
+        split: Of all files; None: by their names, or those of their folders.
+
+    Raises:
+        UserError: There is none, or its name says no split.
+    """
+    if not source.exists():
+        raise UserError.at("--source", f"no such folder: {source}")
+    folder = source if source.is_dir() else source.parent
+    files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
+    if not files:
+        raise UserError.at("--source", f"{source} holds no file named {shown}")
+    if split is not None:
+        return folder, dict.fromkeys(files, split)
+    split_by_name: dict[str, str] = {}
+    for name in files:
+        # The file's own name decides before the folders above it.
+        splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
+        if not splits:
+            what = f"{folder / name} has a name that says neither train nor validation"
+            raise UserError.at("--source", what, "--split train, if all files are of it")
+        if splits[0]:
+            split_by_name[name] = splits[0]
+    if not split_by_name:
+        what = f"{source} holds files of a test set only"
+        raise UserError.at("--source", what, "--split val, if that is what you want")
+    return folder, split_by_name
+
+
+def split_of(name: str) -> str | None:
+    """ "train", "val", "" for a test set, None where a name says nothing."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return next((split for split, synonyms in SPLITS.items() if words & set(synonyms)), None)
+
+
+def _below(folder: Path, names: str) -> Iterator[str]:
+    def kind(path: str) -> str | None:  # of a link from one split to another both are meant
+        parts = reversed(Path(path).relative_to(folder).parts)
+        return next((split for part in parts if (split := split_of(part)) is not None), None)
+
+    for inner, folders, files in walk_once(folder, kind=kind):
+        # Hidden, and what Spark and Petastorm keep for themselves: _common_metadata, _SUCCESS.
+        folders[:] = [f for f in folders if not f.startswith((".", "_"))]
+        for name in files:
+            if not name.startswith((".", "_")) and re.search(names, name):
+                yield os.path.relpath(Path(inner, name), folder)
+
+
+def no_class(place: str, label: int) -> UserError:
+    """A label that cannot be one; `place` says of which sample."""
+    remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
+    return UserError.at("--source", f"{place} has the label {label}: no class", remedy)
+
+
+def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
+    """A source's kind, and its files with split and size in bytes."""
+    sizes = {name: [split, (folder / name).stat().st_size] for name, split in files.items()}
+    return {"kind": kind, "files": sizes}
+
+
+class Labelled:
+    """Samples of a scan. What a label means is known at its end only."""
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+        self._names: dict[int, str] = {}
+        self._offset = 0
+
+    def add(self, sample: Sample, class_name: str = "") -> None:
+        """Adds a sample, whose `label` is the file's own and may have a name, as may the sample.
+
+        Raises:
+            UserError: The label has had another name before.
+        """
+        known = self._names.setdefault(sample.label, class_name) if class_name else ""
+        if known != class_name:
+            what = f"{sample.where[0]}: label {sample.label} is {class_name}, and {known} elsewhere"
+            raise UserError.at("--source", what)
+        name = sample.name or f"{sample.split}_{len(self._samples):08d}"
+        self._samples.append(replace(sample, name=name))
+
+    def settle(self, offset: int | None, names: Sequence[str] | None = None) -> list[str]:
+        """Finds what to subtract from every label so that they start at 0.
+
+        Inception's TFRecords count from 1, since 0 was "background"
+        (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
+
+        Args:
+            offset: As the user says; None: the smallest label, if that is 0 or 1.
+            names: Of all classes, by label; None: those that were added.
+
+        Returns:
+            The classes' names.
+
+        Raises:
+            UserError: The smallest label is another one, or two classes have one name.
+        """
+        if not self._samples:
+            raise UserError.at("--source", "its files hold no sample")
+        known = dict(enumerate(names)) if names else self._names
+        labels = {sample.label for sample in self._samples}
+        if names:
+            labels |= {0, len(names) - 1}
+        low, high = min(labels), max(labels)
+        if offset is None and low > 1:
+            what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
+            raise UserError.at("--label-offset", what, "--label-offset 0, or 1")
+        self._offset = offset = low if offset is None else offset
+        if low < offset:
+            what = f"is {offset}, but a sample has the label {low}"
+            raise UserError.at("--label-offset", what, f"--label-offset {low}")
+        classes = [known.get(label, str(label - offset)) for label in range(offset, high + 1)]
+        twice = sorted({name for name in classes if classes.count(name) > 1})
+        if twice:
+            what = f"two labels have the name {twice[0]}"
+            raise UserError.at("--source", what, "labels and names contradict each other")
+        return classes
+
+    def samples(self) -> Iterator[Sample]:
+        """In the order in which they were added, with labels from 0; once.
+
+        Each is forgotten when it is yielded: the caller keeps a million of them as well.
+        """
+        self._samples.reverse()
+        while self._samples:
+            sample = self._samples.pop()
+            yield replace(sample, label=sample.label - self._offset)

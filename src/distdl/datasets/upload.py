@@ -1,0 +1,186 @@
+"""A prepared data set into a store: what is there already is not sent again, the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from distdl.datasets.format import MANIFEST, File, Manifest
+from distdl.datasets.source import Progress
+from distdl.stores import Store, StoreError, is_remote, open_store
+from distdl.util.errors import Problem, Unfinished, UserError
+
+# Files under way at once. Each also goes up in parts; more fill no link that these do not.
+PARALLEL = 4
+PATIENCE = 10.0  # seconds, of the check before: somebody is waiting at the screen
+
+
+def upload(out: Path, url: str, progress: Progress) -> None:
+    """Sends a prepared data set to a store, or the rest of it after an interruption.
+
+    Each file is read once before it goes and compared with its sha256 in the manifest, so that no
+    damage of this disk is published; the server checks what arrives (`distdl.stores.Store`), and
+    then the size is asked for. The indexes go first: they identify the data set of an unfinished
+    upload. Without the manifest, which goes last, there is no data set at `url`.
+
+    Args:
+        out: A folder with a manifest.
+        url: As `distdl.stores.open_store` takes it.
+        progress: Called with the bytes that are there, and all there are.
+
+    Raises:
+        UserError: `out` is no prepared data set or damaged, `url` holds another one or something
+            else, or the store cannot be reached. Nothing at `url` is ever replaced.
+    """
+    manifest = read_manifest(out)
+    files = _files(manifest)
+    indexes = [split.index for split in manifest.splits.values()]
+    try:
+        store = open_store(url)
+        missing = _missing(store, out, files)
+        sending = _Sending(store, out, files, missing, progress)
+        for file in (file for file in indexes if file in missing):
+            sending.send(file)
+        sending.send_all([file for file in files if file in missing and file not in indexes])
+        sending.check_sizes()
+        if store.size(MANIFEST) is None:
+            store.upload(out / MANIFEST, MANIFEST)
+    except StoreError as error:
+        again = "the same command goes on where it was"
+        raise Unfinished(_failed(error, again)) from error
+
+
+def check_target(url: str, out: Path | None) -> None:
+    """Asks whether a data set can go to `url`: before hours of work, and not after them.
+
+    Args:
+        url: As in `upload`.
+        out: As in `upload`; None: it is yet to be prepared, so nothing of it can be there.
+
+    Raises:
+        UserError: It cannot be reached, does not exist, or holds something else.
+    """
+    try:
+        store = open_store(url, patience=PATIENCE)
+        if not is_remote(url) and Path(store.uri).is_file():
+            raise UserError.at("--upload", f"{store.uri} is a file, and no folder")
+        if out is None:
+            _refuse(store, list(store.names()))
+        else:
+            _missing(store, out, _files(read_manifest(out)))
+    except StoreError as error:
+        raise UserError(_failed(error, "check the address and the network")) from error
+
+
+def _files(manifest: Manifest) -> list[File]:
+    """Indexes first."""
+    splits = manifest.splits.values()
+    return [*(split.index for split in splits), *(s for split in splits for s in split.shards)]
+
+
+def _refuse(store: Store, others: list[str]) -> None:
+    """Raises UserError for files that do not belong there, if there are any."""
+    if others:
+        what = f"{store.uri} holds something else: {', '.join(others[:3])}"
+        if MANIFEST in others:
+            what = f"{store.uri} holds a prepared data set already"
+        raise UserError.at("--upload", what, "choose an empty folder")
+
+
+def _failed(error: StoreError, again: str) -> Problem:
+    """What a store said, and what to do about it: `again` where it may pass."""
+    remedy = error.remedy or (again if error.transient else "")
+    return Problem("--upload", str(error), remedy)
+
+
+def read_manifest(out: Path) -> Manifest:
+    """Raises UserError when there is no manifest."""
+    path = out / MANIFEST
+    if not path.is_file():
+        what = f"{out} is no prepared data set: it has no {MANIFEST}"
+        raise UserError.at("--upload", what, "prepare it first")
+    return Manifest.from_json(path.read_bytes(), str(path))
+
+
+def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
+    """What is not in the store yet.
+
+    Raises:
+        UserError: Something else is there.
+    """
+    known = {file.name: file for file in files}
+    stored = list(store.names())
+    _refuse(store, sorted(set(stored) - known.keys() - {MANIFEST}))
+    if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
+        what = f"{store.uri} holds another prepared data set"
+        raise UserError.at("--upload", what, "choose an empty folder")
+    for name in stored:
+        # The indexes hold the sha256 of each sample: where they are equal, so are the shards.
+        file = known.get(name)
+        if file is None:
+            continue
+        same = store.size(name) == file.bytes
+        if same and name.endswith(".npy"):
+            same = hashlib.sha256(store.read(name)).hexdigest() == file.sha256
+        if not same:
+            what = f"{store.uri} holds another {name}, perhaps of an upload that was not finished"
+            raise UserError.at("--upload", what, "choose an empty folder, or empty this one")
+    return {file for name, file in known.items() if name not in stored}
+
+
+class Stopped(Exception):
+    """Another file has failed, or somebody has pressed Ctrl-C."""
+
+
+class _Sending:
+    """An upload under way; `progress` is called by one thread at a time."""
+
+    def __init__(
+        self, store: Store, out: Path, files: list[File], missing: set[File], progress: Progress
+    ) -> None:
+        self.store, self.out, self.files, self.progress = store, out, files, progress
+        self.total = sum(file.bytes for file in files)
+        self.done = self.total - sum(file.bytes for file in missing)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        progress(self.done, self.total)
+
+    def send(self, file: File) -> None:
+        path = self.out / file.name
+        try:
+            with path.open("rb") as opened:
+                sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+        except FileNotFoundError:
+            sha256 = ""
+        if sha256 != file.sha256:
+            what = f"{path} is {'damaged' if sha256 else 'missing'}"
+            raise Unfinished.at("--upload", what, "prepare the data set again, elsewhere")
+        if not self._stop.is_set():
+            self.store.upload(path, file.name, self._passed)
+
+    def send_all(self, files: list[File]) -> None:
+        """In parallel; the first error ends it, and is raised."""
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            try:
+                sent = [pool.submit(self.send, file) for file in files]
+                for future in wait(sent, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            except BaseException:  # also Ctrl-C: what is under way ends, the rest does not begin
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def check_sizes(self) -> None:
+        for file in self.files:
+            size = self.store.size(file.name)
+            if size != file.bytes:
+                what = f"{file.name} has {size} bytes at {self.store.uri}, and {file.bytes} here"
+                raise Unfinished.at("--upload", what, "remove it there and upload again")
+
+    def _passed(self, count: int) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        with self._lock:
+            self.done += count
+            self.progress(self.done, self.total)

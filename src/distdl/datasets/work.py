@@ -1,0 +1,348 @@
+"""Preparing a data set: plan, write every part on its own, then the manifest.
+
+    OUT/.preparing/plan.jsonl          the plan; a later start continues it
+    OUT/.preparing/train-00007.json    that part is done (and its rows of the index, .npy)
+    OUT/train-00007.tar
+    OUT/dataset.json                   all of it is done; OUT/.preparing is gone
+
+A folder of images (`format="folder"`) has OUT/prepared.json in place of the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shlex
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from distdl import __version__
+from distdl.datasets import shard_plan as plans
+from distdl.datasets.format import MANIFEST, Manifest
+from distdl.datasets.shard_plan import Part, ShardPlan
+from distdl.datasets.writers import WORK, Result, Writer, result_file, rows_of
+from distdl.datasets.writing import write_index
+from distdl.util.atomic_files import remove_leftovers, write_bytes
+from distdl.util.errors import Problem, Unfinished, UserError
+from distdl.util.orphans import end_with_parent
+
+FOLDER_MANIFEST = "prepared.json"
+# How many oddities of one kind the manifest names.
+NAMED = 100
+
+# advance(images, bytes), both since the last call
+Advance = Callable[[int, int], None]
+
+
+class Preparation:
+    """A data set's folder, from empty to complete.
+
+    Args:
+        out: The folder; made when something is written.
+        settings: Of the source and the options, as JSON; "format" is one of them.
+
+    Raises:
+        UserError: The folder holds something else, or was prepared otherwise.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.out, self.settings = out, settings
+        self.plan_file = out / WORK / "plan.jsonl"
+        self.manifest = out / (MANIFEST if settings["format"] == "shards" else FOLDER_MANIFEST)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest.exists()
+
+    @property
+    def begun(self) -> bool:
+        return self.plan_file.exists()
+
+    def _check(self) -> None:
+        out = self.out
+        if out.exists() and not out.is_dir():
+            raise UserError.at("--to", f"{out} is no folder", "name another: --to DIR")
+        for name in (MANIFEST, FOLDER_MANIFEST):
+            if (out / name).exists():
+                made = json.loads((out / name).read_bytes()).get("made", {})
+                self._compare(made.get("settings", {}), "is prepared already, with other settings")
+                return
+        if self.begun:
+            self._compare(plans.settings_of(self.plan_file), "was begun with other settings")
+        elif out.exists():
+            # A start that was killed while it planned has left no more than this.
+            others = [path.name for path in out.iterdir() if path.name != WORK]
+            if others:
+                what = f"{out} is not empty: {', '.join(sorted(others)[:3])}"
+                raise UserError.at("--to", what, "name a new folder: --to DIR")
+
+    def _compare(self, before: dict[str, Any], how: str) -> None:
+        # An option of earlier versions, which changed no pixel.
+        before.get("images", {}).pop("restart_markers", None)
+        different = list(differences(before, json.loads(json.dumps(self.settings))))
+        if different:
+            removal = f"rm -r {shlex.quote(str(self.out))}"
+            what = f"{self.out} {how}: {'; '.join(different)}"
+            remedy = "repeat that command, name another folder (--to DIR), or remove this one"
+            if all(one.startswith("source.") for one in different):
+                remedy = f"prepare what it is now from the beginning: --to DIR, or first {removal}"
+            raise UserError.at("--to", what, remedy)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """So that no two commands write the same data set at the same time.
+
+        Raises:
+            UserError: Another command prepares it, or has put something else there meanwhile; the
+                folder cannot be written, or its disk is full.
+        """
+        lock = FileLock(self.out / WORK / "lock")
+        try:
+            (self.out / WORK).mkdir(parents=True, exist_ok=True)
+            with lock.acquire(timeout=0):
+                self._check()
+                yield
+        except Timeout:
+            what = f"another command is preparing {self.out} at this moment"
+            raise UserError.at("--to", what, "wait for it") from None
+        except OSError as error:
+            remedy = "fix that, and the same command goes on where it was"
+            problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
+            raise (Unfinished if self.begun else UserError)(problem) from error
+
+    def missing(self, plan: ShardPlan, skip_damaged: bool) -> list[Part]:
+        """What has not been written yet, or lacks images that may be readable by now."""
+        return [part for part in plan.parts if not self._is_done(part, skip_damaged)]
+
+    def _is_done(self, part: Part, skip_damaged: bool) -> bool:
+        path = result_file(self.out, part)
+        result = Result.load(path) if path.exists() else None
+        if result is None or (result.damaged and not skip_damaged):
+            return False
+        if result.shard is None:
+            return True
+        tar = self.out / result.shard.name
+        return tar.exists() and tar.stat().st_size == result.shard.bytes
+
+    def write(self, parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
+        """Writes parts, in `workers` processes.
+
+        Raises:
+            OSError: The disk is full.
+            UserError: A process was killed.
+        """
+        remove_leftovers(self.out)
+        try:
+            if workers == 1:  # in this very process, so that a debugger sees it
+                for part in parts:
+                    writer.write(part, lambda count: advance(1, count))
+            else:
+                _in_parallel(parts, writer, workers, advance)
+        except BrokenProcessPool as error:
+            what = "a worker process was killed, perhaps for want of memory"
+            remedy = "the same command goes on where it was; fewer: --workers N"
+            raise Unfinished.at("--workers", what, remedy) from error
+
+    def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
+        """Writes index and manifest, once all parts are there.
+
+        Returns:
+            total: What there is now.
+
+        Raises:
+            UserError: Images are damaged, and may not be left out.
+        """
+        results = {part.name: Result.load(result_file(self.out, part)) for part in plan.parts}
+        total = Result(
+            samples=sum(result.samples for result in results.values()),
+            bytes=sum(result.bytes for result in results.values()),
+            mended=[one for result in results.values() for one in result.mended],
+            damaged=[one for result in results.values() for one in result.damaged],
+        )
+        if total.damaged and not skip_damaged:
+            raise Unfinished(_too_damaged(total.damaged))
+        made = {
+            "by": f"distdl {__version__}",
+            "settings": self.settings,
+            "mended": _by_kind(total.mended),
+            "damaged": [list(one) for one in total.damaged],
+        }
+        if self.settings["format"] == "shards":
+            splits = {}
+            for split in ("train", "val"):
+                parts = [part for part in plan.parts if part.split == split]
+                shards = [s for part in parts if (s := results[part.name].shard)]
+                splits[split] = write_index(self.out, split, shards, rows_of(self.out, parts))
+            text = Manifest(tuple(plan.classes), splits, made).to_json()
+        else:
+            text = json.dumps(
+                {"images": total.samples, "classes": plan.classes, "made": made}, indent=1
+            )
+        write_bytes(self.manifest, text.encode())
+        self.tidy()
+        return total
+
+    def class_count(self) -> int:
+        """Of a complete data set."""
+        return len(json.loads(self.manifest.read_bytes())["classes"])
+
+    def empty_splits(self) -> list[str]:
+        """Those that a complete data set has no images of."""
+        if self.settings["format"] != "shards":
+            return [split for split in ("train", "val") if not (self.out / split).exists()]
+        splits = json.loads(self.manifest.read_bytes())["splits"]
+        return [split for split in ("train", "val") if not splits[split]["samples"]]
+
+    def damaged(self, split: str) -> int:
+        """How many of its images a complete data set lacks, since they are damaged."""
+        left_out = json.loads(self.manifest.read_bytes())["made"]["damaged"]
+        return sum(name.startswith(f"{split}: ") for name, _ in left_out)
+
+    def tidy(self) -> None:
+        """Removes what a complete data set no longer needs, also what a killed command left."""
+        shutil.rmtree(self.out / WORK, ignore_errors=True)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
+    """What two settings differ in, as "seed was 0, is 1"."""
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{path}{key}.")
+        elif old != new:
+            yield f"{path}{key} was {json.dumps(old)}, is {json.dumps(new)}"
+
+
+def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
+    shown = [f"{name} ({reason})" for name, reason in damaged[:20]]
+    if len(damaged) > len(shown):
+        shown.append(f"and {len(damaged) - len(shown)} more")
+    noun = "image is" if len(damaged) == 1 else "images are"
+    what = f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown)
+    remedy = (
+        "everything else is done. To leave them out: the same command with --skip-damaged\n    "
+        "If the same files can be read again: the same command\n    "
+        "If you put other images in their place: the same command with another --to"
+    )
+    return Problem("--source", what, remedy)
+
+
+def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
+    kinds: dict[str, list[str]] = {}
+    for kind, name in mended:
+        kinds.setdefault(kind, []).append(name)
+    return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
+
+
+def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
+    # Not forked: this process has threads (the bar's), and a child would inherit their locks.
+    context = multiprocessing.get_context("spawn")
+    seen = [0, 0]
+
+    def report() -> None:
+        now = counts[:]
+        advance(now[0] - seen[0], now[1] - seen[1])
+        seen[:] = now
+
+    # Before the pool exists: an interrupted pool would leave a semaphore behind.
+    with _held_back() as check:
+        counts = context.Array("q", 2)
+        with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
+            try:
+                _keep_busy(pool, parts, 2 * workers, report, check)
+            except BaseException:
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                # Waited for: what a pool leaves to Python's last moments may end in an error.
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    report()
+    check()
+
+
+def _keep_busy(
+    pool: ProcessPoolExecutor,
+    parts: list[Part],
+    queued: int,
+    report: Callable[[], None],
+    check: Callable[[], None],
+) -> None:
+    """Until all parts are written, or `check` raises because somebody wants it to end."""
+    waiting, running = iter(parts), set[Future[None]]()
+    while True:
+        # A few more than there are workers, and not all: each is sent with all its samples.
+        while len(running) < queued and (part := next(waiting, None)):
+            with _uninterrupted():
+                running.add(pool.submit(_write_in_worker, part))
+        if not running:
+            return
+        done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        report()
+        check()
+
+
+@contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises KeyboardInterrupt once Ctrl-C or SIGTERM has come.
+
+    Raised anywhere else it may become an error about a lock that was waited for (CPython 3.11), or
+    leave a semaphore behind while the pool is created. A second signal, which `uv run` and others
+    send at once, changes nothing.
+    """
+    came: list[int] = []
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: came.append(1)) for number in numbers]
+    try:
+        yield check
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delays Ctrl-C and SIGTERM until the end of the block; processes started in it never get them.
+
+    Ctrl-C is for this process, which then sends them SIGTERM: they unblock that when they start.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_WORKER: dict[str, Any] = {}
+
+
+def _enter_worker(writer: Writer, counts: Any) -> None:
+    _WORKER.update(writer=writer, counts=counts)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    end_with_parent()
+
+
+def _write_in_worker(part: Part) -> None:
+    counts = _WORKER["counts"]
+
+    def advance(length: int) -> None:
+        with counts.get_lock():
+            counts[0] += 1
+            counts[1] += length
+
+    _WORKER["writer"].write(part, advance)

@@ -1,0 +1,1 @@
+"""The process group, and what the ranks agree on through it."""

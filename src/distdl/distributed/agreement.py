@@ -1,0 +1,91 @@
+"""What all ranks agree on at a step boundary: stop, or write a checkpoint now."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from distdl.distributed import process_group
+from distdl.util.errors import UserError
+
+
+def least_of_all(batches: float) -> float:
+    """How many batches every rank surely has: 0 where one has no length and there are others.
+
+    Args:
+        batches: That this rank will go through; infinity: unknown. Called by all ranks.
+    """
+    least = min(process_group.gather(batches))
+    return 0 if math.isinf(least) and process_group.world_size() > 1 else least
+
+
+def refuse_uneven(batches: float) -> None:
+    """Ends a training whose ranks have different numbers of batches: in the longest epoch a rank
+    would wait for gradients of those that have ended theirs. Called by all ranks.
+
+    Args:
+        batches: Of this rank's epoch; infinity: unknown, and nothing is compared.
+
+    Raises:
+        UserError: On all ranks.
+    """
+    seen = process_group.gather(batches)
+    other = next((rank for rank, count in enumerate(seen) if count != seen[0]), None)
+    if other is not None and not math.isinf(max(seen)):
+        what = (
+            f"train_dataloader gives {seen[0]:g} batches on rank 0 and {seen[other]:g} on rank "
+            f"{other}: the ranks would wait for each other"
+        )
+        remedy = f"shard evenly, or trainer.limit_train_batches={min(seen):g}"
+        raise UserError.at("data", what, remedy)
+
+
+class Agreement:
+    """Flags that any rank may raise, seen by all ranks at the same step.
+
+    A MAX all-reduce of a few bytes on gloo. It is started at one step and read at the next, so no
+    step waits for the network; a flag takes effect one step later, on every rank alike. All ranks
+    must call `exchange` equally often.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._flags = torch.zeros(size, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._withdrawn: set[int] = set()
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+
+    def exchange(self, *flags: bool) -> list[bool]:
+        """Raises our flags and returns those that the ranks raised at the previous call."""
+        if self._alone:
+            return list(flags)
+        agreed = self._read()
+        self._flags = torch.tensor([int(flag) for flag in flags])
+        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
+        return agreed
+
+    def now(self, *flags: bool) -> list[bool]:
+        """The same without the lag, for rare moments; it waits for the slowest rank."""
+        before = self.exchange(*flags)
+        if self._alone:
+            return before
+        return [a or b for a, b in zip(before, self._read(), strict=True)]
+
+    def withdraw(self, number: int) -> None:
+        """Drops a flag that is under way: what it asks for has just been done.
+
+        Without it, who raises a flag until it is heard is heard once more a step later. All ranks
+        must call it between the same two exchanges.
+        """
+        self._withdrawn.add(number)
+
+    def _read(self) -> list[bool]:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        flags = enumerate(self._flags.tolist())
+        agreed = [bool(flag) and number not in self._withdrawn for number, flag in flags]
+        self._flags = torch.zeros_like(self._flags)
+        self._withdrawn.clear()
+        return agreed

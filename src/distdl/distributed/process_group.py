@@ -1,0 +1,163 @@
+"""The process group, and what Lightning knows of it."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
+
+from distdl.job import JobState
+from distdl.ranks.environment import Environment
+from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.util.errors import UserError
+
+# Long enough for a slow data set to start on one rank; a lost rank is noticed when it ends.
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def connect(environment: Environment, accelerator: str) -> None:
+    """Joins the ranks of a run; nothing for a world of one. Lightning finds it and uses it.
+
+    Both back ends, so that small agreements travel by gloo and never wait for the GPU's stream.
+
+    Raises:
+        UserError: NCCL finds two ranks on one GPU.
+    """
+    if environment.world_size == 1 or dist.is_initialized():
+        return
+    device = None
+    if accelerator == "gpu":
+        device = torch.device("cuda", device_index(environment))
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            backend(accelerator),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=TIMEOUT,
+            # Else torch 2.15 guesses it by LOCAL_RANK, and 2.11 leaves it open until the first
+            # collective. With it, NCCL connects here, and says here what is wrong.
+            device_id=device,
+        )
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        what = (
+            f"rank {environment.rank} on {socket.gethostname()} has the same GPU as another "
+            f"rank: {str(error).strip().splitlines()[-1]}"
+        )
+        remedy = "start one process per GPU; with srun, --gpus-per-task=1 gives each its own"
+        raise UserError.at("trainer.devices", what, remedy) from error
+
+
+def device_index(environment: Environment) -> int:
+    """This rank's GPU among those that it sees: the only one (`srun --gpus-per-task=1`, a container
+    with one GPU), else that of its number on the node."""
+    return 0 if torch.cuda.device_count() == 1 else environment.local_rank
+
+
+def accelerator_of(environment: Environment, accelerator: str) -> str | Accelerator:
+    """Lightning's accelerator for this rank."""
+    alone = environment.local_world_size > 1 and torch.cuda.device_count() == 1
+    return OneVisible() if accelerator == "gpu" and alone else accelerator
+
+
+class OneVisible(CUDAAccelerator):
+    """Several ranks on a node, each of which sees its own GPU only: for each it is number 0."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", 0) for _ in devices]
+
+
+def backend(accelerator: str) -> str:
+    return "cpu:gloo,cuda:nccl" if accelerator in ("gpu", "cuda") else "gloo"
+
+
+def give_backends(strategy: Any, accelerator: str) -> None:
+    """Has a strategy of Lightning's open what `connect` would: in a world of one it opens the group
+    itself, on a GPU with NCCL alone, and then nothing on the host can be agreed on."""
+    if getattr(strategy, "_process_group_backend", "") is None:  # else the user has chosen
+        strategy._process_group_backend = backend(accelerator)
+
+
+def disconnect(failed: bool = False) -> None:
+    """Leaves the ranks.
+
+    Args:
+        failed: The others do not know it yet. NCCL would first finish what is queued, and so wait
+            for collectives that they never join; this process ends and takes all with it.
+    """
+    if dist.is_initialized() and not (failed and dist.get_world_size() > 1):
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tell_all(value: Any) -> Any:
+    """Rank 0's value, on every rank (anything that can be pickled)."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    # On the gloo half of the group: objects have no business on a GPU.
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_all(stop: StopRequest, when: str) -> None:
+    """Ends all ranks, and all in the same way, if any was asked to end; every rank calls it.
+
+    Raises:
+        Stopped: With the signal and `when`, which follows it.
+    """
+    state, signal = max(gather((str(stop.state or ""), stop.signal)))
+    if state:
+        raise Stopped(JobState(state), f"{signal} {when}")
+
+
+class LaunchedEnvironment(TorchElasticEnvironment):
+    """Lightning's view of our canonical record: the processes exist, nothing is to be spawned."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__()
+        self._environment = environment
+
+    @property
+    def main_address(self) -> str:
+        return self._environment.main_address
+
+    @property
+    def main_port(self) -> int:
+        return self._environment.main_port
+
+    def world_size(self) -> int:
+        return self._environment.world_size
+
+    def global_rank(self) -> int:
+        return self._environment.rank
+
+    def local_rank(self) -> int:
+        return self._environment.local_rank
+
+    def node_rank(self) -> int:
+        return self._environment.node_rank

@@ -1,0 +1,144 @@
+"""The first lines of every job: which rank runs where, on what, and how that is known."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distdl.config.resources import VISIBLE, listed
+from distdl.distributed import process_group
+from distdl.ranks.environment import Environment
+from distdl.util.errors import UserError
+from distdl.util.redact import redact
+
+log = logging.getLogger("distdl.distributed.rank_table")
+
+# Settings of the libraries that carry the gradients, which are often the cause of hangs.
+PREFIXES = ("GLOO_", "UCX_", "FI_", "OMPI_MCA_btl")
+GPU_PREFIXES = (*PREFIXES, "NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
+
+
+def refuse_missing_device(here: Environment, accelerator: str) -> None:
+    """Refuses a rank without its GPU before the others wait for it.
+
+    Raises:
+        UserError: This node shows fewer GPUs than it has ranks, or its driver is too old.
+    """
+    if accelerator != "gpu":
+        return
+    seen = listed(os.environ.get(VISIBLE, ""))
+    if seen and seen[0].startswith("MIG-") and here.local_rank < len(seen):
+        # CUDA shows the first MIG instance of a list and no other: each rank names its own.
+        os.environ[VISIBLE] = seen[here.local_rank]
+    elif seen and seen[0].startswith("MIG-") and len(seen) > 1:
+        raise _missing(here, len(seen))
+    if torch.cuda.device_count() <= process_group.device_index(here):
+        raise _missing(here, torch.cuda.device_count())
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # the driver shows GPUs, and cannot run this torch on them
+        reason = str(error).strip().splitlines()[0]
+        raise UserError.at(
+            "trainer.accelerator",
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
+            f"{socket.gethostname()}: {reason}",
+            "update NVIDIA's driver, or install a torch that is built for the CUDA version "
+            "that nvidia-smi shows, or write trainer.accelerator=cpu",
+        ) from error
+
+
+def _missing(here: Environment, count: int) -> UserError:
+    named = f" ({VISIBLE}={os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
+    remedy = "ask for as many devices as a node has, or write trainer.accelerator=cpu"
+    if torch.version.cuda is None and torch.version.hip is None:
+        remedy = "this torch is built for CPUs: install one for CUDA; or trainer.accelerator=cpu"
+    return UserError.at(
+        "trainer.devices",
+        f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
+        f"node, and torch sees {count} GPUs there{named}",
+        remedy,
+    )
+
+
+def warn_without_bf16(accelerator: str, precision: Any) -> None:
+    """A T4 or a V100 has no arithmetic in bf16: torch emulates it, slowly, where it does at all."""
+    if accelerator != "gpu" or not str(precision).startswith("bf16"):
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        log.warning(
+            "trainer.precision=%s: a %s has no bf16 arithmetic (GPUs from 2020 on have), so steps "
+            "will be slow or fail; write trainer.precision=16-mixed, or 32-true with "
+            "strategy=fsdp, local_sgd and pipeline",
+            precision,
+            torch.cuda.get_device_name(),
+        )
+
+
+def announce(here: Environment, accelerator: str) -> None:
+    """Rank 0 prints the table of all ranks; a rank that is alone only writes it to its log file."""
+    ranks = process_group.gather(facts(here, accelerator))
+    if here.rank == 0:
+        log.log(logging.INFO if len(ranks) > 1 else logging.DEBUG, "%s", table(ranks))
+
+
+def facts(here: Environment, accelerator: str) -> dict[str, Any]:
+    device, adapters = "cpu", ""
+    prefixes = GPU_PREFIXES if accelerator == "gpu" else PREFIXES
+    if accelerator == "gpu":
+        adapters = ", ".join(interconnect()) or "no InfiniBand"
+        index = process_group.device_index(here)
+        device = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+    return {
+        "rank": here.rank,
+        "node": here.node_rank,
+        "local": here.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": device,
+        "interconnect": adapters,
+        "main": f"{here.main_address}:{here.main_port}",
+        "launcher": here.launcher,
+        "sources": dict(here.sources),
+        "settings": {k: redact(v) for k, v in sorted(os.environ.items()) if k.startswith(prefixes)},
+    }
+
+
+def interconnect() -> list[str]:
+    """InfiniBand (and RoCE) adapters of this node with their rate, such as `mlx5_0 200 Gb/sec`.
+
+    Source: https://docs.kernel.org/infiniband/sysfs.html
+    """
+    adapters = []
+    for adapter in sorted(Path("/sys/class/infiniband").glob("*")):
+        try:
+            rate = (adapter / "ports" / "1" / "rate").read_text().split("(")[0].strip()
+        except OSError:
+            rate = "rate unknown"
+        adapters.append(f"{adapter.name} {rate}")
+    return adapters
+
+
+def table(ranks: list[dict[str, Any]]) -> str:
+    """One line per rank; what all ranks have in common follows once, below."""
+    columns = ["rank", "node", "local", "host", "pid", "device", "interconnect"]
+    if not any(rank["interconnect"] for rank in ranks):
+        columns.remove("interconnect")
+    rows = [columns, *(tuple(str(rank[c]) for c in columns) for rank in ranks)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    first = ranks[0]
+    sources = ", ".join(f"{name} by {source}" for name, source in first["sources"].items())
+    lines += [f"launcher {first['launcher']}, rank 0 at {first['main']}: {sources}"]
+    lines += [f"{k}={v}" for k, v in first["settings"].items()]
+    for other in ranks[1:]:
+        if other["settings"] != first["settings"]:
+            differs = dict(set(other["settings"].items()) ^ set(first["settings"].items()))
+            lines.append(
+                f"rank {other['rank']} differs from rank 0 in {', '.join(sorted(differs))}"
+            )
+    return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -1,0 +1,1 @@
+"""From a composed config to a job: plan, start, follow, sweep, resume."""

@@ -1,0 +1,52 @@
+"""Whether the checkpoint that an attempt starts from is there; asked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.config import recipe as configs
+from distdl.runs import checkpoints
+from distdl.runs.directory import RunDirectory
+from distdl.util.errors import Problem, UserError
+from distdl.validation import rules
+
+
+def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
+    """Whether `task.checkpoint` is there, if the task takes one and runs here."""
+    task = config.task
+    named = str(task.get("checkpoint", "best"))
+    here = rules.runs_here(str(config.launcher["_target_"]))
+    if here and named != "none" and task["_target_"] in configs.EVALUATE:
+        return problems_of(named, "task.checkpoint", run.checkpoints)
+    return ()
+
+
+def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
+    """Whether `checkpoint.resume_from` is there, unless the run has a checkpoint of its own. For a
+    job elsewhere: whether it is a path that its nodes may see."""
+    start = config.checkpoint.get("resume_from")
+    if not start or any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}")):
+        return ()
+    if rules.runs_here(str(config.launcher["_target_"])):
+        return problems_of(start, "checkpoint.resume_from")
+    section = OmegaConf.to_container(config.checkpoint, resolve=False)
+    assert isinstance(section, dict)
+    if Path(start).is_absolute() or "${input:" in section["resume_from"]:
+        return ()
+    what = f"{start} is a path below this folder, and the job runs elsewhere"
+    remedy = (
+        "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
+        "with launcher.inputs.start=..."
+    )
+    return [Problem("checkpoint.resume_from", what, remedy)]
+
+
+def problems_of(named: str, key: str, folder: Path | None = None) -> Sequence[Problem]:
+    try:
+        checkpoints.find(named, key, folder)
+    except UserError as error:
+        return error.problems
+    return ()

@@ -1,0 +1,81 @@
+"""What would run, for `dry_run=true`: the request as text and, by `launcher.files`, as files."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distdl.config import batches
+from distdl.job import Launcher
+from distdl.launch import jobs, start
+from distdl.launch.planning import Plan
+from distdl.runs.directory import RunDirectory, shown
+from distdl.runs.snapshot import Snapshot
+from distdl.util.errors import UserError
+
+
+def render(planned: Plan) -> str:
+    """One run. Starts nothing, and writes nothing but the files of `launcher.files`."""
+    attempt, code = start.next_attempt(planned), start.snapshot_of(planned)
+    launcher = jobs.instantiate(planned.config.launcher)
+    request = launcher.request(*start.specs_of([planned], [attempt]))
+    files = write_files(planned, launcher, code)
+    size, batch = planned.resources, batches.describe(planned.config, planned.resources)
+    lines = [
+        f"run        {shown(planned.run.path)}" + (" (resumes)" if attempt.number > 1 else ""),
+        f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
+        *([f"batch      {batch}"] if batch else []),
+        *([f"code       {code.describe()}"] if code else []),
+        *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
+        *(f"note       {note}" for note in planned.notes),
+        *(f"note       ${n} is not set here: it must be to submit" for n in start.unset(planned)),
+        *(f"file       {shown(file)}" for file in files),
+        "",
+        request.render(),
+    ]
+    return "\n".join(lines)
+
+
+def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
+    """All members: as one request if the launcher has one for them all.
+
+    Args:
+        names: What each member varies, such as "seed=1 optimizer.lr=0.1".
+    """
+    if start.same_launcher(planned):
+        launcher = jobs.instantiate(planned[0].config.launcher)
+        attempts = [start.next_attempt(each) for each in planned]
+        request = start.sweep_request(launcher, start.specs_of(planned, attempts))
+        if request is not None:
+            return "\n".join([*(f"# {i}: {n}" for i, n in enumerate(names)), request.render()])
+    return "\n".join(f"\n# {n}\n{render(p)}" for n, p in zip(names, planned, strict=True))
+
+
+def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> list[Path]:
+    """What the platform's own tools take: the request as files, with the bundle beside them.
+
+    Raises:
+        UserError: Their folder is there already.
+    """
+    if code is None or not planned.config.launcher.get("files"):
+        return []
+    target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
+    if target.exists():
+        what = f"{shown(target)} is there already"
+        raise UserError.at("launcher.files", what, "remove it, or name another folder")
+    (spec,) = start.specs_of([planned], [start.next_attempt(planned)])
+    request: Any = launcher.request(replace(spec, bundle="bundle"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+        run, folder = RunDirectory(Path(temporary, "run")), Path(temporary, "files")
+        attempt = start.lay_down(replace(planned, run=run), sys.argv, code)
+        folder.mkdir()
+        (attempt.path / "bundle").rename(folder / "bundle")
+        for name, text in request.files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+        folder.rename(target)
+    return [target / name for name in request.files()]

@@ -1,0 +1,140 @@
+"""`torchrun -m distdl ...`: somebody else started the ranks. Rank 0 composes, all of them work.
+
+Only rank 0 runs Hydra and creates the run directory; the others wait for its message in torch's own
+store, so no second folder appears and nothing is spawned again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+from distdl.config import compose, user_conf
+from distdl.job import EXIT_REFUSED
+from distdl.launch import dry_run, planning, start
+from distdl.launch.planning import Plan
+from distdl.ranks import environment as environments
+from distdl.util.errors import UserError
+
+TARGET = "distdl.launchers.external.ExternalLauncher"
+# Rank 0's message to the others, if it is not "<attempt> <run directory>".
+REFUSED, NOTHING_TO_DO = "refused", "nothing to do"
+Planner = Callable[[environments.Environment], Plan]
+
+
+def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
+    """`torchrun -m distdl key=value ...`, on each of the ranks."""
+
+    def planner(here: environments.Environment) -> Plan:
+        user_conf.print_shadowed()
+        config = compose.compose(overrides, config_dirs)
+        # What a preset says of the size (debug=cpu: one device) yields to what was started.
+        typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
+        asked = config.trainer.get("devices") if "trainer.devices" in typed else None
+        place(config, here, asked)
+        planned = planning.plan(config)
+        planning.check_classes(planned)
+        return planned
+
+    return main(planner)
+
+
+def main(planner: Planner) -> int:
+    """What each of the ranks runs. The exit code is the worker's own.
+
+    Args:
+        planner: Makes the plan; only rank 0 calls it.
+    """
+    os.environ[environments.LAUNCHER_VARIABLE] = "external"
+    here = environments.resolve()
+    here.export()
+    if here.rank != 0:
+        return _work(_broadcast(here, None))
+    try:
+        message = _create(planner(here))
+    except BaseException:
+        _broadcast(here, REFUSED)
+        raise
+    return _work(_broadcast(here, message))
+
+
+def place(where: DictConfig, here: environments.Environment, asked: Any) -> None:
+    """Writes the size that was started into a config.
+
+    Raises:
+        UserError: Another size or certain GPUs were asked for, or the nodes have different numbers
+            of ranks.
+    """
+    per_node = here.local_world_size
+    nodes, rest = divmod(here.world_size, per_node)
+    what, remedy = "", "leave it out: the number of processes says it"
+    if rest:
+        what, remedy = f"{here.world_size} processes are not equally many per node", ""
+    elif isinstance(asked, (list, ListConfig)):
+        what = f"{list(asked)} chooses GPUs for processes that are running already"
+        remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"
+    elif isinstance(asked, int) and asked not in (-1, per_node):
+        what = f"{asked} per node are asked for, and {per_node} were started"
+    if what:
+        raise UserError.at("trainer.devices", what, remedy)
+    where.trainer.devices, where.trainer.num_nodes = per_node, nodes
+    where.launcher = {"_target_": TARGET}
+
+
+def _create(planned: Plan) -> str:
+    """Rank 0 freezes the run and begins the attempt; returns the message for the others."""
+    if planned.config.dry_run:
+        print(dry_run.render(planned))
+        return NOTHING_TO_DO
+    if planned.finished:
+        print(start.how_to_train_longer(planned))
+        return NOTHING_TO_DO
+    start.make_room(planned)
+    attempt = start.lay_down(planned, sys.argv, None)
+    return f"{attempt.number} {planned.run.path}"
+
+
+def _work(message: str) -> int:
+    if message == REFUSED:
+        # Rank 0 says why. The rank that ends first is reported as the cause: let that be rank 0,
+        # with which torchrun ends the others. Elsewhere nobody may do that.
+        time.sleep(30 if _under_torchrun() else 2)
+        return EXIT_REFUSED
+    if message == NOTHING_TO_DO:
+        return 0
+    from distdl.worker import main as worker
+
+    number, run = message.split(" ", 1)
+    return worker.main([run, run, "--attempt", number])
+
+
+def _under_torchrun() -> bool:
+    """Whether this is a rank of torchrun's: its agent keeps a store at the main port."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _broadcast(here: environments.Environment, message: str | None) -> str:
+    """Rank 0's message, on every rank; through torch's store, as the ranks are no group yet."""
+    if here.world_size == 1:
+        assert message is not None
+        return message
+    from torch.distributed import PrefixStore, rendezvous
+
+    timeout = datetime.timedelta(minutes=10)
+    tcp, *_ = next(rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"distdl/{restart}", tcp)
+    if message is not None:
+        store.set("run", message)
+    received = store.get("run").decode()
+    store.add("received", 1)
+    # Rank 0 may keep the store: it leaves last.
+    while here.rank == 0 and not _under_torchrun() and store.add("received", 0) < here.world_size:
+        time.sleep(0.05)
+    return received

@@ -1,0 +1,77 @@
+"""A submitted job on this terminal: its log as it comes, and Ctrl-C to detach or to cancel it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from distdl.job import Job, JobState
+from distdl.launch import jobs
+from distdl.runs.directory import Attempt, shown
+from distdl.util.errors import UserError
+from distdl.util.tail import plain
+
+
+def follow(job: Job, attempt: Attempt) -> JobState | None:
+    """Prints the log until the job has ended.
+
+    Returns:
+        How it ended; None if it was left running, UNKNOWN if its platform can no longer be asked.
+    """
+    with ends_with_this_shell(job):
+        while True:
+            try:
+                for line in job.logs(follow=True):
+                    print(plain(line), flush=True)
+                job.wait()
+                return jobs.state(attempt, job)
+            except UserError as error:  # the platform cannot be asked any more; the job lives on
+                print(f"distdl: {error}", file=sys.stderr)
+                print_left(job, attempt)
+                return JobState.UNKNOWN
+            except KeyboardInterrupt:
+                if not asks_to_cancel(job):
+                    print_left(job, attempt)
+                    return None
+                print(f"cancelling {job.handle} ...", flush=True)
+                job.cancel()
+
+
+def asks_to_cancel(job: Job) -> bool:
+    """False without a terminal: nobody can be asked, and a job is rather left running than lost."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    question = f"\n{job.handle}: [d]etach and leave it running, or [c]ancel it? "
+    try:
+        return input(question).strip().lower().startswith("c")
+    except (KeyboardInterrupt, EOFError):
+        return False
+
+
+def print_left(job: Job, attempt: Attempt) -> None:
+    run = shown(attempt.path.parents[1])
+    print(f"left running: {job.handle}")
+    print(f"watch   python -m distdl jobs logs --follow {run}")
+    print(f"cancel  python -m distdl jobs cancel {run}", flush=True)
+
+
+@contextmanager
+def ends_with_this_shell(job: Job) -> Iterator[None]:
+    """A job of this machine (mpirun) is cancelled by SIGTERM to the command that started it: that
+    is how a batch system or a supervisor ends it. One in a queue lives on."""
+    if not getattr(job, "ends_with_shell", False):
+        yield
+        return
+    # A request only: the log is followed to the job's end, so that its checkpoint is seen.
+    before = signal.signal(signal.SIGTERM, lambda *_: cancel(job))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def cancel(job: Any) -> None:
+    job.cancel()

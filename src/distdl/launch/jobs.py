@@ -1,0 +1,266 @@
+"""The jobs of runs, from the run directory alone: what the platform and the run say, as one state.
+
+A platform knows whether a job waits, runs or is gone; torchrun, mpirun and srun swallow the rest,
+which is in the attempt's status.json. Where the store is not on this machine, the platform is
+believed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distdl.config import user_conf
+from distdl.config.own_code import make_importable, own_folders
+from distdl.job import Job, JobState, Launcher
+from distdl.runs import failures, provenance
+from distdl.runs.directory import Attempt, RunDirectory, shown, write_json
+from distdl.util.errors import Problem, UserError
+from distdl.util.redact import looks_secret
+from distdl.validation import kinds
+from distdl.validation.resolve import resolve
+from distdl.validation.targets import Trust, target_problems
+
+Target = tuple[Job, Attempt | None]  # None: a job that was named by its handle alone
+# Folders of a run in which no other run lies; of copied code they may hold thousands.
+INSIDE = ("attempts", "checkpoints", "logs", "tracking")
+
+
+def record(attempt: Attempt, job: Job) -> None:
+    """Notes the submitted job, for later shells."""
+    write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url})
+
+
+def own_trust(allow: Sequence[str] = ()) -> Trust:
+    """Whose code may run while a run is looked at or resumed: the project that the command is typed
+    in, what its `conf/` allows, and what the command line allows. Never what the run's own files
+    allow: they may come from somebody else."""
+    folders = own_folders(provenance.project_root(None))
+    return Trust(folders, (*user_conf.allowed(), *allow))
+
+
+class Platforms:
+    """The platforms of several attempts: each launcher is built once, however many jobs it has.
+
+    Args:
+        allow: As `project.allow`, from the command line.
+    """
+
+    def __init__(self, allow: Sequence[str] = ()) -> None:
+        self.trust = own_trust(allow)
+        self._known: dict[str, Launcher | Problem] = {}
+
+    def job(self, attempt: Attempt) -> Job:
+        """The job of an attempt, without running what the run's files name.
+
+        Returns:
+            Its job; `Unasked` where asking its platform would run code that is not trusted.
+
+        Raises:
+            UserError: Its launcher does not know it.
+        """
+        from distdl.launchers.local import LocalLauncher
+
+        handle = attempt.job().get("handle")
+        if handle is None:  # it lived in a process on some machine, and wrote here
+            return LocalLauncher().attach(f"local://{attempt.path}")
+        written = attempt.launch()["where"]["launcher"]
+        if (key := repr(written)) not in self._known:
+            self._known[key] = self._launcher(written)
+        launcher = self._known[key]
+        if isinstance(launcher, Problem):
+            return Unasked(str(handle), launcher)
+        if is_elsewhere(str(handle), attempt):
+            why = f"job.json names a job of another folder: {handle}"
+            return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
+        return launcher.attach(str(handle))
+
+    def _launcher(self, written: Any) -> Launcher | Problem:
+        """What launch.yaml names, or why it is not asked."""
+        resolved = resolve({"launcher": written})
+        node = resolved.section("launcher")
+        for _, refused in target_problems({"launcher": node}, self.trust):
+            why = f"{refused.what}; the run's launch.yaml says so, and its platform was not asked"
+            return Problem(refused.path, why, refused.remedy)
+        secret = [name for _, name, _ in resolved.variables() if looks_secret(name)]
+        if secret:
+            why = f"the run's launch.yaml asks for ${secret[0]}, which no look at a run gives away"
+            return Problem("launcher", f"{why}: its platform was not asked")
+        if self.trust.covers(str(node["_target_"])):
+            make_importable(self.trust.folders)
+        return instantiate(node)
+
+
+def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
+    """As `Platforms.job`, of one attempt."""
+    return Platforms(allow).job(attempt)
+
+
+def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Target]:
+    """The jobs that a user named: by a handle, a run, or a folder of runs (a sweep).
+
+    Args:
+        number: Of the attempt, None for the newest.
+        allow: As `project.allow`, from the command line.
+    """
+    if "://" in text:
+        return [(named(text), None)]
+    folder = Path(text)
+    below = [] if (folder / "config.yaml").is_file() else runs_below(folder)
+    attempts = [attempt_of(run, number) for run in below or [RunDirectory.open(text)]]
+    platforms = Platforms(allow)
+    return [(platforms.job(attempt), attempt) for attempt in attempts]
+
+
+def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
+    """The attempt of this number, the newest by default.
+
+    Raises:
+        UserError: There is none.
+    """
+    chosen = {a.number: a for a in run.attempts()}
+    if not chosen:
+        remedy = f"start it, or resume it: python -m distdl resume {shown(run.path)}"
+        raise UserError.at(shown(run.path), "has no attempt on record", remedy)
+    if number is not None and number not in chosen:
+        raise UserError.at("--attempt", f"there is no {number}", f"1 to {max(chosen)}")
+    return chosen[number or max(chosen)]
+
+
+def ask(jobs: Iterable[Job]) -> None:
+    """Asks each platform once about all of its jobs, where it can be asked so."""
+    by_class: dict[type, list[Job]] = {}
+    for job in jobs:
+        by_class.setdefault(type(job), []).append(job)
+    for kind, some in by_class.items():
+        if len(some) > 1 and hasattr(kind, "ask"):
+            with suppress(Exception):  # then each is asked by itself, and says why it cannot be
+                kind.ask(some)
+
+
+def is_elsewhere(handle: str, attempt: Attempt) -> bool:
+    """Whether a handle that names a folder (local, mpi) names another than that of its attempt."""
+    scheme, _, rest = handle.partition("://")
+    folder = Path("/" + rest.partition("/")[2])
+    return scheme in ("local", "mpi") and folder.resolve() != attempt.path.resolve()
+
+
+@dataclass
+class Unasked:
+    """A job whose platform nobody asks, and why."""
+
+    handle: str
+    problem: Problem
+    url = None
+
+    @property
+    def why(self) -> str:
+        return str(self.problem)
+
+    def state(self) -> JobState:
+        return JobState.UNKNOWN
+
+    def wait(self) -> JobState:
+        raise UserError(self.problem)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        raise UserError(self.problem)
+
+    def cancel(self) -> None:
+        raise UserError(self.problem)
+
+
+def named(handle: str) -> Job:
+    """A job by its handle alone, `slurm://123`, with the launcher's default settings.
+
+    Raises:
+        UserError: No launcher of this name, or it does not know the job.
+    """
+    from distdl.config import compose
+
+    scheme = handle.partition("://")[0]
+    return instantiate(compose.compose([f"launcher={scheme}"]).launcher).attach(handle)
+
+
+def instantiate(node: Any) -> Launcher:
+    """The launcher of a config node that was found to be allowed.
+
+    Raises:
+        UserError: Its own, if it refuses its settings; or the node leads to no launcher.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as build
+
+    node = OmegaConf.create(node)
+    target = str(node.get("_target_"))
+    try:
+        named = kinds.locate(target)
+    except (ImportError, AttributeError) as error:
+        what = f"{target} cannot be imported here"
+        remedy = f"is {target.partition('.')[0]} installed in this environment?"
+        raise UserError.at("launcher", what, remedy) from error
+    if not kinds.launches(named):
+        raise UserError.at("launcher._target_", f"{target} is no launcher")
+    try:
+        return build(node, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise
+
+
+def is_settled(attempt: Attempt) -> bool:
+    """Whether its own files say how it stands, and no platform has to be asked."""
+    if not attempt.job():
+        return True
+    return attempt.state().ended and bool(attempt.status().get("concluded"))
+
+
+def state(attempt: Attempt, job: Job | None = None) -> JobState:
+    """How an attempt stands; what its platform knows is put on record once it has ended."""
+    recorded = attempt.state()
+    if is_settled(attempt):
+        return recorded
+    job = job or of(attempt)
+    seen = job.state()
+    if seen.ended:
+        code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
+        first_end = getattr(job, "first_end", lambda logs: None)(attempt.logs)
+        if first_end is not None:
+            failures.record_first_end(attempt.errors, *first_end)
+        return attempt.conclude(seen, code, killed)
+    return recorded if seen is JobState.UNKNOWN and recorded.ended else seen
+
+
+def refuse_second(run: RunDirectory) -> None:
+    """One run trains once at a time, wherever it is.
+
+    Raises:
+        UserError: Its newest attempt waits in a queue or runs.
+    """
+    last = run.last_attempt()
+    if last is None or not last.job() or (seen := state(last)).ended or seen is JobState.UNKNOWN:
+        return
+    path, job = shown(run.path), last.job()["handle"]
+    remedy = (
+        f"watch it: python -m distdl jobs logs --follow {path}, "
+        f"or end it: python -m distdl jobs cancel {path}"
+    )
+    raise UserError.at(path, f"attempt {last.number} is {seen.lower()} ({job})", remedy)
+
+
+def runs_below(folder: Path) -> list[RunDirectory]:
+    """Every run in a folder of runs (or of sweeps), the newest first."""
+    runs: list[RunDirectory] = []
+    for top, folders, files in os.walk(folder.resolve()):
+        run = RunDirectory(Path(top))
+        if "config.yaml" in files and run.last_attempt() is not None:
+            folders[:] = [name for name in folders if name not in INSIDE]
+            runs.append(run)
+    return sorted(runs, key=lambda run: -(run.path / "config.yaml").stat().st_mtime)

@@ -1,0 +1,338 @@
+"""A composed config becomes a plan: every problem at once, and nothing written yet.
+
+`plan` needs no torch: it is over in a moment, whatever it finds. `check_classes` takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shlex
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distdl.config import batches, resources
+from distdl.config import recipe as configs
+from distdl.config.own_code import make_importable, own_folders
+from distdl.job import JobState, Resources
+from distdl.launch import checkpoint_checks, jobs
+from distdl.runs import checkpoints, provenance
+from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.util.errors import Problem, UserError
+from distdl.util.imports import uncollected
+from distdl.util.suggest import written
+from distdl.validation import kinds, validate
+from distdl.validation.targets import Trust, problem_of
+
+LOCAL = "distdl.launchers.local.LocalLauncher"
+AGENT = "torch.distributed.launcher.api"  # starts several ranks here
+# Groups without which nothing runs, whatever the task.
+REQUIRED = ("model", "strategy", "launcher")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Plan:
+    """One attempt, and nothing written yet.
+
+    Args:
+        config: Recipe and where, merged, with this attempt's changes.
+        recipe: What is or will be frozen.
+        resources: The size.
+        run: The run's directory; it exists if this resumes one.
+        run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
+        changes: What this attempt changes of the recipe, by path.
+        notes: What a person should read before it starts.
+        old_run: Where the run of this name goes that failed before its first checkpoint.
+        overrides: What a new run was composed with, `key=value` each.
+        swept: Those of them that its sweep varies.
+    """
+
+    config: DictConfig
+    recipe: DictConfig
+    resources: Resources
+    run: RunDirectory
+    run_id: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    old_run: Path | None = None
+    overrides: Sequence[str] = ()
+    swept: Sequence[str] = ()
+
+    @property
+    def last_attempt(self) -> Attempt | None:
+        """The newest attempt of the run; None if the run is new."""
+        return self.run.last_attempt() if self.run.exists else None
+
+    @property
+    def finished(self) -> bool:
+        """This very training has succeeded before: starting it again would do nothing."""
+        task = self.config.task.get("_target_")
+        return task == configs.TRAIN and any(
+            attempt.state() is JobState.SUCCEEDED
+            and launch["where"]["task"]["_target_"] == task
+            and (launch.get("changes") or {}) == self.changes
+            for attempt in (self.run.attempts() if self.run.exists else ())
+            for launch in [attempt.launch()]
+        )
+
+
+def plan(config: DictConfig, name: str | None = None) -> Plan:
+    """A new run, or the run of this name if its recipe is the same.
+
+    Args:
+        config: As composed.
+        name: Another name than the config's: that of a member of a sweep.
+
+    Raises:
+        UserError: Anything is wrong with the text of the config, the name belongs to another
+            recipe, or its run is under way.
+    """
+    member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        recipe = configs.recipe_of(config)
+        name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
+        run_id = f"{config.experiment_name}/{name}"
+        run = RunDirectory(Path(str(config.output_dir)).resolve() / run_id)
+    except OmegaConfBaseException:  # one of them leads nowhere
+        size_of(config)
+        raise
+    planned = Plan(config, recipe, size_of(config, run), run, run_id)
+    composed = OmegaConf.select(config, "hydra.overrides.task") or ()
+    planned.overrides = [each.lstrip("+") for each in composed if not each.startswith("~")]
+    if not run.exists:
+        return planned
+    stored = run.recipe()
+    if not configs.same_recipe(stored, recipe):
+        if never_trained(run):
+            planned.old_run = run.spare_path()
+            kept = shown(planned.old_run)
+            planned.notes.append(
+                f"the old {run_id} failed before its first checkpoint, kept as {kept}"
+            )
+            return planned
+        what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
+        remedy = (
+            "choose another name, or resume that run: "
+            f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
+        )
+        raise UserError.at("name", what, remedy)
+    if not member:  # a member is refused in its turn, and the others train
+        refuse_second(planned)
+    return proceed(planned, given=())
+
+
+def _resumed(planned: Plan, stored: DictConfig) -> str:
+    """The arguments of a resume: what was asked for, if a resume may change that; or else, of a run
+    that has finished, to train longer."""
+    old, new = (
+        OmegaConf.to_container(configs.recipe_of(each), resolve=False)
+        for each in (stored, planned.recipe)
+    )
+    assert isinstance(old, dict) and isinstance(new, dict)
+    changed = []
+    for section, key in (path.split(".") for path in configs.CHANGEABLE):
+        before, asked = old.get(section), new.get(section)
+        if not isinstance(before, dict) or not isinstance(asked, dict) or key not in asked:
+            continue
+        if key not in before or before[key] != asked[key]:
+            before[key] = asked[key]
+            changed.append(shlex.quote(written(f"{section}.{key}", asked[key])))
+    if old == new:
+        return f" {' '.join(changed)}"
+    return f" {configs.longer(stored)}" if planned.finished else ""
+
+
+def never_trained(run: RunDirectory) -> bool:
+    """Whether a run failed before its first checkpoint, and so has nothing to lose its name for."""
+    states = [attempt.state() for attempt in run.attempts()]
+    failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
+    return failed and not any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}"))
+
+
+def refuse_second(planned: Plan) -> None:
+    """One run trains once at a time.
+
+    Raises:
+        UserError: An attempt of this one waits in a queue or runs.
+    """
+    if not planned.config.dry_run:
+        jobs.refuse_second(planned.run)
+        planned.run.refuse_under_way()
+
+
+def proceed(planned: Plan, given: Sequence[str]) -> Plan:
+    """The next attempt of an existing run; a changed world size keeps the global batch.
+
+    Args:
+        planned: The plan as asked for.
+        given: Paths that the user set in this attempt.
+
+    Raises:
+        UserError: The global batch cannot be kept, and the user has set no other one.
+    """
+    last = planned.run.last_attempt()
+    if last is None:
+        return planned
+    before = last.launch()
+    # A resume has looked at those before: another strategy drops the settings of the last one.
+    changes = dict(planned.changes or before.get("changes") or {})
+    keeps = batches.keep_global_batch(
+        configs.merge(planned.recipe, configs.where_of(planned.config), changes),
+        planned.resources,
+        before.get("global_batch_size"),
+        given,
+        batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
+    )
+    planned.changes = changes | keeps.changes
+    planned.notes += keeps.notes
+    where = configs.where_of(planned.config)
+    planned.config = configs.merge(planned.recipe, where, planned.changes)
+    return planned
+
+
+def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
+    """The size of the run, and the first stage of validation.
+
+    Args:
+        config: As composed, or as a resume makes it.
+        run: Its directory, which may have checkpoints.
+
+    Raises:
+        UserError: With every problem that the config's text shows.
+    """
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    problems = [
+        Problem(group, "missing", f"choose one: {group}=<option> (--help lists them)")
+        for group in REQUIRED
+        if not written.get(group)
+    ]
+    local, root = is_local(config), root_of(config)
+    make_importable(own_folders(root))  # a launcher may be one of them
+    size, uncounted = None, None
+    launcher, node = launcher_class(config), written.get("launcher") or {}
+    known = getattr(launcher, "devices", None)
+    try:
+        trainer = configs.plain(config.trainer)
+        size = resources.resolve(trainer, local=local, known=known and known(node))
+    except UserError as error:
+        if notes := "; ".join(notes_of(config)):
+            problems += [Problem(p.path, f"{p.what}: {notes}", p.remedy) for p in error.problems]
+        elif launcher is None or (known and known(node) is None):
+            uncounted = error  # the second stage says what is wrong with the launcher or its size
+        else:
+            problems += error.problems
+    except (OmegaConfBaseException, TypeError, ValueError):
+        pass  # a broken value: the first stage names it
+    for missing in (checkpoint_checks.for_task, checkpoint_checks.for_start):
+        with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
+            problems += missing(config, run) if run else ()  # the first stage names what is broken
+    if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
+        problems.append(
+            Problem(
+                "trainer.sync_batchnorm",
+                "synchronised batch norm needs a GPU",
+                "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising",
+            )
+        )
+    validate.refuse(config, size, project_root=str(root), further=problems)
+    if uncounted is not None:
+        validate.validate(config, None, project_root=str(root))
+        raise uncounted
+    assert size is not None
+    return size
+
+
+def check_classes(planned: Plan, *, apart: bool = False) -> None:
+    """The second stage of validation, of what is not finished already.
+
+    Args:
+        planned: Its notes gain what could not be checked.
+        apart: The run will have a process of its own, as the members of a sweep have.
+
+    Raises:
+        UserError: With all problems.
+    """
+    config, size, local = planned.config, planned.resources, is_local(planned.config)
+    if planned.finished and not config.dry_run:
+        return
+    if planned.changes:  # else the first stage has seen this very config
+        validate.refuse(config, size, project_root=str(root_of(config)))
+    starts_here = local and not apart and not config.dry_run
+    # This process trains: not where a choice of GPUs must be set before anything looks at them.
+    trains_here = starts_here and size.world_size == 1 and not size.device_ids
+    with imported_meanwhile(AGENT) if starts_here and not trains_here else nullcontext():
+        problems, notes, facts = validate.check_bindings(
+            config, size, str(root_of(config)), goes_on=trains_here
+        )
+    if problems:
+        raise UserError(*problems)
+    if facts.get("model_configures_optimizers") and config.get("optimizer"):
+        notes.append(
+            "the model's own configure_optimizers is used; optimizer= and schedule= are not"
+        )
+    planned.notes += [*notes, *notes_of(config)]
+
+
+def notes_of(config: DictConfig) -> list[str]:
+    """The launcher's notes on its settings, for whoever starts the job."""
+    notes = getattr(launcher_class(config), "notes", None)
+    return list(notes(OmegaConf.to_container(config.launcher, resolve=False))) if notes else []
+
+
+def is_local(config: DictConfig) -> bool:
+    return str((config.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
+
+
+def root_of(config: DictConfig) -> Path:
+    """The user's code; the default while `project.root` is not yet known to be a path."""
+    root = OmegaConf.select(config, "project.root", throw_on_resolution_failure=False)
+    return provenance.project_root(root if isinstance(root, str) else None)
+
+
+@contextmanager
+def imported_meanwhile(module: str) -> Iterator[None]:
+    """Imports what this process will need while a child validates: both take seconds."""
+    thread = threading.Thread(target=lambda: suppressed_import(module))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def suppressed_import(module: str) -> None:
+    # An import that fails here fails again, and is reported, where it is needed.
+    with suppress(Exception), uncollected():
+        importlib.import_module(module)
+
+
+def launcher_class(config: DictConfig) -> Any:
+    """The class that `launcher._target_` names; None if it names none that may be imported.
+
+    Validation says what is wrong with it: the first stage with the name, the second, which imports
+    it as well, with the module.
+    """
+    try:
+        target = str(config.launcher["_target_"])
+        trust = Trust(own_folders(root_of(config)), tuple(config.project.get("allow") or ()))
+    except (OmegaConfBaseException, TypeError, AttributeError, KeyError):  # a broken value
+        return None
+    if problem_of(target, trust, ("launcher",)):
+        return None
+    try:
+        named = kinds.locate(target)
+    except Exception as error:  # whatever importing a module raises
+        log.debug("%s cannot be imported", target, exc_info=error)
+        return None
+    return named if kinds.launches(named) else None

@@ -1,0 +1,319 @@
+"""A plan becomes a run, an attempt, a job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.config import batches
+from distdl.config import recipe as configs
+from distdl.config.own_code import python_path
+from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
+from distdl.launch import following, jobs
+from distdl.launch.planning import Plan, launcher_class, never_trained, root_of
+from distdl.ranks import stopping
+from distdl.runs import provenance, snapshot
+from distdl.runs.bundle import Bundle
+from distdl.runs.directory import Attempt, shown
+from distdl.runs.failures import KILLED, describe
+from distdl.runs.snapshot import Snapshot
+from distdl.util.errors import UserError
+from distdl.util.redact import redact, redact_command
+
+# Makes the request for one or several attempts, or None if the launcher has none for so many.
+RequestMaker = Callable[[Launcher, list[JobSpec]], Any]
+
+
+def start(planned: Plan, command: Sequence[str]) -> int:
+    """Writes the run, starts it, stays with it, and returns the exit code."""
+    if planned.finished:
+        print(how_to_train_longer(planned))
+        return 0
+    make_room(planned)
+    attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
+    while True:
+        with interruption_recorded(planned):
+            attempt, job = submit(planned, command)
+            state = stay(job, attempt, planned)
+        if state is None or state is JobState.UNKNOWN:  # it runs on, and its end is not known here
+            return 0 if state is None else state.exit_code
+        report_failure(attempt)
+        code = int(attempt.status().get("exit_code", state.exit_code))
+        again = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
+        if not again or attempts_left <= 0:
+            break
+        attempts_left -= 1
+        print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
+    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal names its remedy
+        print_next_command(planned, attempt, state, command)
+    return code
+
+
+def print_next_command(
+    planned: Plan, attempt: Attempt, state: JobState, command: Sequence[str]
+) -> None:
+    """What to type after a run that did not succeed."""
+    if (attempt.first_error() or {}).get("type") == "BdbQuit":  # whoever typed q knows
+        return
+    if state is JobState.FAILED and never_trained(planned.run):
+        again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
+        print(f"failed before its first checkpoint. Fix it, then start it again:\n  {again}")
+        return
+    print(f"{state.lower()}. To resume:\n  python -m distdl resume {shown(planned.run.path)}")
+
+
+def make_room(planned: Plan) -> None:
+    """A run of this name that never trained gets another one."""
+    if planned.old_run is not None:
+        jobs.refuse_second(planned.run)
+        planned.run.path.rename(planned.old_run)
+        planned.old_run = None
+
+
+def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
+    """Writes the run and one attempt, and hands it to the launcher.
+
+    Raises:
+        UserError: The launcher refuses it, or the run is under way already. Until the launcher has
+            seen the request and asked its platform, nothing is written.
+    """
+    submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
+    assert submitted is not None
+    return submitted[0]
+
+
+def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
+    """Hands the members of a sweep to the launcher: as one request if it has one for them all.
+
+    Raises:
+        UserError: See `submit`.
+    """
+    with interruption_recorded(*planned):
+        submitted = _submit(planned, command, sweep_request) if same_launcher(planned) else None
+        for attempt, job in submitted or (submit(each, command) for each in planned):
+            print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
+
+
+def _submit(
+    planned: Sequence[Plan], command: Sequence[str], make_request: RequestMaker
+) -> list[tuple[Attempt, Job]] | None:
+    """Each attempt and its job; None, and nothing written, if there is no request."""
+    launcher = jobs.instantiate(planned[0].config.launcher)
+    refuse_unset(planned)
+    expected = [next_attempt(each) for each in planned]
+    request = make_request(launcher, specs_of(planned, expected))
+    if request is None:
+        return None
+    code = snapshot_of(planned[0])
+    if hasattr(launcher, "reach"):
+        launcher.reach(request)
+    attempts = [lay_down(each, command, code) for each in planned]
+    for line in code.lines_left_out() if code else ():
+        print(f"left out   {line}", file=sys.stderr, flush=True)
+    if attempts != expected:  # another start came in between, and has ended
+        request = make_request(launcher, specs_of(planned, attempts))
+    with ExitStack() as stack:
+        for attempt in attempts:
+            stack.enter_context(refusal_recorded(attempt))
+        submitted: Any = launcher.submit(request)
+    submitted = submitted if isinstance(submitted, list) else [submitted]
+    pairs: list[tuple[Attempt, Job]] = list(zip(attempts, submitted, strict=True))
+    if code is not None:
+        for attempt, job in pairs:
+            jobs.record(attempt, job)
+    return pairs
+
+
+def sweep_request(launcher: Launcher, specs: list[JobSpec]) -> Any:
+    """One request for all members; None if this launcher has none."""
+    return launcher.request_sweep(specs) if hasattr(launcher, "request_sweep") else None
+
+
+def same_launcher(planned: Sequence[Plan]) -> bool:
+    """Whether all members have the same settings of the launcher."""
+    return all(each.config.launcher == planned[0].config.launcher for each in planned)
+
+
+def unset(planned: Plan) -> list[str]:
+    """Variables that the job is to have, and that this shell has not."""
+    if is_foreground(planned.config):  # what this shell has, its ranks have
+        return []
+    forwarded = planned.config.launcher.get("forward_env") or ()
+    return [name for name in forwarded if name not in os.environ]
+
+
+def refuse_unset(planned: Sequence[Plan]) -> None:
+    missing = dict.fromkeys(name for each in planned for name in unset(each))
+    if missing:
+        what = f"not set in this shell: {', '.join(missing)}"
+        remedy = f"export {next(iter(missing))}=..."
+        raise UserError.at("launcher.forward_env", what, remedy)
+
+
+def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
+    """Writes the run, if it is new, and its next attempt.
+
+    Raises:
+        UserError: It is under way, or its folder cannot be written.
+    """
+    root, new = root_of(planned.config), not planned.run.exists
+    jobs.refuse_second(planned.run)
+    try:
+        if new:
+            recipe = configs.to_yaml(planned.recipe)
+            chosen = (planned.overrides, planned.swept)
+            planned.run.create(recipe, provenance.collect(command, root, *chosen))
+        record = launch_record(planned, root)
+        attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
+    except OSError as error:  # a full disk, a quota, what no permission shows
+        if new:
+            with suppress(OSError):
+                planned.run.take_back()
+        what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
+        raise UserError.at("output_dir", what, "choose another: output_dir=FOLDER") from error
+    if code is not None:
+        with refusal_recorded(attempt):
+            Bundle.write(planned.run, attempt, code)
+    return attempt
+
+
+@contextmanager
+def interruption_recorded(*planned: Plan) -> Iterator[None]:
+    """However early a signal comes: no attempt that this process has begun waits for ever."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        state = stopping.state_of(-stopping.number_of(interrupt))
+        for each in planned:
+            last = each.run.last_attempt()
+            if last is not None and last.is_mine():
+                last.end(state, error=f"{str(interrupt) or 'interrupted'} before training began")
+        raise
+
+
+@contextmanager
+def refusal_recorded(attempt: Attempt) -> Iterator[None]:
+    """An attempt that could not be submitted is on record as such."""
+    try:
+        yield
+    except BaseException as error:
+        state = JobState.FAILED
+        if isinstance(error, KeyboardInterrupt):
+            state = stopping.state_of(-stopping.number_of(error))
+        attempt.end(state, error=f"not submitted: {redact(str(error))}")
+        run = shown(attempt.path.parents[1])
+        again = f"{run} is kept. Once that is fixed:\n  python -m distdl resume {run}"
+        print(again, file=sys.stderr)
+        raise
+
+
+def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
+    """Stays with a job until its end; None if it runs on without this process."""
+    if is_foreground(planned.config):
+        return job.wait()
+    print(f"submitted  {job.handle}")
+    for note in planned.notes:
+        print(f"note       {note}")
+    if job.url:
+        print(f"watch      {job.url}")
+    if not planned.config.follow:
+        following.print_left(job, attempt)
+        return None
+    print(flush=True)
+    return following.follow(job, attempt)
+
+
+def is_foreground(config: DictConfig) -> bool:
+    """Whether the job lives in this process, and so with the code that is imported here."""
+    return bool(getattr(launcher_class(config), "foreground", False))
+
+
+def goes_in_turn(config: DictConfig) -> bool:
+    """Whether the members of a sweep must wait for each other here, as nothing queues them."""
+    return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
+
+
+def snapshot_of(planned: Plan) -> Snapshot | None:
+    """The code that goes with the job; None if it stays here.
+
+    Raises:
+        UserError: There is too much of it, or a secret in a module.
+    """
+    if is_foreground(planned.config):
+        return None
+    return snapshot.take(
+        root_of(planned.config),
+        exclude=[Path(planned.config.output_dir).resolve(), planned.run.path],
+        limit_mb=planned.config.project.max_snapshot_mb,
+        secret_names=tuple(planned.config.launcher.get("forward_env") or ()),
+    )
+
+
+def next_attempt(planned: Plan) -> Attempt:
+    """Where the next attempt will be."""
+    if planned.old_run is None:
+        return planned.run.next_attempt()
+    return Attempt(planned.run.path / "attempts" / "001")
+
+
+def how_to_train_longer(planned: Plan) -> str:
+    path = shown(planned.run.path)
+    return (
+        f"{path} has finished: nothing to do. To train longer:\n"
+        f"  python -m distdl resume {path} {configs.longer(planned.config)}"
+    )
+
+
+def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSpec]:
+    """Each attempt as its launcher gets it."""
+    return [
+        JobSpec(
+            name=each.run_id,
+            bundle=str(each.run.path if is_foreground(each.config) else attempt.path / "bundle"),
+            store=str(each.run.path),
+            attempt=attempt.number,
+            resources=each.resources,
+            forward_env=tuple(each.config.launcher.get("forward_env") or ()),
+        )
+        for each, attempt in zip(planned, attempts, strict=True)
+    ]
+
+
+def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
+    """The attempt's launch.yaml."""
+    where = OmegaConf.to_container(configs.where_of(planned.config), resolve=False)
+    assert isinstance(where, dict)
+    where.setdefault("project", {})["root"] = str(root)
+    size = planned.resources
+    return {
+        "run_id": planned.run_id,
+        "python_path": python_path(root),
+        "where": where,
+        "resources": {
+            "num_nodes": size.num_nodes,
+            "devices": size.devices,
+            "accelerator": size.accelerator,
+            "device_ids": list(size.device_ids) if size.device_ids else None,
+        },
+        "changes": planned.changes,
+        "global_batch_size": batches.global_batch_size(planned.config, size),
+        "notes": planned.notes,
+    }
+
+
+def report_failure(attempt: Attempt) -> None:
+    """Names the rank that failed first: the others usually fail because of it."""
+    first = attempt.first_error()
+    if first is not None and (first["rank"] != 0 or first["type"] == KILLED):
+        print(
+            f"rank {first['rank']} failed first: {describe(first)}\n"
+            f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",
+            file=sys.stderr,
+        )

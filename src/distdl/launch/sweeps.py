@@ -1,0 +1,236 @@
+"""`-m`: every combination is a run of its own, in a process of its own.
+
+A member's directory is named by a hash of its overrides, so a sweep that is started again skips
+the members that succeeded and goes on with the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from distdl.config import compose, user_conf
+from distdl.config import recipe as configs
+from distdl.job import JobState
+from distdl.launch import dry_run, job_status, jobs, planning, start
+from distdl.launch.planning import Plan
+from distdl.ranks import stopping
+from distdl.runs.directory import shown
+from distdl.util.errors import Problem, Unchecked, UserError
+from distdl.util.orphans import die_with_parent
+from distdl.util.redact import redact_command
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+Member = tuple[str, Plan]  # its share of what is swept, such as "seed=1 optimizer.lr=0.1"
+
+
+def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
+    """Checks every member. Here, and under mpirun, they run one after the other; to a queue all are
+    submitted.
+
+    Raises:
+        UserError: Any member is wrong; none is started.
+    """
+    user_conf.print_shadowed()
+    members = compose.sweep(overrides, config_dirs)
+    swept = compose.sweep_keys(overrides)
+    if "name" in swept:
+        raise UserError.at("name", "a sweep names its members itself", "name=<sweep>")
+
+    def chosen_and_plan(member: Sequence[str]) -> Member:
+        each = plan(member, swept, config_dirs)
+        if last := each.last_attempt:
+            last.state()  # that it can be read
+        return named(member), each
+
+    def named(member: Sequence[str]) -> str:
+        return " ".join(o for o in member if _key(o) in swept)
+
+    planned = every(chosen_and_plan, members, Unchecked, named)
+    check = functools.partial(planning.check_classes, apart=True)
+    every(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
+    print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
+    if planned[0][1].config.dry_run:
+        names, plans = zip(*planned, strict=True)
+        print(dry_run.render_sweep(plans, names))
+        return 0
+    if start.goes_in_turn(planned[0][1].config):
+        return _run_all(planned)
+    return _submit_all(planned)
+
+
+def every(
+    function: Callable[[Item], Answer],
+    items: Sequence[Item],
+    kind: type[UserError],
+    named: Callable[[Item], str],
+) -> list[Answer]:
+    """What the function answers for each.
+
+    Raises:
+        UserError: Of this kind, with all problems of all of them, each reported once; with the
+            first one's name where not all have it.
+    """
+    answers: list[Answer] = []
+    problems: dict[Problem, list[str]] = {}
+    for item in items:
+        try:
+            answers.append(function(item))
+        except UserError as error:
+            for problem in error.problems:
+                problems.setdefault(problem, []).append(named(item))
+    if problems:
+        raise kind(
+            *(
+                p if len(of) == len(items) else replace(p, what=f"{p.what}, in the member {of[0]}")
+                for p, of in problems.items()
+            )
+        )
+    return answers
+
+
+def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
+    """One member: the run `<sweep>/<hash of its overrides>`."""
+    config = compose.compose(member, config_dirs)
+    relevant = sorted(o for o in member if _key(o) in swept or not _is_where(_key(o)))
+    common = [o for o in relevant if _key(o) not in swept]
+    sweep = config.name or "sweep-" + configs.hash_of("\n".join([*common, *sorted(swept)]), 6)
+    planned = planning.plan(config, name=f"{sweep}/{configs.hash_of(chr(10).join(relevant))}")
+    planned.swept = [o for o in member if _key(o) in swept]
+    return planned
+
+
+def _run_all(planned: Sequence[Member]) -> int:
+    results: list[tuple[str, Plan, JobState]] = []
+    with Turn() as turn:
+        for number, (chosen, each) in enumerate(planned, 1):
+            last = each.last_attempt
+            state = last.state() if last else JobState.PENDING
+            title = f"[{number}/{len(planned)}] {chosen}"
+            if state is JobState.SUCCEEDED:
+                print(f"{title}: succeeded before, skipped", flush=True)
+            elif turn.state is None:
+                print(f"\n{title}", flush=True)
+                each.config.follow = True
+                state = run_one(each, turn)
+                if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
+                    turn.state = turn.state or state
+            results.append((chosen, each, state))
+    _print_table(results)
+    if turn.state is not None:
+        again = shlex.join(redact_command(sys.argv[1:]))
+        print(f"{turn.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
+        return turn.state.exit_code
+    return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
+
+
+class Turn(stopping.StopRequest):
+    """The members of a sweep, one after the other, and whether another one is to come.
+
+    A signal that asks to end, at any moment between the first member and the last, is handed to the
+    member that runs, and no other one is started.
+    """
+
+    process: Any = None
+
+    def __enter__(self) -> Turn:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.state = stopping.MEANING[signal.Signals(number)]
+        # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
+        if number != signal.SIGINT:
+            self.forward(number)
+
+    def forward(self, number: int) -> None:
+        process = self.process
+        if process is not None and process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)
+
+
+def _submit_all(planned: Sequence[Member]) -> int:
+    """All members go to their queue: as one array where the launcher has such, else one by one."""
+    due = []
+    for chosen, each in planned:
+        state = _state_of(each)
+        if state in (JobState.SUCCEEDED, JobState.PENDING, JobState.RUNNING):
+            print(f"{chosen}: {state.lower()}, skipped")
+        else:
+            due.append(each)
+    if due:
+        start.submit_sweep(due, sys.argv)
+    _print_table([(chosen, each, _state_of(each)) for chosen, each in planned])
+    folder = shown(planned[0][1].run.path.parent)
+    print(f"watch   python -m distdl jobs list {folder}")
+    print(f"cancel  python -m distdl jobs cancel {folder}")
+    return 0
+
+
+def _state_of(each: Plan) -> JobState | None:
+    last = each.last_attempt
+    return jobs.state(last) if last else None
+
+
+def run_one(each: Plan, turn: Turn | None = None) -> JobState:
+    """In a fresh process: nothing leaks from one member to the next."""
+    if turn is None:  # no member of a sweep
+        with Turn() as alone:
+            return run_one(each, alone)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
+    if turn.state is None:  # a signal may have come since the caller looked
+        process.start()
+        turn.process = process
+        if turn.state is not None:  # or while it was starting
+            turn.forward(signal.SIGTERM)
+        process.join()
+        turn.process = None
+    last = each.last_attempt
+    return last.state() if last else turn.state or JobState.FAILED
+
+
+def _child(each: Plan, command: list[str], parent: int) -> None:
+    die_with_parent(parent)
+    try:
+        with stopping.raised():
+            sys.exit(start.start(each, command))
+    except stopping.Ended as ended:  # before there was an attempt to note it in
+        sys.exit(ended.state.exit_code)
+    except UserError as error:  # such as: this member is running already
+        print(f"distdl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
+    table = Table("overrides", "state", "metrics", "run", title="sweep")
+    for chosen, each, state in results:
+        last = each.last_attempt
+        values = job_status.metrics_text(last.status()) if last else ""
+        table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
+    # In a log nothing is as narrow as a terminal, and a path that is broken cannot be copied.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _is_where(key: str) -> bool:
+    """Whether a key says where a member runs, and not what it is."""
+    return any(key == w or key.startswith(f"{w}.") for w in ("name", *configs.WHERE))
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]

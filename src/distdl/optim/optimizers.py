@@ -1,0 +1,311 @@
+"""From the optimizer and schedule nodes to the real ones: learning rates, decay, schedules."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from distdl.optim.schedules import constant, rescale_schedule, warmup_cosine, warmup_step
+from distdl.util.errors import UserError
+
+__all__ = [
+    "build_optimizer",
+    "build_schedule",
+    "constant",
+    "describe_lr",
+    "parameter_groups",
+    "rescale_schedule",
+    "scale_lr",
+    "warmup_cosine",
+    "warmup_step",
+]
+
+# Keys of an optimizer node that are ours; all others are arguments of the optimizer's class.
+OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_norm_and_bias")
+# Keys of a schedule node that tell Lightning when to step it; all others are arguments.
+OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
+OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
+# Of a parameter group; null in a checkpoint: a resume keeps its own.
+KERNELS = {"fused", "foreach"}
+
+# _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+# timm's own that are no subclass of torch's; the others are.
+_TIMM_NORMS = (
+    *("RmsNorm", "RmsNorm2d", "SimpleNorm", "SimpleNorm2d", "FrozenBatchNormAct2d"),
+    *("FilterResponseNormTlu2d", "FilterResponseNormAct2d", "GlobalResponseNorm"),
+    *("EvoNorm2dB0", "EvoNorm2dB1", "EvoNorm2dB2"),
+    *("EvoNorm2dS0", "EvoNorm2dS1", "EvoNorm2dS2"),
+)
+
+
+def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> float:
+    """The learning rate for a global batch, from one that is given per `reference` images.
+
+    Args:
+        lr: For a global batch of `reference`.
+        global_batch: Images per optimizer step, over all ranks and accumulated batches.
+        rule: "linear" (Goyal et al. 2017), "sqrt" (Krizhevsky 2014, "One weird trick") or "none".
+        reference: What `lr` was tuned for.
+
+    Raises:
+        UserError: For another rule.
+    """
+    if rule == "linear":
+        return lr * global_batch / reference
+    if rule == "sqrt":
+        return lr * math.sqrt(global_batch / reference)
+    if rule == "none":
+        return lr
+    remedy = "one of linear, sqrt, none"
+    raise UserError.at("optimizer.lr_scaling", f"no rule {rule!r}", remedy)
+
+
+def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
+    """The full learning rate of an optimizer node, which has an `lr`."""
+    lr, rule, reference = _lr_terms(config)
+    return scale_lr(lr, global_batch, rule, reference)
+
+
+def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
+    """One line on how the learning rate of an optimizer node comes about."""
+    config = _plain(config)
+    if "lr" not in config:
+        return "lr is the optimizer's default"
+    lr, rule, reference = _lr_terms(config)
+    if rule == "none":
+        return f"lr {lr:g} (not scaled by the global batch of {global_batch})"
+    ratio = f"{global_batch}/{reference}"
+    factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
+    scaled = rate_of(config, global_batch)
+    return f"lr {lr:g} per {reference} images x {factor} ({rule}) = {scaled:g}"
+
+
+def parameter_groups(
+    module: nn.Module, weight_decay: float | None, decay_norm_and_bias: bool = False
+) -> list[dict[str, Any]]:
+    """The trainable parameters, each once, apart by whether weight decay is applied to them.
+
+    No decay for what a normalisation layer owns and for biases (Goyal et al. 2017, section 5.3; He
+    et al. 2019, "Bag of Tricks"), decided by the type of the layer that owns it, never by its name.
+
+    Args:
+        module: Whatever is trained.
+        weight_decay: Of the decayed ones; None: the optimizer's default.
+        decay_norm_and_bias: Decay all of them.
+
+    Returns:
+        At most two groups for an optimizer, decayed ones first; an empty one is left out.
+    """
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    seen: set[int] = set()
+    norms = _norm_types()
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            spare = isinstance(owner, norms) or _is_bias(owner, name)
+            (spared if spare and not decay_norm_and_bias else decayed).append(parameter)
+    first: dict[str, Any] = {"params": decayed}
+    if weight_decay is not None:
+        first["weight_decay"] = weight_decay
+    groups = [first, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _norm_types() -> tuple[type, ...]:
+    # Whoever uses timm's layers has imported them; nothing else should wait for the import.
+    timm = sys.modules.get("timm.layers")
+    imported = [getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)]
+    return (*_NORMS, *imported)
+
+
+def _is_bias(owner: nn.Module, name: str) -> bool:
+    # Torch's attention and recurrent layers have several: in_proj_bias, bias_ih_l0.
+    several = isinstance(owner, nn.MultiheadAttention | nn.RNNBase)
+    return name == "bias" or (several and "bias" in name)
+
+
+def build_optimizer(
+    module: nn.Module, config: Mapping[str, Any], *, global_batch: int, fuse: bool = True
+) -> Optimizer:
+    """The optimizer of an optimizer node over `module`'s trainable parameters.
+
+    Each group also holds "reference_lr", the rate before scaling, for the schedules' warm-up.
+
+    Args:
+        module: Whatever is trained.
+        config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
+            decay_norm_and_bias (False), and arguments of the class. `fused` None or absent: where
+            `can_fuse`, if `fuse`.
+        global_batch: Images per optimizer step, over all ranks and accumulated batches.
+        fuse: False: leave `fused` to torch where the node does not set it.
+
+    Raises:
+        UserError: When nothing is trainable, or the node names no class.
+    """
+    config = _plain(config)
+    target = _target(config, "optimizer", "optimizer=sgd")
+    arguments = {k: v for k, v in config.items() if k not in OUR_OPTIMIZER_KEYS}
+    fused = arguments.pop("fused", None)
+    groups = parameter_groups(
+        module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
+    )
+    if not groups:
+        raise UserError.at("model", "has no trainable parameter", "unfreeze something")
+    if "lr" in config:
+        arguments["lr"] = rate_of(config, global_batch)
+        for group in groups:
+            group["reference_lr"] = float(config["lr"])
+    if fused is not None:
+        arguments["fused"] = fused
+    elif fuse and can_fuse(target, groups) and not {"foreach", "differentiable"} & arguments.keys():
+        arguments["fused"] = True
+    optimizer = target(groups, **arguments)
+    if "fused" in optimizer.defaults:
+        optimizer.register_state_dict_post_hook(_without_kernels)
+        optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
+        optimizer.register_load_state_dict_post_hook(_state_laid_out_alike)
+        optimizer.register_step_pre_hook(_gradients_laid_out_alike)
+    return optimizer
+
+
+def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
+    """Whether an optimizer has a kernel that updates all of these parameters in one pass.
+
+    The formula is the same as without; sums of products are rounded once less, so that weights may
+    differ in the last bit. torch chooses the kernels of one pass per operation (`foreach`) by
+    itself on a GPU, and a loop over the parameters on a CPU.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # FSDP's: torch has no rule for how to shard the fused step of SGD (2.15).
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is not None and any(isinstance(p, sharded.DTensor) for p in parameters):
+        return False
+    return "fused" in inspect.signature(target).parameters and all(
+        p.device.type in ("cpu", "cuda") and torch.is_floating_point(p) for p in parameters
+    )
+
+
+def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Which kernels do a step is a matter of the device: a checkpoint holds nothing about it."""
+    for group in state["param_groups"]:
+        group.update(dict.fromkeys(KERNELS & group.keys()))
+
+
+def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    groups = [dict(group) for group in state["param_groups"]]
+    for saved, mine in zip(groups, optimizer.param_groups, strict=False):
+        saved.update({name: mine[name] for name in KERNELS & mine.keys()})
+    return {**state, "param_groups": groups}
+
+
+def _state_laid_out_alike(optimizer: Optimizer) -> None:
+    """After loading: what FSDP or DeepSpeed wrote is not channels_last."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = _like(parameter, value)
+
+
+def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: autograd lays a gradient out as its parameter; a hook or a user need not."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.grad is not None:
+                parameter.grad = _like(parameter, parameter.grad)
+
+
+def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, laid out as `parameter` is: on a CPU a fused kernel (torch 2.15) takes them for it
+    and does not look, so that each number would be added to another weight."""
+    if tensor.layout is not torch.strided or tensor.stride() == parameter.stride():
+        return tensor
+    sizes = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
+    if all(one == other for size, one, other in sizes if size > 1):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def _lr_terms(config: Mapping[str, Any]) -> tuple[float, str, int]:
+    rule, reference = config.get("lr_scaling", "none"), config.get("lr_reference_batch", 256)
+    return float(config["lr"]), str(rule), int(reference)
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    config: Mapping[str, Any] | None,
+    *,
+    steps_per_epoch: int,
+    max_epochs: int,
+    total_steps: float | None = None,
+) -> dict[str, Any]:
+    """The schedule of a schedule node, as Lightning's `lr_scheduler` dict; {} for an empty node.
+
+    `steps_per_epoch`, `max_epochs` and `total_steps` are handed to a target that takes them, unless
+    the node sets them itself. It steps once per optimizer step if it is ours or takes
+    `total_steps`, else once per epoch; `interval` overrides that.
+
+    Args:
+        optimizer: From `build_optimizer`, or any.
+        config: `_target_`, arguments of the target, and what Lightning takes beside it (interval,
+            frequency, monitor, strict, name).
+        steps_per_epoch: Optimizer steps (after accumulation) of an epoch.
+        max_epochs: Of the complete training.
+        total_steps: Of the complete training, which may end within an epoch; infinity: unknown;
+            None: with the last epoch.
+
+    Raises:
+        UserError: The target needs to know when training ends, and it is unknown.
+    """
+    config = _plain(config or {})
+    if not config:
+        return {}
+    target = _target(config, "schedule", "schedule=cosine")
+    taken = inspect.signature(target).parameters
+    supplied = {
+        "steps_per_epoch": steps_per_epoch,
+        "max_epochs": max_epochs,
+        "total_steps": steps_per_epoch * max_epochs if total_steps is None else total_steps,
+    }
+    endless = {"max_epochs", "total_steps"} if total_steps == math.inf else set()
+    if endless & taken.keys() - config.keys() and target is not constant:
+        what = "follows the length of the training, and nothing says how long it is"
+        remedy = "trainer.max_steps=<optimizer steps>, or schedule=constant"
+        raise UserError.at("schedule", what, remedy)
+    arguments = {name: value for name, value in supplied.items() if name in taken}
+    arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
+    per_step = target in OUR_SCHEDULES or "total_steps" in taken
+    for_lightning = {k: v for k, v in config.items() if k in OUR_SCHEDULE_KEYS[1:]}
+    return {
+        "scheduler": target(optimizer, **arguments),
+        "interval": "step" if per_step else "epoch",
+        "frequency": 1,
+        **for_lightning,
+    }
+
+
+def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:
+    if not config.get("_target_"):
+        raise UserError.at(f"{node}._target_", "is missing", remedy)
+    return get_object(config["_target_"])
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(config, DictConfig):
+        return dict(config)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

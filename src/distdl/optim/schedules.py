@@ -1,0 +1,188 @@
+"""Learning rates over time, per optimizer step: warm-up, then a cosine, steps or a constant."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from distdl.util.ranges import AboveZero, NotNegative
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a training, in optimizer steps (after accumulation).
+
+    Args:
+        steps_per_epoch: Of a complete epoch; data without a length is one epoch.
+        max_epochs: How many are begun, at least one.
+        total_steps: All of it; infinity: nothing ends it, or the end of the data is unknown.
+    """
+
+    steps_per_epoch: int
+    max_epochs: int
+    total_steps: float
+
+
+def length_of(trainer: Any) -> Length:
+    """What `max_epochs`, `max_steps` and the loader's length leave of a training, whichever ends it
+    first. The loaders must be there.
+
+    Args:
+        trainer: Lightning's.
+    """
+    total = trainer.estimated_stepping_batches
+    total = math.inf if total < 0 else total  # -1: no max_steps, and data without a length
+    batches = trainer.num_training_batches
+    if math.isinf(batches):
+        return Length(1 if math.isinf(total) else max(1, int(total)), 1, total)
+    per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    epochs = 1 if math.isinf(total) else max(1, math.ceil(total / per_epoch))
+    return Length(per_epoch, epochs, total)
+
+
+def warmup_cosine(
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    max_epochs: int,
+    warmup_epochs: NotNegative = 5,
+    min_lr_ratio: NotNegative = 0.0,
+    warmup_from: float | str = 0.0,
+    total_steps: float | None = None,
+) -> LambdaLR:
+    """Linear warm-up, then half a cosine to `min_lr_ratio` of the full rate (Loshchilov 2017).
+
+    Args:
+        optimizer: Its rates are the full ones.
+        steps_per_epoch: Optimizer steps.
+        max_epochs: The cosine ends with the last of them, unless `total_steps` ends before.
+        warmup_epochs: May be a fraction; 0: none.
+        min_lr_ratio: From 0 to 1.
+        warmup_from: Where the warm-up starts, as a share of the full rate, or "reference": at the
+            rate before scaling by the global batch, as Goyal et al. 2017 do (section 2.2), so that
+            a run at the reference batch has none. The k-th of w steps has the share
+            start + (1 - start) * k / w: with 0, the first step already learns a little.
+        total_steps: Optimizer steps of the complete training, which may end within an epoch.
+
+    A warm-up longer than the training is cut with it, with a warning.
+    """
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
+    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    decay = max(1, total - warmup)
+
+    def after(step: int) -> float:
+        cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / decay))) / 2
+        return min_lr_ratio + (1 - min_lr_ratio) * cosine
+
+    return _warmed_up(optimizer, warmup, warmup_from, after)
+
+
+def warmup_step(
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    max_epochs: int,
+    milestones: list[float] | tuple[float, ...] = (30, 60, 80),
+    gamma: AboveZero = 0.1,
+    warmup_epochs: NotNegative = 5,
+    warmup_from: float | str = "reference",
+    total_steps: float | None = None,
+) -> LambdaLR:
+    """Linear warm-up, then times `gamma` at each milestone: the schedule of Goyal et al. 2017.
+
+    Args:
+        milestones: In epochs.
+        gamma: Factor at each of them.
+
+    The other arguments are those of `warmup_cosine`.
+    """
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
+    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    steps = [round(milestone * steps_per_epoch) for milestone in milestones]
+
+    def after(step: int) -> float:
+        return gamma ** sum(step >= milestone for milestone in steps)
+
+    return _warmed_up(optimizer, warmup, warmup_from, after)
+
+
+def constant(
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    max_epochs: int,
+    warmup_epochs: NotNegative = 0,
+    warmup_from: float | str = 0.0,
+    total_steps: float | None = None,
+) -> LambdaLR:
+    """Linear warm-up (by default none), then the full rate. Arguments: see `warmup_cosine`."""
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
+    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    return _warmed_up(optimizer, warmup, warmup_from, lambda step: 1.0)
+
+
+def _warmup_steps(steps_per_epoch: int, warmup_epochs: float, total: float) -> int:
+    warmup = round(warmup_epochs * steps_per_epoch)
+    if warmup > total:
+        # A short trial of a long recipe is no mistake, but its rate is not the recipe's.
+        log.warning(
+            "schedule.warmup_epochs=%g is %d optimizer steps and training lasts %d: all of it is "
+            "warm-up (schedule.warmup_epochs=0: none)",
+            warmup_epochs,
+            warmup,
+            total,
+        )
+    return warmup
+
+
+def _warmed_up(
+    optimizer: Optimizer, warmup: int, warmup_from: float | str, after: Callable[[int], float]
+) -> LambdaLR:
+    if warmup_from == "reference":
+        group = optimizer.param_groups[0]
+        start = min(1.0, group.get("reference_lr", group["lr"]) / (group["lr"] or 1.0))
+    else:
+        start = float(warmup_from)
+
+    # A plain function: LambdaLR leaves it out of its state, which then is numbers only.
+    def share(step: int) -> float:
+        return start + (1 - start) * (step + 1) / warmup if step < warmup else after(step)
+
+    return LambdaLR(optimizer, share)
+
+
+def rescale_schedule(
+    scheduler: LRScheduler,
+    optimizer: Optimizer,
+    *,
+    old_lr: float,
+    new_lr: float,
+    step_ratio: float,
+) -> None:
+    """Go on under another global batch, after both states were loaded from a checkpoint.
+
+    Args:
+        scheduler: Built for the new run, its state the old run's. Ours follow the new run's curve
+            from here on; of others the current rate is multiplied by new_lr / old_lr.
+        optimizer: Likewise.
+        old_lr: The full rate of the old run.
+        new_lr: Of the new one.
+        step_ratio: New steps per old step: old global batch / new global batch. 1 for a scheduler
+            that steps once per epoch.
+    """
+    ratio = new_lr / old_lr
+    scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+    scheduler.last_epoch = round(scheduler.last_epoch * step_ratio)
+    for index, group in enumerate(optimizer.param_groups):
+        for name in ("initial_lr", "lr", "max_lr", "min_lr"):
+            if name in group:
+                group[name] *= ratio
+        if isinstance(scheduler, LambdaLR):
+            share = scheduler.lr_lambdas[index](scheduler.last_epoch)
+            group["lr"] = scheduler.base_lrs[index] * share
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

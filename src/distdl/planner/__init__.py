@@ -1,0 +1,1 @@
+"""Memory and traffic of a step on paper: which strategy fits."""

@@ -1,0 +1,157 @@
+"""Which strategy, and why: DDP if it fits, then what partitions, then a pipeline.
+
+On a link that makes DDP wait: whatever takes the least time, one device alone included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distdl.benchmark.step_profile import MeasuredStep
+from distdl.planner.estimate import GIB, Estimate, Machine
+
+# Sending that adds less than this share to a step is acceptable.
+SLOW = 0.25
+# Seconds of work in a step, below which the latency of any link is longer.
+LITTLE = 1e-3
+# A batch is cut into at most so many parts, which are accumulated: more would idle the devices.
+MOST_PARTS = 16
+# Steps alone, as in DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
+MOST_APART = 512
+# When DDP does not fit, in this order.
+INSTEAD_OF_DDP = {
+    "fsdp": "weights, gradients and optimizer are shared out, for half as much traffic again",
+    "deepspeed_offload": "the optimizer has to go to host memory, which slows each step",
+    "pipeline": "each device has some layers, and only activations travel",
+}
+
+
+@dataclass(frozen=True)
+class StrategyAdvice:
+    """What to write, and why."""
+
+    overrides: tuple[str, ...]
+    reason: str
+
+
+def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -> StrategyAdvice:
+    """The recommendation.
+
+    Args:
+        rows: From `estimates`, for the same machine.
+    """
+    by_name = {row.name: row for row in rows}
+    single, memory = by_name["single"], _gib(machine.memory)
+    if machine.devices == 1:
+        return _alone(measured, single, by_name["deepspeed_offload"], machine)
+    ddp, work = by_name["ddp"], measured.flops / machine.flops
+    if single.fits(machine) and work < LITTLE:
+        return StrategyAdvice(
+            ("strategy=single", "trainer.devices=1"),
+            f"a step is {1e6 * work:.2g} us of work: several devices would wait for each other. "
+            "One of them, and a larger data.batch_size",
+        )
+    if slow := _too_slow(measured, by_name, machine):
+        return slow
+    if ddp.fits(machine):
+        return StrategyAdvice(
+            ("strategy=ddp",),
+            f"{_gib(ddp.total)} of {memory} GiB hold everything, and the gradients travel during "
+            "the backward: nothing is faster, or simpler. If the batch may grow, a larger "
+            "data.batch_size uses the devices better before more of them do",
+        )
+    if smaller := _accumulated(measured, ddp, machine):
+        return StrategyAdvice(
+            ("strategy=ddp", *smaller),
+            f"weights, gradients and optimizer take {_gib(ddp.fixed)} of {memory} GiB, the rest is "
+            "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches",
+        )
+    for name, why in INSTEAD_OF_DDP.items():
+        row = by_name[name]
+        reason = f"DDP would take {_gib(ddp.total)} of {memory} GiB; {why}"
+        if row.fits(machine):
+            return StrategyAdvice((f"strategy={name}",), f"{reason} ({_gib(row.total)} GiB)")
+        if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
+            return StrategyAdvice((f"strategy={name}", *smaller), reason)
+    return StrategyAdvice(
+        (),
+        f"nothing fits {memory} GiB: fsdp, which shares most, takes {_gib(by_name['fsdp'].total)}. "
+        "More or larger devices, a smaller batch, or activation checkpointing in the model",
+    )
+
+
+def _alone(
+    measured: MeasuredStep, single: Estimate, offload: Estimate, machine: Machine
+) -> StrategyAdvice:
+    memory = _gib(machine.memory)
+    if single.fits(machine):
+        reason = f"{_gib(single.total)} of {memory} GiB hold everything"
+        return StrategyAdvice(("strategy=single",), reason)
+    reason = f"everything at once takes {_gib(single.total)} of {memory} GiB: smaller batches, "
+    reason += "accumulated"
+    if smaller := _accumulated(measured, single, machine):
+        return StrategyAdvice(("strategy=single", *smaller), reason)
+    if smaller := _accumulated(measured, offload, machine):
+        reason += ", and the optimizer in host memory"
+        return StrategyAdvice(("strategy=deepspeed_offload", *smaller), reason)
+    reason = f"{_gib(single.fixed)} GiB before the first sample: several devices, and strategy=fsdp"
+    return StrategyAdvice((), reason)
+
+
+def _too_slow(
+    measured: MeasuredStep, by_name: dict[str, Estimate], machine: Machine
+) -> StrategyAdvice | None:
+    """For a link that makes DDP wait."""
+    ddp, half = by_name["ddp"], by_name["ddp comm_hook=bf16"]
+    smaller = () if ddp.fits(machine) else _accumulated(measured, ddp, machine)
+    if smaller is None:
+        return None  # what to do about memory comes first
+
+    def seconds(row: Estimate) -> float:
+        return row.seconds(measured, machine)
+
+    work = measured.flops / machine.flops
+    acceptable = (1 + SLOW) * work
+    if seconds(ddp) <= acceptable:
+        return None
+    waits = f"on this link a DDP step takes {seconds(ddp):.2g} s, of which it works {work:.2g} s; "
+    hooked = ("strategy=ddp", "strategy.comm_hook=bf16", *smaller)
+    if seconds(half) <= acceptable:
+        return StrategyAdvice(hooked, waits + "half the bytes are few enough")
+    accumulate = f"trainer.accumulate_grad_batches={machine.devices}"
+    alone = ("strategy=single", "trainer.devices=1", accumulate)
+    choices = [(half, hooked, "half the bytes are best")]
+    if by_name["single"].fits(machine):
+        why = "one device that accumulates the same global batch sends nothing"
+        choices.insert(0, (by_name["single"], alone, why))
+    if by_name["pipeline"].fits(machine):
+        staged = (by_name["pipeline"], ("strategy=pipeline",), "a pipeline sends activations only")
+        choices.append(staged)
+    row, overrides, why = min(choices, key=lambda choice: seconds(choice[0]))
+    reason = f"{waits}{why}, and takes {seconds(row):.2g} s"
+    if row.idle:
+        reason += f", its bubble of {100 * row.idle:.0f} % included"
+    # As many steps alone as make the exchange small, rounded up to a power of two.
+    needed = 8 * ddp.sent / machine.link / (SLOW * work)
+    every = max(2, 1 << (math.ceil(needed) - 1).bit_length())
+    if every <= MOST_APART:
+        reason += (
+            ". If you accept another algorithm, whose accuracy you compare: strategy=local_sgd "
+            f"strategy.sync_every={every}, about {acceptable:.2g} s"
+        )
+    return StrategyAdvice(overrides, reason)
+
+
+def _accumulated(measured: MeasuredStep, row: Estimate, machine: Machine) -> tuple[str, ...] | None:
+    """The overrides that cut a batch into parts which fit; None where it cannot be cut so."""
+    size = measured.batch_size
+    for parts in range(2, min(size, MOST_PARTS) + 1):
+        if size % parts == 0 and row.fixed + row.activations / parts <= machine.usable:
+            return f"data.batch_size={size // parts}", f"trainer.accumulate_grad_batches={parts}"
+    return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g}"

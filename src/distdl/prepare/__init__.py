@@ -1,1 +1,0 @@
-"""Other people's data sets into ours: ImageNet's tars, folders, TFRecord, Parquet."""

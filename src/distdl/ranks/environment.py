@@ -1,0 +1,302 @@
+"""Which rank am I? Each platform's variables -> one canonical record.
+
+The launcher names itself in `DISTDL_LAUNCHER`, and that selects the rows of the table below that
+may speak: a Slurm shell or an MPI image carries variables of jobs that are not ours. Only
+`launcher=external`, for those who type `torchrun -m distdl ...`, looks at all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+
+from distdl.job import Resources
+from distdl.util.errors import Problem, UserError
+
+log = logging.getLogger(__name__)
+
+LAUNCHER_VARIABLE = "DISTDL_LAUNCHER"
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Row:
+    """The names that one way of starting processes uses. Empty: it has no such variable."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: tuple[str, ...] = ()
+    node_rank: str = ""
+
+
+TORCHRUN = Row("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), "GROUP_RANK")
+# Azure ML's PyTorch distribution sets the same names, but says NODE_RANK and no local size.
+AZUREML = Row("azureml", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), "NODE_RANK")
+# OMPI_COMM_WORLD_NODE_RANK is not the index of the node; rank // local size is.
+OPENMPI = Row(
+    "openmpi",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+# MPICH and Intel MPI are both started by hydra (the process manager, not the config library).
+MPICH = Row("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))
+SLURM = Row(
+    "slurm",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    "SLURM_NODEID",
+)
+
+# The first row whose rank and world size are both set speaks.
+ROWS: dict[str, tuple[Row, ...]] = {
+    "single": (),
+    "local": (TORCHRUN,),
+    "mpi": (OPENMPI, MPICH),
+    "slurm": (SLURM,),
+    "azureml": (OPENMPI, MPICH, AZUREML),
+    "sagemaker": (TORCHRUN, OPENMPI),
+    "external": (TORCHRUN, OPENMPI, MPICH, SLURM),
+}
+
+# Where rank 0 is, after MASTER_ADDR. mpirun and whatever is external run inside any of these.
+MAIN_ADDRESS = {
+    "azureml": ("AZ_BATCHAI_MPI_MASTER_NODE", "AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST"),
+    "sagemaker": ("SM_HOSTS",),
+    "slurm": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+}
+# Slurm's own steps (interactive, batch, extern) have numbers from here on; srun's count from 0.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where this process stands. `sources` says which variable each value came from."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    main_address: str = "127.0.0.1"
+    main_port: int = DEFAULT_PORT
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def export(self, env: MutableMapping[str, str] = os.environ) -> None:
+        """Sets the standard names, which torch, DeepSpeed and other libraries read."""
+        env.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(self.local_rank),
+            LOCAL_WORLD_SIZE=str(self.local_world_size),
+            NODE_RANK=str(self.node_rank),
+            MASTER_ADDR=self.main_address,
+            MASTER_PORT=str(self.main_port),
+        )
+
+    def describe(self) -> str:
+        def described(name: str) -> str:
+            return f"{name}={getattr(self, name)} ({self.sources.get(name, 'default')})"
+
+        names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
+        return f"launcher={self.launcher}: " + ", ".join(
+            map(described, (*names, "main_address", "main_port"))
+        )
+
+
+def detect(env: Mapping[str, str] = os.environ) -> str | None:
+    """The name of the row by which somebody else started this process as one of several, if so."""
+    rows = [] if env.get(LAUNCHER_VARIABLE) else _claims(env)
+    return rows[0].name if rows else None
+
+
+def _claims(env: Mapping[str, str]) -> list[Row]:
+    """The rows whose launcher seems to have started this very process."""
+    rows = [r for r in ROWS["external"] if {r.rank, r.world_size, r.local_rank} <= set(env)]
+    # A RANK alone, left over in a shell, is no launch: torchrun names its run as well.
+    if TORCHRUN in rows and "TORCHELASTIC_RUN_ID" not in env:
+        rows.remove(TORCHRUN)
+    if SLURM in rows and not _in_step(env):
+        rows.remove(SLURM)
+    return rows
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script or an interactive shell is no rank."""
+    step = env.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP:
+        return False
+    shell = env.get("SLURM_JOB_NAME") in ("bash", "interactive") or "SLURM_PTY_PORT" in env
+    return not (shell and env["SLURM_NTASKS"] == "1")  # srun --pty bash
+
+
+def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = None) -> Environment:
+    """Translates this process's variables.
+
+    Args:
+        env: The variables; `DISTDL_LAUNCHER` selects which of them count.
+        resources: The size the run was asked for; checked against what was started.
+
+    Raises:
+        UserError: The launcher is unknown, its variables are missing, not numbers, or contradict
+            each other or `resources`.
+    """
+    launcher = env.get(LAUNCHER_VARIABLE) or "single"
+    if launcher not in ROWS:
+        known = ", ".join(ROWS)
+        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", f"one of: {known}")
+    if launcher == "external":
+        rows = _claims(env)
+    else:
+        rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
+    if launcher == "single" or (launcher == "local" and not rows):
+        # Alone, but `strategy=ddp` opens a port all the same; two runs must not meet on it.
+        resolved = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
+    elif not rows:
+        wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
+        raise UserError.at(
+            LAUNCHER_VARIABLE, f"launcher={launcher} started this process without {wanted}"
+        )
+    else:
+        if launcher == "external":
+            _agree(rows, env)
+        resolved = _read(launcher, rows[0], env, resources)
+    if resources is not None and resolved.world_size != resources.world_size:
+        what = (
+            f"{resolved.world_size} processes were started by {resolved.launcher}, but the run "
+            f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
+        )
+        remedy = "start as many processes as trainer.num_nodes x trainer.devices"
+        raise UserError.at("trainer.devices", what, remedy)
+    return resolved
+
+
+def _read(
+    launcher: str, row: Row, env: Mapping[str, str], resources: Resources | None
+) -> Environment:
+    sources: dict[str, str] = {}
+
+    def read(name: str, variables: tuple[str, ...], otherwise: int = 0, why: str = "") -> int:
+        variable = next((v for v in variables if v in env), None)
+        sources[name] = variable or why
+        return _number(env, variable) if variable else otherwise
+
+    rank, world_size = read("rank", (row.rank,)), read("world_size", (row.world_size,))
+    size, why = (resources.devices, "trainer.devices") if resources else (world_size, "one node")
+    local_world_size = read("local_world_size", row.local_world_size, size, why)
+    per_node = max(local_world_size, 1)
+    why = f"{row.rank} % local_world_size"
+    local_rank = read("local_rank", (row.local_rank,), rank % per_node, why)
+    why = f"{row.rank} // local_world_size"
+    node_rank = read("node_rank", (row.node_rank,), rank // per_node, why)
+
+    checks = {
+        row.rank: (0 <= rank < world_size, f"{rank} is no rank of a world of {world_size}"),
+        sources["local_rank"]: (
+            0 <= local_rank < local_world_size,
+            f"local rank {local_rank} on a node of {local_world_size} processes",
+        ),
+        sources["node_rank"]: (
+            0 <= node_rank < max(1, -(-world_size // per_node)),
+            f"node rank {node_rank}, but {world_size} processes of {local_world_size} per node "
+            "are fewer nodes than that",
+        ),
+        sources["local_world_size"]: (
+            1 <= local_world_size <= world_size,
+            f"{local_world_size} processes per node in a world of {world_size}",
+        ),
+    }
+    wrong = [Problem(name, what) for name, (right, what) in checks.items() if not right]
+    if wrong:
+        raise UserError(*wrong)
+
+    address, source = _main_address(launcher, env)
+    if address is None:
+        if local_world_size < world_size:
+            what = f"{row.name}: {world_size} processes on several nodes, and no main address"
+            remedy = "export MASTER_ADDR=<host of rank 0> on every node"
+            raise UserError.at("MASTER_ADDR", what, remedy)
+        address, source = "127.0.0.1", "one node"
+    sources["main_address"] = source
+    port, sources["main_port"] = _main_port(env)
+    return Environment(
+        launcher, rank, world_size, local_rank, local_world_size, node_rank, address, port, sources
+    )
+
+
+def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
+    """Several ways of starting claim this process: they must at least agree."""
+    first = rows[0]
+    for row in rows[1:]:
+        # srun starts one agent of torchrun or mpirun per node, and that numbers its own ranks.
+        agents = re.match(r"1(\(x\d+\))?$", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        if row is SLURM and (agents or env[row.world_size] != env[first.world_size]):
+            continue
+        for one, other in ((first.rank, row.rank), (first.world_size, row.world_size)):
+            if env[one] != env[other]:
+                what = f"{one}={env[one]} contradicts {other}={env[other]}"
+                remedy = "unset the variables of the launcher that did not start this process"
+                raise UserError.at(one, what, remedy)
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    # Slurm writes "2(x3)" for two tasks on each of three nodes.
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?", env[name].strip())
+    if match is None and "," in env[name]:
+        what = f"{env[name]}: the nodes have different numbers of processes"
+        raise UserError.at(name, what, "start equally many on every node")
+    if match is None:
+        raise UserError.at(name, f"{env[name]!r} is not a number")
+    return int(match[1])
+
+
+def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str | None, str]:
+    anywhere = [name for names in MAIN_ADDRESS.values() for name in names]
+    inside = () if launcher == "local" else MAIN_ADDRESS.get(launcher, anywhere)
+    for name in ("MASTER_ADDR", *inside):
+        value = env.get(name, "").strip()
+        if not value:
+            continue
+        if name == "SM_HOSTS":
+            return json.loads(value)[0], name
+        if "NODELIST" in name:
+            return _first_host(value), name
+        # "host:port,host:port" of Azure Batch; a bare IPv6 address keeps its colons.
+        first = value.split(",")[0]
+        return (first if first.count(":") > 1 else first.split(":")[0]), name
+    return None, ""
+
+
+def _first_host(nodelist: str) -> str:
+    """The first host of Slurm's short form: `gpu[003-005,9]-ib,login` -> `gpu003-ib`."""
+    first = re.match(r"(\[[^\]]*\]|[^,])*", nodelist)
+    assert first is not None  # it may be empty, and then matches
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main_port(env: Mapping[str, str]) -> tuple[int, str]:
+    if env.get("MASTER_PORT"):
+        return _number(env, "MASTER_PORT"), "MASTER_PORT"
+    # Two jobs on one machine must not meet: a port from the job's own number.
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"):
+        if env.get(name):
+            return 15000 + zlib.crc32(env[name].encode()) % 10000, name
+    return DEFAULT_PORT, "default"

@@ -1,0 +1,244 @@
+"""What a report shows, read from a run directory. Everything may be absent."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distdl.config.recipe import TRAIN, unit_of
+from distdl.runs.directory import RunDirectory
+from distdl.runs.files import Damaged
+from distdl.runs.records import journals, read
+
+
+@dataclass
+class MetricSeries:
+    """One metric: optimizer steps, times (seconds since 1970) and values, in order."""
+
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass
+class ReportedAttempt:
+    """One start of the run; times are seconds since 1970. `task`: "" is the training."""
+
+    number: int
+    task: str
+    state: str
+    started: float | None
+    ended: float | None
+    changed: dict[str, Any]
+    error: str
+    metrics: dict[str, float]
+    parameters: dict[str, Any]
+
+
+@dataclass
+class ReportedRun:
+    """All of it. `series` holds the latest attempt's value of each step."""
+
+    path: Path
+    run_id: str
+    attempts: list[ReportedAttempt]
+    provenance: dict[str, Any]
+    config: str
+    series: dict[str, MetricSeries]
+    damage: list[str] = field(default_factory=list)  # one text for each file that is damaged
+
+    def values(self, name: str) -> list[float]:
+        """Of a metric; none where it was not logged."""
+        return self.series[name].values if name in self.series else []
+
+    @property
+    def state(self) -> str:
+        return self.attempts[-1].state if self.attempts else "UNKNOWN"
+
+    @property
+    def unit(self) -> str:
+        """Of what `perf/images_per_second` counts."""
+        return unit_of(mapping(_parsed(self.config).get("data")).get("_target_"))
+
+
+def load(path: Path) -> ReportedRun:
+    """Read a run directory."""
+    folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
+    launches = [_parsed(_read(folder / "launch.yaml", path)) for folder in folders]
+    absolute = path.absolute()
+    run_id = next((str(x["run_id"]) for x in reversed(launches) if x.get("run_id")), "")
+    return ReportedRun(
+        path=path,
+        run_id=run_id or f"{absolute.parent.name}/{absolute.name}",
+        attempts=[_attempt(f, launch, path) for f, launch in zip(folders, launches, strict=True)],
+        provenance=read_json(path / "provenance.json", path),
+        config=_read(path / "config.yaml", path),
+        series=_series(path),
+        damage=_damage(RunDirectory(path)),
+    )
+
+
+def _damage(run: RunDirectory) -> list[str]:
+    """What is wrong with each file that is there."""
+    checks: list[tuple[Path, Callable[[], object]]] = [
+        (run.path / "config.yaml", run.check_config)
+        if run.exists
+        else (run.path / "provenance.json", run.provenance)
+    ]
+    for attempt in run.attempts():
+        checks.append((attempt.path / "launch.yaml", attempt.check_launch))
+        checks.append((attempt.path / "status.json", attempt.status))
+        checks.append((attempt.path / "job.json", attempt.job))
+    damage = []
+    for path, check in checks:
+        if _is_of(path, run.path):
+            try:
+                check()
+            except Damaged as error:
+                damage.append(str(error))
+    return damage
+
+
+def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt:
+    status = read_json(folder / "status.json", run)
+    error = status.get("error") or ""
+    if isinstance(error, dict):
+        error = error.get("message") or json.dumps(error)
+    metrics = mapping(status.get("metrics"))
+    task = mapping(mapping(launch.get("where")).get("task"))
+    target = str(task.get("_target_") or TRAIN)
+    return ReportedAttempt(
+        number=int(folder.name),
+        task="" if target == TRAIN else target.rpartition(".")[2],
+        state=str(status.get("state") or "UNKNOWN"),
+        started=_moment(status.get("started")),
+        ended=_moment(status.get("ended")),
+        changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
+        error=str(error),
+        metrics={k: v for k, v in metrics.items() if _number(v) is not None},
+        parameters=mapping(status.get("parameters")),
+    )
+
+
+def _series(run: Path) -> dict[str, MetricSeries]:
+    """Every metric of every node.
+
+    A crash makes steps happen twice. Where a later attempt covers a range of steps, its values
+    replace those of earlier attempts in that range, also at other steps of it.
+    System metrics belong to a time, and all are kept.
+    """
+    logged: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
+    for path in journals(run).values():
+        for record in read(path) if _is_of(path, run) else ():
+            for name, value in record.metrics.items():
+                points = logged.setdefault(name, {}).setdefault(record.attempt, [])
+                points.append((record.step, record.time, value))
+    series = {}
+    for name, attempts in logged.items():
+        kept: list[tuple[int, float, float]] = []
+        for _, points in sorted(attempts.items()):
+            if not name.startswith("system/"):
+                points = list({point[0]: point for point in points}.values())
+                first, last = min(points)[0], max(points)[0]
+                kept = [point for point in kept if not first <= point[0] <= last]
+            kept += points
+        kept.sort(key=lambda point: point[1] if name.startswith("system/") else point[0])
+        series[name] = MetricSeries(*map(list, zip(*kept, strict=True)))
+    return series
+
+
+def summary(run: ReportedRun) -> list[tuple[str, str]]:
+    """The few lines that most people open a report for."""
+    rows: list[tuple[str, str]] = []
+    for name in ("val/acc1", "val/acc5", "val/acc", "val/loss", "train/loss"):
+        if values := [v for v in run.values(name) if v == v]:
+            best = min(values) if "loss" in name else max(values)
+            rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
+    for counted in [a.parameters for a in run.attempts if a.parameters][-1:]:
+        total, trainable = (_number(counted.get(name)) for name in ("total", "trainable"))
+        if total is not None and trainable is not None:
+            rows.append(("parameters", f"{total:,.0f} ({trainable:,.0f} trainable)"))
+    if speed := run.values("perf/images_per_second"):
+        rows.append(("throughput", f"{_median(speed):,.0f} {run.unit} (median)"))
+    if wait := run.values("perf/data_wait"):
+        rows.append(("data_wait", f"{100 * _median(wait):.1f} % of the time (median)"))
+    trained = [a for a in run.attempts if not a.task]
+    seconds = sum(end - a.started for a in trained if a.started and (end := _end(run, a)))
+    if seconds:
+        rows.append(("duration", duration(seconds)))
+    return rows
+
+
+def _end(run: ReportedRun, attempt: ReportedAttempt) -> float | None:
+    """When an attempt ended; of one that recorded no end, when it last logged."""
+    if attempt.ended or attempt.state == "RUNNING":
+        return attempt.ended or time.time()
+    times = [t for s in run.series.values() for t in s.times[-1:]]
+    last = max(times, default=None)
+    return last if last and attempt.started and last > attempt.started else None
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _shown(name: str, value: float) -> str:
+    if "acc" in name and 0 <= value <= 1:
+        return f"{100 * value:.2f} %"
+    return f"{value:.4g}"
+
+
+def _median(values: list[float]) -> float:
+    finite = sorted(v for v in values if v == v)
+    return finite[len(finite) // 2] if finite else float("nan")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and value == value else None
+
+
+def _moment(value: Any) -> float | None:
+    moment = _number(value)
+    return moment if moment is not None and abs(moment) < 1e11 else None  # what a clock can show
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A file's mapping; empty for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def read_json(path: Path, run: Path) -> dict[str, Any]:
+    """A JSON mapping of a run; empty if there is none."""
+    try:
+        return mapping(json.loads(_read(path, run)))
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        return mapping(yaml.safe_load(text))
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return {}
+
+
+def _read(path: Path, run: Path) -> str:
+    """The text of a run's file; empty if there is none."""
+    try:
+        return path.read_text(errors="replace") if _is_of(path, run) else ""
+    except OSError:
+        return ""
+
+
+def _is_of(path: Path, run: Path) -> bool:
+    """Whether it is a file in the run's folder. A link that leads out would put a private file of
+    the reader into a page that is passed on."""
+    return path.is_file() and path.resolve().is_relative_to(run.resolve())

@@ -1,0 +1,158 @@
+"""The page of a report: what the template shows, and its file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from distdl.benchmark import FILE as BENCHMARK
+from distdl.report import benchmark, data, plots
+from distdl.runs.records import find_run
+from distdl.tracking.outbox import Outbox
+from distdl.util.errors import UserError
+
+MARK = '<meta name="generator" content="distdl report">'
+
+
+@dataclass
+class ReportTable:
+    """Rows of cells, without the columns that are empty."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        used = [any(column) for column in zip(*self.rows, strict=True)]
+        self.head, *self.rows = (
+            [cell for cell, keep in zip(row, used, strict=False) if keep]
+            for row in (self.head, *self.rows)
+        )
+
+
+@dataclass
+class ReportFigure:
+    """An `<svg>` element of matplotlib's, and its legend as (label, colour)."""
+
+    svg: str
+    legend: list[tuple[str, str]]
+
+    def __post_init__(self) -> None:
+        self.svg = Markup(self.svg)  # matplotlib escapes the texts that it writes
+        self.legend = [(label.removeprefix("system/"), colour) for label, colour in self.legend]
+
+
+def write(name: str, to: str | None) -> tuple[Path, list[str]]:
+    """Writes the page of a run.
+
+    Args:
+        name: The run's folder.
+        to: Another file than RUN/report.html, or a folder.
+
+    Returns:
+        Its file, and a text for each damaged file of the run.
+
+    Raises:
+        UserError: There is no such run, or the output is a file that no report wrote.
+    """
+    run = find_run(name)
+    output = Path(to).expanduser() if to else run / "report.html"
+    if output.is_dir():
+        output = output / "report.html"
+    if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
+        what = "exists and is not a report: it is left as it is"
+        raise UserError.at(str(output), what, "choose another name: --output FILE")
+    contents = data.load(run)
+    page = render(contents)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # A new file under a name that nobody can have made a link of.
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=output.parent, prefix=f".{output.name}.", delete=False
+    ) as file:
+        file.write(page)
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(file.name, 0o666 & ~umask)
+    os.replace(file.name, output)
+    return output, contents.damage
+
+
+def render(run: data.ReportedRun) -> str:
+    """The page; nothing in it points to the network or to another file.
+
+    A run's files may come from anybody: the template escapes every value by itself.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    pages.filters["lines"] = lambda text: Markup("<br>").join(str(text).split("\n"))
+    start = min((s.times[0] for s in run.series.values()), default=0.0)
+    charts = plots.charts(run.series, run.unit)
+    command = run.provenance.get("command") or ""
+    page = pages.get_template("report.html.jinja").render(
+        mark=Markup(MARK),
+        run=run,
+        git=data.mapping(run.provenance.get("git")),
+        now=_clock(time.time()),
+        command=" ".join(map(str, command)) if isinstance(command, list) else command,
+        openers=_openers(run.path),
+        summary=ReportTable("Summary", (), data.summary(run)),
+        benchmark=_benchmark(run.path),
+        figures=[ReportFigure(*plots.draw(chart, start)) for chart in charts],
+        attempts=_attempts(run),
+    )
+    return page.strip() + "\n"
+
+
+def _openers(run: Path) -> list[str]:
+    """Commands that show all curves."""
+    commands = []
+    outbox = Outbox(run)
+    if outbox.found:
+        from distdl.tracking.mlflow import how_to_open
+
+        commands += how_to_open(outbox.state.server or outbox.database(), outbox)
+    if (run / "logs" / "tensorboard").is_dir():
+        folder = os.path.relpath(run / "logs" / "tensorboard")
+        commands.append(f"tensorboard --logdir {shlex.quote(folder)}")
+    return commands
+
+
+def _benchmark(run: Path) -> dict[str, Any]:
+    """What `task=benchmark` left: a table and a figure, or what is wrong; empty without one."""
+    result = data.read_json(run / BENCHMARK, run)
+    if not result:
+        return {}
+    try:
+        return {
+            "table": ReportTable("Benchmark", (), benchmark.rows(result)),
+            "figure": ReportFigure(*benchmark.draw(result)),
+        }
+    except (KeyError, TypeError, ValueError):
+        return {"wrong": f"{BENCHMARK} holds something else than a benchmark's result."}
+
+
+def _attempts(run: data.ReportedRun) -> ReportTable:
+    rows = []
+    for a in run.attempts:
+        took = data.duration(a.ended - a.started) if a.started and a.ended else ""
+        changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
+        # The first line of an error; all of it is in the attempt's own folder.
+        error = a.error.strip().split("\n")[0][:300]
+        times = (_clock(a.started), _clock(a.ended), took)
+        rows.append((str(a.number), a.task, a.state, *times, changed, error))
+    head = ("", "task", "state", "start", "end", "took", "changed", "error")
+    return ReportTable("Attempts", head, rows)
+
+
+def _clock(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""

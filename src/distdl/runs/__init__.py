@@ -1,0 +1,1 @@
+"""A run's directory: its attempts, frozen config, code, provenance and failures."""

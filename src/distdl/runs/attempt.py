@@ -1,0 +1,254 @@
+"""One start of a run: attempts/NNN with launch.yaml, status.json, errors/ and logs/."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distdl.job import JobState, Resources
+from distdl.runs import failures, files
+from distdl.runs.files import Damaged, write_json
+from distdl.util.processes import is_alive, this_process
+
+LAUNCH, STATUS = "launch.yaml", "status.json"
+NUMBER = (int, float)
+STATUS_SHAPE: files.Shape = {
+    "state": str,
+    "host": str,
+    "pid": int,
+    "birth": str,
+    "started": NUMBER,
+    "ended": NUMBER,
+    "exit_code": int,
+    "restarts": int,
+    "error": str,
+    "metrics": dict,
+    "parameters": dict,
+}
+LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    def launch(self) -> dict[str, Any]:
+        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`.
+
+        Raises:
+            Damaged: The file is absent, cut, changed, or of another shape.
+        """
+        return files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
+
+    @property
+    def task(self) -> str:
+        """What `task._target_` names.
+
+        Raises:
+            Damaged: launch.yaml does not say.
+        """
+        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_"))
+
+    def check_launch(self) -> None:
+        """Whether `launch` can be read.
+
+        Raises:
+            Damaged: It cannot.
+        """
+        files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
+
+    def _put_aside(self) -> str:
+        aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
+        return (
+            "restore it, or, once no process of this attempt runs any more, put it aside and go "
+            f"on: mv {self.path} {aside} && python -m distdl resume {run}"
+        )
+
+    def write_launch(self, record: dict[str, Any]) -> None:
+        text = OmegaConf.to_yaml(OmegaConf.create(record))
+        files.write_stamped(self.path / LAUNCH, text)
+
+    def resources(self, launch: dict[str, Any] | None = None) -> Resources:
+        """How large it is.
+
+        Args:
+            launch: What launch.yaml holds, for a caller that has read it.
+
+        Raises:
+            Damaged: launch.yaml does not say.
+        """
+        size = dict((launch or self.launch()).get("resources") or {})
+        ids = size.pop("device_ids", None)
+        try:
+            return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
+        except TypeError:
+            what = f"resources is {size}"
+            raise Damaged(self.path / LAUNCH, what, "restore it") from None
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says, empty if there is none.
+
+        Raises:
+            Damaged: The file is cut, of another shape, or of a state that does not exist.
+        """
+        path = self.path / STATUS
+        remedy = f"make sure that no process of this attempt runs any more, and then: rm {path}"
+        status = files.load_json(path, STATUS_SHAPE, remedy)
+        if status.get("state") is not None and status["state"] not in list(JobState):
+            raise Damaged(path, f"state is {status['state'][:40]!r}", remedy)
+        for name, value in (status.get("metrics") or {}).items():
+            if not isinstance(value, NUMBER):
+                raise Damaged(path, f"metrics.{name} is {str(value)[:40]!r}", remedy)
+        return status
+
+    def state(self) -> JobState:
+        """The state on record; one that waits or runs and whose process is gone from this host has
+        failed.
+
+        That of a job which lives elsewhere is for `distdl.launch.jobs` to say.
+        """
+        status = self.status()
+        recorded = JobState(status.get("state") or "UNKNOWN")
+        if recorded not in (JobState.PENDING, JobState.RUNNING) or self.job():
+            return recorded
+        here = status.get("host") == socket.gethostname()
+        gone = here and not is_alive(status.get("pid") or 0, status.get("birth"))
+        return JobState.FAILED if gone else recorded
+
+    def is_under_way(self) -> bool:
+        """Whether it runs, or is being started, as far as can be known from here. (A job that
+        waits somewhere is for `distdl.launch.jobs` to say.)"""
+        state = self.state()
+        if state is JobState.PENDING:
+            return not self.is_mine() and not self.job()
+        return state is JobState.RUNNING
+
+    def is_mine(self) -> bool:
+        """Whether this very process is starting it, and nobody has taken it over yet."""
+        status = self.status()
+        same = this_process().items() <= status.items()
+        return same and status.get("state") == JobState.PENDING and not self.job()
+
+    def job(self) -> dict[str, Any]:
+        """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none.
+
+        Raises:
+            Damaged: The file is cut or of another shape.
+        """
+        path = self.path / "job.json"
+        remedy = "write the job's handle into it again: " + '{"handle": "slurm://123", "url": null}'
+        job = files.load_json(path, {"handle": str, "url": str}, remedy)
+        if path.exists() and not job.get("handle"):
+            raise Damaged(path, "it names no handle", remedy)
+        return job
+
+    def update(self, **fields: Any) -> None:
+        """Merges `fields` into status.json. A damaged one is kept beside it, and begun anew: that a
+        run goes on is worth more than what a file said before."""
+        before = self._status_or_new()
+        if (after := {**before, **fields}) != before:
+            write_json(self.path / STATUS, after)
+
+    def _status_or_new(self) -> dict[str, Any]:
+        path = self.path / STATUS
+        try:
+            return self.status()
+        except Damaged:
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
+            return {}
+
+    def begin(self) -> None:
+        """Rank 0 has started. When a scheduler has restarted the attempt, the errors of the start
+        before are kept apart."""
+        restarts = self._status_or_new().get("restarts")
+        restarts = 0 if restarts is None else restarts + 1
+        if restarts and self.errors.is_dir():
+            os.replace(self.errors, self.path / f"errors-{restarts:03d}")
+        self.update(
+            state=JobState.RUNNING,
+            started=time.time(),
+            ended=None,
+            **this_process(),
+            error=None,
+            restarts=restarts,
+        )
+
+    def end(self, state: JobState, **fields: Any) -> None:
+        self.update(**_ended(state), **fields)
+
+    def fail(self, error: str, exit_code: int) -> None:
+        self.update(**{**_ended(JobState.FAILED), "error": error, "exit_code": exit_code})
+
+    def conclude(self, seen: JobState, code: int | None = None, killed: str = "") -> JobState:
+        """The job has ended: puts on record what the run did not record itself.
+
+        Args:
+            seen: How it ended as its platform knows it.
+            code: The exit code, where one process stands for the job.
+            killed: What ended the job from outside, in a sentence; the signals that its ranks got
+                by that are no preemption.
+        """
+        state = recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
+        first = self.first_error()
+        ordered = seen in (JobState.CANCELLED, JobState.PREEMPTED)
+        fields: dict[str, Any] = {}
+        if killed and recorded is not JobState.SUCCEEDED and (not first or first.get("lost_peer")):
+            state = JobState.FAILED
+            fields = {**_ended(state), "error": killed}
+        elif first:  # whatever rank 0 made of it
+            state = JobState.FAILED
+            error = f"rank {first['rank']}: {failures.describe(first)}"
+            fields = {**_ended(state), "error": error, "first_error": failures.facts(first)}
+            code = first.get("exit_code", code)
+        elif recorded.ended and (ordered or not code or recorded is not JobState.SUCCEEDED):
+            # A scheduler's cancel and its preemption are the same signal to a worker.
+            if recorded is JobState.PREEMPTED and seen is JobState.CANCELLED:
+                state = seen
+                fields = {"state": state, "exit_code": state.exit_code}
+        elif recorded is JobState.PENDING and seen is JobState.SUCCEEDED and not code:
+            state = seen  # its store is elsewhere
+            fields = _ended(state)
+        else:
+            state = seen if ordered else JobState.FAILED
+            error = f"a worker ended with exit code {code}" if code else "it ended without a word"
+            if ordered:
+                error = "it was asked to end, and its ranks ended before they could record it"
+            fields = {**_ended(state), "error": error}
+        if state is JobState.FAILED and code is not None and code > 0:
+            fields["exit_code"] = code
+        self.update(**fields, concluded=True)
+        return state
+
+    def record_error(
+        self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any
+    ) -> bool:
+        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages."""
+        return failures.record(self.errors, rank, kind, message, trace, exit_code, **more)
+
+    def first_error(self) -> dict[str, Any] | None:
+        """The failure of a rank from which the others follow, see `distdl.runs.failures`."""
+        return failures.first(self.errors)
+
+
+def _ended(state: JobState) -> dict[str, Any]:
+    return {"state": state, "ended": time.time(), "exit_code": state.exit_code}

@@ -1,0 +1,91 @@
+"""What a worker reads: the frozen config and, for a job that leaves this machine, all code.
+
+    attempts/NNN/bundle/
+        config.yaml         the recipe, byte for byte the run's
+        launch.yaml         where and how large this attempt is
+        provenance.json
+        code/distdl/        distdl as it was imported here
+        code/project/       the user's own code, see `distdl.runs.snapshot`
+
+A bundle is complete: the folder, copied or uploaded anywhere, is the run. On this machine the run's
+directory is the bundle, and the code is what is imported.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.runs.directory import CONFIG, LAUNCH, PROVENANCE, Attempt, RunDirectory
+from distdl.runs.files import write_stamped, write_text
+from distdl.runs.snapshot import Snapshot
+from distdl.util.errors import UserError
+
+# What only the submitter's machine knows.
+NOT_SENT = (("where", "output_dir"), ("where", "project", "root"))
+
+
+@dataclass(frozen=True)
+class Bundle:
+    path: Path
+
+    @classmethod
+    def write(cls, run: RunDirectory, attempt: Attempt, snapshot: Snapshot) -> Bundle:
+        """Copies all that an attempt needs into one folder.
+
+        Raises:
+            UserError: A file is no longer what was searched for secrets.
+        """
+        bundle = cls(attempt.path / "bundle")
+        for source, name in snapshot.files:
+            target = bundle.code / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+            snapshot.refuse_changed(source, name)
+        launch = attempt.launch()
+        for *parents, key in NOT_SENT:
+            node = launch
+            for part in parents:
+                node = node.get(part) or {}
+            node.pop(key, None)
+        write_stamped(bundle.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(launch)))
+        for name in (PROVENANCE, CONFIG):
+            shutil.copyfile(run.path / name, bundle.path / name)
+        return bundle
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    def recipe(self) -> DictConfig:
+        return RunDirectory(self.path).recipe()
+
+    def python_path(self, launch: dict[str, Any]) -> list[str]:
+        """Where the user's modules are: in the bundle, or where they were written."""
+        root = self.code / "project"
+        if not root.is_dir():
+            root = Path((launch["where"].get("project") or {}).get("root") or ".")
+        return [str((root / folder).absolute()) for folder in launch.get("python_path", ["."])]
+
+    def create_store(self, run: RunDirectory, number: int) -> Attempt:
+        """Writes the run and this attempt into the store, where they are not yet; safe on every
+        rank.
+
+        Raises:
+            UserError: The store belongs to another run.
+        """
+        attempt = Attempt(run.path / "attempts" / f"{number:03d}")
+        if self.path.resolve() == run.path.resolve():
+            return attempt
+        recipe = (self.path / CONFIG).read_bytes()
+        if run.exists and (run.path / CONFIG).read_bytes() != recipe:
+            raise UserError.at(str(run.path), "belongs to another run: its config.yaml differs")
+        targets = [run.path / PROVENANCE, run.path / CONFIG]  # with config.yaml the run exists
+        for target in (*targets, attempt.path / LAUNCH):
+            if not target.exists():
+                write_text(target, (self.path / target.name).read_text())
+        return attempt

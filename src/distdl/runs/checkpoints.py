@@ -1,0 +1,258 @@
+"""Durable checkpoints: a checkpoint exists when its manifest does.
+
+Rename is not atomic on Blob or blobfuse. So the file (or a folder of files, where every rank writes
+its slices) is written first, then a manifest with sizes and sha256; without an intact manifest a
+checkpoint is never opened. `last.ckpt` and `best.ckpt` are hard links (copies where links do not
+exist) with manifests of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from distdl.runs.directory import read_json, sync, write_json
+from distdl.util.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".manifest.json"
+ALIASES = ("last.ckpt", "best.ckpt")
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of one run, in one folder."""
+
+    folder: Path
+
+    def temporary(self, name: str) -> Path:
+        """Where to write `name` before it is published."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f".{name}.tmp"
+
+    def publish(self, name: str, **facts: Any) -> Path:
+        """Makes what was written to `temporary(name)` a checkpoint: sync, rename, manifest last."""
+        temporary, path = self.temporary(name), self.folder / name
+        files = {}
+        for written in files_of(temporary):
+            inside = written.relative_to(temporary)
+            files[(PurePath(name) / inside).as_posix() if inside.parts else name] = {
+                "size": written.stat().st_size,
+                "sha256": sha256(written),
+            }
+        manifest = {"files": files, "created": time.time(), **facts}
+        self._put(temporary, path, manifest)
+        return path
+
+    def _put(self, temporary: Path, path: Path, manifest: dict[str, Any]) -> None:
+        """Gives a checkpoint its name and its manifest; both are on the disk when this returns."""
+        for part in (*files_of(temporary), *folders_of(temporary)):
+            sync(part)
+        # Ready before the checkpoint has its name, so that a kill hardly finds one without it.
+        ready = self.temporary(manifest_of(path).name)
+        write_json(ready, manifest, durable=True)
+        # A replay after a crash may reach the same step again: the old manifest goes first.
+        manifest_of(path).unlink(missing_ok=True)
+        replace(temporary, path)
+        os.replace(ready, manifest_of(path))
+        for folder in (self.folder, self.folder.parent):  # it may be this folder's first
+            sync(folder)
+
+    def alias(self, alias: str, path: Path) -> None:
+        """Makes `last.ckpt` or `best.ckpt` mean `path`."""
+        temporary, target = self.temporary(alias), self.folder / alias
+        remove(temporary)
+        if path.is_dir():
+            shutil.copytree(path, temporary, copy_function=link)
+        else:
+            link(path, temporary)
+        manifest = read_json(manifest_of(path))
+        files = manifest["files"].items()
+        manifest["files"] = {alias + name.removeprefix(path.name): entry for name, entry in files}
+        manifest["alias_of"] = path.name
+        self._put(temporary, target, manifest)
+
+    def prune(self, keep: int) -> None:
+        """Removes all but the newest `keep`; what best.ckpt links to lives on in it.
+
+        And what a kill left half written: while this runs, nothing is being written.
+        """
+        for path in self.all()[keep:]:
+            remove(path)
+            manifest_of(path).unlink(missing_ok=True)
+        for left in (*self.folder.glob(".*.ckpt.tmp"), *self.folder.glob(f".*{SUFFIX}.tmp")):
+            remove(left)
+
+    def all(self) -> list[Path]:
+        """Checkpoints that have a manifest, the newest (by step, then by time) first."""
+        manifests = self.folder.glob(f"*{SUFFIX}")
+        paths = (path.with_name(path.name.removesuffix(SUFFIX)) for path in manifests)
+        return sorted((p for p in paths if p.name not in ALIASES), key=age, reverse=True)
+
+    def newest(self) -> Path | None:
+        """The newest intact checkpoint; None if there is none at all, of any kind.
+
+        Damaged ones are skipped with a warning, and so is what has no manifest. What is left of the
+        aliases counts, where the checkpoints that they meant do not.
+
+        Raises:
+            UserError: There are checkpoints, and each of them is damaged.
+        """
+        paths = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
+        damaged = {}
+        # Without a readable manifest the age of one is unknown: those are looked at first.
+        for path in sorted(paths, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
+            damage = damage_of(path)
+            if damage is None:
+                return path
+            damaged[path.name] = damage
+            log.warning("skipped a damaged checkpoint: %s: %s", path, damage)
+        if damaged:
+            each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
+            what = f"all checkpoints of this run are damaged, and it would begin anew:{each}"
+            remedy = f"to begin anew: another name=, or mv {self.folder} {self.folder}.damaged"
+            raise UserError.at(str(self.folder), what, remedy)
+        return None
+
+
+def manifest_at(path: Path) -> dict[str, Any]:
+    """A checkpoint's manifest; empty if it is absent, torn or of another shape."""
+    manifest = read_json(manifest_of(path))
+    files = manifest.get("files")
+    if not files or not isinstance(files, dict):
+        return {}
+    entries = files.values()
+    readable = all(isinstance(e, dict) and {"size", "sha256"} <= e.keys() for e in entries)
+    return manifest if readable else {}
+
+
+def age(path: Path) -> tuple[float, float, bool]:
+    """Orders checkpoints: by step, then by time; what has a name of its own comes after a link."""
+    manifest = manifest_at(path)
+    step, created = (
+        value if isinstance(value, int | float) else -1.0
+        for value in (manifest.get("step"), manifest.get("created"))
+    )
+    return step, created, path.name not in ALIASES
+
+
+def damage_of(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. Reads all of the file."""
+    manifest = manifest_at(path)
+    if not manifest_of(path).exists():
+        return "it has no manifest: its writing was cut off, or another program wrote it"
+    if not manifest:
+        return "it has no readable manifest"
+    for name, entry in manifest["files"].items():
+        file = path.parent / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["size"]:
+            return f"{name} has {file.stat().st_size} bytes, and {entry['size']} were written"
+        if sha256(file) != entry["sha256"]:
+            return f"{name} is not what was written (sha256 differs)"
+    return None
+
+
+def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
+    """A checkpoint as a user names it: a file, a sharded one's folder, or a run (its newest).
+
+    Args:
+        named: As written.
+        key: Of the config, where it is written.
+        own: The folder whose checkpoints "best" and "last" are.
+
+    Raises:
+        UserError: There is none, or it is damaged.
+    """
+    path, where = Path(named), f"{key}={named}" if key else str(named)
+    forms = "name a .ckpt file or a run directory"
+    if path == Path():
+        raise UserError.at(where, "names no checkpoint", forms)
+    if own and f"{named}.ckpt" in ALIASES:
+        path = own / f"{named}.ckpt"
+        if not path.exists():
+            other = f"{key}=last, " if (own / "last.ckpt").exists() else ""
+            remedy = f"{other}the run that has one (name=...), a .ckpt file, or a run directory"
+            raise UserError.at(where, f"this run has no {named}.ckpt", remedy)
+    if (path / "checkpoints").is_dir():
+        newest = CheckpointStore(path / "checkpoints").newest()
+        if newest is None:
+            raise UserError.at(where, "this run has no checkpoint")
+        return newest
+    if not path.exists():
+        raise UserError.at(where, "no such checkpoint", forms)
+    # A file from elsewhere has no manifest, and that is no damage.
+    if path.name and manifest_of(path).exists():
+        if damage := damage_of(path):
+            raise UserError.at(where, f"this checkpoint is damaged: {damage}")
+    elif not looks_like_one(path):
+        what = "is no checkpoint, or not all of one"
+        remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
+        raise UserError.at(where, what, remedy)
+    return path
+
+
+def looks_like_one(path: Path) -> bool:
+    """Whether a file begins and ends as a checkpoint does, or a folder holds what may be a sharded
+    one; nothing of it is unpickled."""
+    if path.is_dir():
+        known = (".metadata", "latest", "*/*_model_states.pt")  # of FSDP's and DeepSpeed's
+        return any(any(path.glob(pattern)) for pattern in known)
+    with path.open("rb") as file:
+        head = file.read(9)
+    if path.suffix == ".safetensors":
+        return head[8:] == b"{"
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("data.pkl") for name in archive.namelist())
+    return head[:1] == b"\x80"  # torch.save before 1.6, a bare pickle
+
+
+def files_of(path: Path) -> list[Path]:
+    """A checkpoint's files: itself, or those in its folder."""
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def folders_of(path: Path) -> list[Path]:
+    """A checkpoint's folders, inner ones first; none of a file."""
+    inside = sorted(p for p in path.rglob("*") if p.is_dir())
+    return [*reversed(inside), path] if path.is_dir() else []
+
+
+def link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Renames, also over a folder, which a rename does not replace."""
+    if source.is_dir() or target.is_dir():
+        remove(target)
+    os.replace(source, target)
+
+
+def manifest_of(path: Path) -> Path:
+    return path.with_name(path.name + SUFFIX)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,215 @@
+"""A run's directory: the frozen config once, a folder for each attempt, and what they leave.
+
+    outputs/<experiment>/<name>/
+        config.yaml         the recipe, frozen
+        provenance.json     commit, command, packages
+        attempts/001/       launch.yaml, status.json, errors/, logs/
+        checkpoints/  logs/  tracking/
+
+How its files are written and read: `distdl.runs.files`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.job import JobState
+from distdl.runs import files
+from distdl.runs.attempt import LAUNCH, STATUS
+from distdl.runs.attempt import Attempt as Attempt
+from distdl.runs.files import read_json as read_json
+from distdl.runs.files import write_json, write_text
+from distdl.util.atomic_files import sync as sync
+from distdl.util.errors import Problem, UserError
+from distdl.util.processes import this_process
+
+CONFIG, PROVENANCE = "config.yaml", "provenance.json"
+PROVENANCE_SHAPE: files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
+# Of one that carries no checksum: it was frozen before there was any.
+RECIPE_SHAPE: files.Shape = {"model": dict, "trainer": dict, "callbacks": object}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / CONFIG).is_file()
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run.
+
+        Raises:
+            UserError: There is none; names the runs that lie near.
+        """
+        from distdl.runs.records import find_run
+
+        run = cls(find_run(str(path)).resolve())
+        if not run.exists:
+            raise UserError.at(str(path), "has no config.yaml, so it cannot go on")
+        return run
+
+    def create(self, recipe: str, provenance: dict[str, Any]) -> None:
+        """Writes a new run. `config.yaml` comes last: with it, the run exists. Its checksum is in
+        provenance.json, since it is byte for byte the same wherever the run runs."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        stamped = {**provenance, "config_sha256": files.digest(recipe)}
+        write_json(self.path / PROVENANCE, stamped)
+        write_text(self.path / CONFIG, recipe)
+
+    def take_back(self) -> None:
+        """Undoes `create`, as long as there is no attempt. What else lies in the folder stays.
+
+        Raises:
+            OSError: There is an attempt, or it cannot be undone.
+        """
+        if (self.path / "attempts").exists():
+            (self.path / "attempts").rmdir()
+        (self.path / CONFIG).unlink(missing_ok=True)
+        (self.path / PROVENANCE).unlink(missing_ok=True)
+        self.path.rmdir()
+
+    def spare_path(self) -> Path:
+        """Where it can be kept under another name: `<name>.failed-1`, or the first that is free."""
+        paths = (self.path.with_name(f"{self.path.name}.failed-{n}") for n in itertools.count(1))
+        return next(path for path in paths if not path.exists())
+
+    def recipe(self) -> DictConfig:
+        """The frozen config.
+
+        Raises:
+            Damaged: It is cut, or is not what was frozen.
+        """
+        return OmegaConf.create(files.load_yaml(*self._config()))
+
+    def check_config(self) -> None:
+        """Whether `recipe` can be read; cheap where it has a checksum.
+
+        Raises:
+            Damaged: It cannot, or provenance.json, which holds the checksum, cannot.
+        """
+        files.check_yaml(*self._config())
+
+    def _config(self) -> tuple[Path, files.Shape, str, str | None]:
+        remedy = "restore it, or start a new run from its weights: checkpoint.resume_from="
+        sha256 = self.provenance().get("config_sha256")
+        return self.path / CONFIG, {} if sha256 else RECIPE_SHAPE, f"{remedy}{self.path}", sha256
+
+    def provenance(self) -> dict[str, Any]:
+        """Where it came from; empty if there is no provenance.json of its own (a link is none).
+
+        Raises:
+            Damaged: It is cut, or of another shape.
+        """
+        path = self.path / PROVENANCE
+        if path.is_symlink():
+            return {}
+        remedy = (
+            "restore it, or, if config.yaml is as it was (only this file can tell), put it aside: "
+            f"mv {path} {path}.damaged"
+        )
+        return files.load_json(path, PROVENANCE_SHAPE, remedy)
+
+    def attempts(self) -> list[Attempt]:
+        folders = (a for a in self._folders() if not a.path.is_symlink())  # a link: another run's
+        return [a for a in folders if (a.path / LAUNCH).exists()]
+
+    def _folders(self) -> list[Attempt]:
+        """Also those of which nothing is left but the folder."""
+        folders = [f for f in (self.path / "attempts").glob("[0-9]*") if f.name.isdigit()]
+        return [Attempt(f) for f in sorted(folders, key=lambda f: int(f.name))]
+
+    def last_attempt(self) -> Attempt | None:
+        return next(reversed(self.attempts()), None)
+
+    def next_attempt(self) -> Attempt:
+        """Where the next attempt will be; its folder is not there yet."""
+        number = max((folder.number for folder in self._folders()), default=0) + 1
+        return Attempt(self.path / "attempts" / f"{number:03d}")
+
+    def main_attempt(self) -> Attempt | None:
+        """The newest that does what the run was started for; a test of it is an errand.
+
+        Raises:
+            Damaged: A launch.yaml does not say what.
+        """
+        attempts = self.attempts()
+        if len(attempts) < 2:
+            return attempts[0] if attempts else None
+        task = attempts[0].task
+        return next(each for each in reversed(attempts) if each.task == task)
+
+    def refuse_under_way(self) -> None:
+        """
+        Raises:
+            UserError: An attempt of this run is running.
+        """
+        last = self.last_attempt()
+        if last is not None and last.is_under_way():
+            raise UserError(refusal(self, last))
+
+    def begin_attempt(
+        self, launch: dict[str, Any], check: Callable[[], None] = lambda: None
+    ) -> Attempt:
+        """The next attempt. It appears with all that says who starts it, in one rename that only
+        one of several starts can make: whoever comes second finds it there, and looks again.
+
+        Args:
+            launch: For launch.yaml.
+            check: Refuses the start for further reasons; called before each try.
+
+        Raises:
+            UserError: An attempt of this run is running.
+        """
+        prepared = self.path / "attempts" / f".{socket.gethostname()}.{os.getpid()}"
+        try:
+            while True:
+                attempt = self.next_attempt()
+                check()
+                self.refuse_under_way()
+                Attempt(prepared).write_launch(launch)
+                new = {"state": JobState.PENDING, "started": time.time(), **this_process()}
+                write_json(prepared / STATUS, new)
+                try:
+                    os.rename(prepared, attempt.path)
+                    return attempt
+                except OSError:
+                    if not attempt.path.exists():
+                        raise
+        finally:
+            shutil.rmtree(prepared, ignore_errors=True)
+
+
+def refusal(run: RunDirectory, last: Attempt) -> Problem:
+    status = last.status()
+    remedy = "wait for it, stop it, or start a run with another name"
+    if status.get("host") != socket.gethostname() or last.job():
+        remedy += f"; if it is gone: rm {last.path / STATUS}"
+    who = f"pid {status.get('pid')} on {status.get('host')}"
+    since = time.ctime(status.get("started") or 0)
+    what = f"attempt {last.number} is running ({who}, started {since})"
+    return Problem(str(run.path), what, remedy)
+
+
+def shown(path: Path) -> str:
+    """Short, as a person would type it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

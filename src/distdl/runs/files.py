@@ -1,0 +1,170 @@
+"""The files of a run, written completely or not at all, and read as what they must be.
+
+Disks, copies and editors can cut a file or change it, and half of a YAML file is a YAML file too:
+so the frozen ones carry a checksum. An absent
+file is no error here; a damaged one is always reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+
+from distdl.util.atomic_files import write_bytes
+from distdl.util.errors import Problem, UserError
+
+# First line of a file that is checked by it: the hash of all that follows.
+STAMP = "# sha256 "
+RETRY_SECONDS = 0.2  # a file system without an atomic rename may show half of a file for a moment
+
+Shape = Mapping[str, type | tuple[type, ...]]
+
+
+class Damaged(UserError):
+    """A file of a run is there, and is not what was written."""
+
+    def __init__(self, path: Path, what: str, remedy: str) -> None:
+        super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Writes a file completely or not at all; if `durable`, on the disk when this returns."""
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    text = json.dumps(value, indent=2, sort_keys=False, default=str) + "\n"
+    write_text(path, text, durable=durable)
+
+
+def write_stamped(path: Path, text: str) -> None:
+    """Writes a text file whose first line tells whether the rest is intact."""
+    write_text(path, f"{STAMP}{digest(text)}\n{text}")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty if the file is absent, torn, or no mapping: for what may be missing."""
+    try:
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
+    """Empty if the file is absent.
+
+    Args:
+        shape: The type of each key that has one; a key may be missing or null.
+        remedy: What to do about a damaged one.
+
+    Raises:
+        Damaged: It is not JSON, no mapping, or a key has another type.
+    """
+    for again in (True, False):
+        try:
+            text = path.read_bytes().decode()
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise Damaged(path, f"it cannot be read ({error})", remedy) from None
+        try:
+            return _shaped(path, json.loads(text), shape, remedy)
+        except (ValueError, RecursionError) as error:
+            if not again:
+                what = f"it is no JSON ({error})" if text.strip() else "it is empty"
+                raise Damaged(path, what, remedy) from None
+            time.sleep(RETRY_SECONDS)
+    raise AssertionError
+
+
+def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> dict[str, Any]:
+    """As `load_json`, for YAML that must be there; the keys of `shape` are required.
+
+    Args:
+        sha256: Of all of the file, where it is kept elsewhere.
+
+    Raises:
+        Damaged: Also if it does not match that checksum, or the one in its first line.
+    """
+    text = _as_written(path, remedy, sha256)
+    try:
+        if sha256 or text.startswith(STAMP):  # nothing is left to be looked for in it
+            loaded = yaml.load(text, _loader())
+        else:
+            loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
+        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
+    return _complete(path, loaded, shape, remedy)
+
+
+@functools.cache
+def _loader() -> Any:
+    """libyaml's, ten times as fast, by OmegaConf's rules: to YAML itself 1e-3 is a string."""
+    rules = get_yaml_loader()
+    taken = {
+        name: getattr(rules, name) for name in ("yaml_implicit_resolvers", "yaml_constructors")
+    }
+    return type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), taken)
+
+
+def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> None:
+    """Whether `load_yaml` would read it, from its checksum alone where it has one.
+
+    Raises:
+        Damaged: It would not.
+    """
+    text = _as_written(path, remedy, sha256)
+    if not sha256 and not text.startswith(STAMP):
+        load_yaml(path, shape, remedy)
+
+
+def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
+    """The text of a file, checked by the checksums that there are."""
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise Damaged(path, f"it cannot be read ({error})", remedy) from None
+    if not text.strip():
+        raise Damaged(path, "it is empty", remedy)
+    if sha256 and digest(text) != sha256:
+        raise Damaged(path, "it was cut or changed after it was written", remedy)
+    if text.startswith(STAMP):
+        stamp, _, rest = text.partition("\n")
+        if stamp.removeprefix(STAMP).strip() != digest(rest):
+            meant = f"{remedy}; if the change is yours and meant: remove its first line"
+            raise Damaged(path, "it was cut or changed after it was written", meant)
+    return text
+
+
+def _complete(path: Path, loaded: Any, shape: Shape, remedy: str) -> dict[str, Any]:
+    shaped = _shaped(path, loaded, shape, remedy)
+    missing = [key for key in shape if key not in shaped]
+    if missing:
+        raise Damaged(path, f"it lacks {', '.join(missing)}", remedy)
+    return shaped
+
+
+def _shaped(path: Path, value: Any, shape: Shape, remedy: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damaged(path, f"it holds a {type(value).__name__}, and no mapping", remedy)
+    for key, kind in shape.items():
+        if value.get(key) is not None and not isinstance(value[key], kind):
+            what = f"{key} is {str(value[key])[:40]!r}"
+            raise Damaged(path, what, remedy)
+    return value

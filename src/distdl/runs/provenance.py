@@ -1,0 +1,98 @@
+"""Where a run came from: commit, dirty diff, command, packages. Redacted; never `os.environ`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl import __version__
+from distdl.util.redact import redact_command, redact_diff
+
+DIFF_LIMIT = 200_000  # characters; a larger one is cut, and says so
+
+
+def collect(
+    command: Sequence[str],
+    root: Path,
+    overrides: Sequence[str] = (),
+    swept: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Everything that is recorded with a new run.
+
+    Args:
+        command: `sys.argv`.
+        root: The user's code.
+        overrides: What the run was composed with, `key=value` each.
+        swept: Those of them in which it differs from the other members of its sweep.
+    """
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "distdl": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": redact_command(as_typed(command)),
+        "overrides": redact_command(overrides),
+        "swept": redact_command(swept),
+        "git": git_state(root),
+        "packages": packages(),
+    }
+
+
+def as_typed(command: Sequence[str]) -> list[str]:
+    """`sys.argv` as a person would type it again."""
+    program, *rest = command
+    return (["python", "-m", "distdl"] if program.endswith("__main__.py") else ["distdl"]) + rest
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit, branch, changed files and the redacted diff of `root`; empty outside git."""
+    commit = _git(root, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    # It holds whatever a file holds, also what is no UTF-8.
+    diff = redact_diff(os.fsencode(_git(root, "diff", "HEAD")).decode("utf-8", "replace"))
+    if len(diff) > DIFF_LIMIT:
+        diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
+    changed = _git(root, "status", "--porcelain").splitlines()
+    branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
+    return {
+        "commit": commit.strip(),
+        "branch": branch.strip(),
+        "dirty": bool(changed),
+        "changed": changed[:200],
+        "diff": diff,
+    }
+
+
+def project_root(given: str | None) -> Path:
+    """The user's code: `given`, else the git top, else the current folder."""
+    if given:
+        return Path(given).resolve()
+    top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
+    return Path(top) if top else Path.cwd()
+
+
+@functools.cache
+def packages() -> tuple[str, ...]:
+    """What is installed here, `name==version` each. Listed once per process: it takes a while."""
+    # A distribution reads its file anew for each question.
+    read = (each.metadata for each in importlib.metadata.distributions())
+    versions = {each["Name"] or "": each["Version"] for each in read}
+    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()) if name)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, check=False
+        )
+    except OSError:
+        return ""
+    return os.fsdecode(done.stdout) if done.returncode == 0 else ""

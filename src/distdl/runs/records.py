@@ -1,0 +1,103 @@
+"""The journal's file, read and written as lines. Standard library only: the report starts fast."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdl.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was logged at one moment.
+
+    Args:
+        time: Seconds since 1970.
+        step: The optimizer step.
+        attempt: Which start of the run wrote it, from 1.
+        metrics: Name to value; NaN and the infinities are kept.
+        end: Byte offset just past this record in its file.
+    """
+
+    time: float
+    step: int
+    attempt: int
+    metrics: dict[str, float]
+    end: int = 0
+
+
+def journal_path(run_dir: Path, node_rank: int = 0) -> Path:
+    """The journal of one node (a node writes only its own, so that no two hosts share a file)."""
+    name = "metrics.jsonl" if node_rank == 0 else f"metrics-node{node_rank}.jsonl"
+    return Path(run_dir) / "logs" / name
+
+
+def journals(run_dir: Path) -> dict[int, Path]:
+    """Node rank to journal, of those that are there."""
+    found = {}
+    for path in Path(run_dir).glob("logs/metrics*.jsonl"):
+        tail = path.stem.removeprefix("metrics").removeprefix("-node") or "0"
+        if tail.isdigit():
+            found[int(tail)] = path
+    return dict(sorted(found.items()))
+
+
+def encode(time: float, step: int, attempt: int, metrics: Mapping[str, float]) -> bytes:
+    """One line, its newline included. JSON has no NaN, so the non-finite travel as strings."""
+    safe = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}
+    line = {"t": round(time, 6), "step": step, "attempt": attempt, "metrics": safe}
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def _decode(line: bytes, end: int) -> Record | None:
+    try:
+        fields = json.loads(line)
+        metrics = {str(k): float(v) for k, v in fields["metrics"].items()}
+        return Record(float(fields["t"]), int(fields["step"]), int(fields["attempt"]), metrics, end)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # torn by a kill -9, or not ours
+
+
+def read(path: Path, offset: int = 0) -> Iterator[Record]:
+    """The records of a journal from a byte offset on; what cannot be read is passed over.
+
+    A last line without its newline is either complete (then it is read) or still being written
+    (then it is left for the next call): a strict prefix of a JSON object never parses.
+    """
+    with Path(path).open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            offset += len(line)
+            record = _decode(line, offset)
+            if record is not None:
+                yield record
+
+
+def find_run(text: str) -> Path:
+    """The run directory that a user named.
+
+    Raises:
+        UserError: It is not one; the message lists the runs below it, newest first, or those in
+            outputs/ that have this name.
+    """
+    path = Path(text).expanduser()
+    if (path / "config.yaml").is_file() or journals(path):
+        return path
+    if inside := [p for p in path.absolute().parents if (p / "config.yaml").is_file()]:
+        near = os.path.relpath(inside[0])
+        raise UserError.at(text, "is no run, it lies in one", f"did you mean {near}?")
+    if not path.exists():
+        named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
+        remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"
+        raise UserError.at(text, "there is no such folder", remedy)
+    patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")  # a sweep's lie deeper
+    below = [p.parent for pattern in patterns for p in path.glob(pattern)]
+    below.sort(key=lambda p: p.stat().st_mtime, reverse=True)
+    remedy = "runs below it: " + ", ".join(map(str, below[:3])) if below else ""
+    what = "is not a run: it holds neither config.yaml nor logs/metrics.jsonl"
+    raise UserError.at(text, what, remedy or "give a run's own folder")

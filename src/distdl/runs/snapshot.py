@@ -1,0 +1,313 @@
+"""Which files leave this machine with a job: distdl as imported, and the user's own project.
+
+Of a git repository the tracked files and the untracked ones that git does not ignore; elsewhere
+every file that is neither hidden nor ignored. `.amlignore` (gitignore's syntax) takes away more, as
+it does for Azure ML. Secrets stay: a file that is made to hold one, or in which one is found, is
+left out and reported. A module in which one is found is refused: the job could die without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import distdl
+from distdl.config import own_code
+from distdl.util.errors import Problem, UserError
+from distdl.util.redact import looks_secret, secret_values
+from distdl.util.secret_shapes import find
+
+IGNORE_FILE = ".amlignore"
+# Files that people keep secrets in. That they are left out is reported; no training needs them.
+SECRET_FILE = re.compile(
+    r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
+    r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
+    r"|\.git-credentials|\.databrickscfg|\.dockercfg|\.vault-token|(.*[_-])?credentials(\.json)?"
+    r"|kaggle\.json|client_secrets?.*\.json|secrets?\.(ya?ml|json|toml|ini)"
+    r"|.*service[_-]?account.*\.json|kubeconfig|.*\.tfstate",
+    re.IGNORECASE,
+)
+EXAMPLE = re.compile(r".*[._-](example|sample|template|dist)$", re.IGNORECASE)
+# Bytes of a file that are searched at once, and those of them that are so again with the next.
+PIECE, OVERLAP = 8 * 2**20, 2**16
+SHOWN = 10  # of what is left out
+SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Files and where they go, below the bundle's `code/`.
+
+    Args:
+        files: Where each is here, and its name there.
+        left_out: Name and reason of each that stays because it may hold a secret, or leads away.
+        size: Bytes.
+        searched: Size and time of each file's last change when it was searched for secrets.
+    """
+
+    files: tuple[tuple[Path, str], ...]
+    left_out: tuple[tuple[str, str], ...]
+    size: int
+    searched: Mapping[Path, tuple[int, int]]
+
+    def describe(self) -> str:
+        return f"{self.size / 1e6:,.1f} MB in {len(self.files)} files"
+
+    def lines_left_out(self) -> list[str]:
+        """Lines for people: what stays here, and how it would go all the same."""
+        lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
+        if more := len(self.left_out) - SHOWN:
+            lines += [f"and {more} more"] if more > 0 else []
+        if self.left_out:
+            name = self.left_out[0][0]
+            lines.append(f"(to send one all the same, name it in {IGNORE_FILE}: !{name})")
+        return lines
+
+    def refuse_changed(self, path: Path, name: str) -> None:
+        """Whether a file, just copied, is still what was searched.
+
+        Raises:
+            UserError: It is not.
+        """
+        if state_of(path) != self.searched[path]:
+            what = "was changed while the job was put together"
+            raise UserError.at(name.partition("/")[2], what, "start it again")
+
+
+def take(
+    root: Path, exclude: Sequence[Path], limit_mb: float, secret_names: Sequence[str] = ()
+) -> Snapshot:
+    """Lists what a job gets; writes nothing.
+
+    Args:
+        root: The user's project.
+        exclude: Folders below it that stay: where runs go.
+        limit_mb: More than so many megabytes are refused.
+        secret_names: Further variables whose values must not be in any file.
+
+    Raises:
+        UserError: It is too large, cannot be read, or a module holds a secret.
+    """
+    candidates = [
+        (path, f"project/{path.relative_to(root).as_posix()}")
+        for path in project_files(root, exclude, limit_mb)
+    ]
+    candidates += metadata_of(root)
+    outside = {path for path, _ in candidates if leads_out(path, root)}
+    size = size_of([pair for pair in candidates if pair[0] not in outside])
+    if size > limit_mb * 1e6:
+        raise too_large(root, candidates, limit_mb)
+    secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
+    values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
+    anyway = taken_anyway(root)
+    files: list[tuple[Path, str]] = []
+    left_out: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    searched: dict[Path, tuple[int, int]] = {}
+    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
+        name = place.removeprefix("project/")
+        shown = name if name.isprintable() else ascii(name)
+        try:
+            if path in outside:
+                why = "is a link that leads out of the project"
+            else:
+                searched[path] = state_of(path)
+                # A weak value (DB_PASSWORD=password) is a word of distdl's own code, too.
+                known = values if place.startswith("project/") else ()
+                why = "" if name in anyway else secret_in(path, searched[path], known)
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+            problems.append(Problem(shown, what, f"name it in {IGNORE_FILE}"))
+            continue
+        if not why:
+            files.append((path, place))
+        elif is_module(path, name) and path not in outside:
+            problems.append(held(shown, why))
+        else:
+            left_out.append((shown, why))
+    if problems:
+        raise UserError(*problems)
+    return Snapshot(tuple(files), tuple(left_out), size_of(files), searched)
+
+
+def state_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def leads_out(path: Path, root: Path) -> bool:
+    """What lies outside the project is not the project."""
+    return path.is_symlink() and not path.resolve().is_relative_to(root.resolve())
+
+
+def taken_anyway(root: Path) -> set[str]:
+    """Files that the user names one by one, `!docs/example.pem`: they go, whatever is in them. A
+    pattern is no such word: `!*.py` after `*` only says where the code is."""
+    ignore = root / IGNORE_FILE
+    lines = lines_of(ignore) if ignore.is_file() else []
+    return {line[1:].strip().lstrip("/") for line in lines if line.startswith("!")}
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+
+
+def is_module(path: Path, name: str) -> bool:
+    """Whether the job may import it. What tests hold are examples, and no job imports them."""
+    folders, test = name.split("/")[:-1], re.compile(r"test_.*|.*_test\.py|conftest\.py")
+    return path.suffix == ".py" and not (
+        {"test", "tests"} & {*folders} or test.fullmatch(path.name)
+    )
+
+
+@functools.cache  # the members of a sweep are of one project
+def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes], ...]) -> str:
+    """Why a file must stay here: for its name, or for what it holds; "" if it may go.
+
+    Args:
+        path: The file.
+        state: As of `state_of`: changed, it is searched again.
+        values: Name and value of variables that are secret.
+    """
+    if path.suffix != ".py" and not EXAMPLE.fullmatch(path.name):
+        plain = path.suffix in ("", ".txt") and looks_secret(path.stem)
+        if SECRET_FILE.fullmatch(path.name) or plain:
+            return "is a file for secrets, by its name"
+    lines_of_kinds: dict[str, int] = {}
+    lines, before = 0, b""
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            content = before + piece
+            kinds = [*find(content)]
+            for variable, value in values:
+                if (place := content.find(value)) >= 0:
+                    kinds.append((content.count(b"\n", 0, place) + 1, f"the value of ${variable}"))
+            for line, kind in kinds:
+                lines_of_kinds.setdefault(kind, lines + line)
+            before = content[-OVERLAP:]
+            lines += content.count(b"\n", 0, len(content) - len(before))
+    in_order = sorted(lines_of_kinds.items(), key=lambda item: item[1])
+    return ", ".join(f"line {line} holds {kind}" for kind, line in in_order)
+
+
+def held(name: str, why: str) -> Problem:
+    variable = found[1] if (found := re.search(r"\$(\w+)$", why)) else "NAME"
+    return Problem(
+        name,
+        f"{why}, and would leave this machine with the job",
+        f"read it from the environment (launcher.forward_env=[{variable}]); or write a line into "
+        f"{IGNORE_FILE}: {name} leaves the file out, !{name} sends it all the same",
+    )
+
+
+def size_of(files: Sequence[tuple[Path, str]]) -> int:
+    return sum(path.stat().st_size for path, _ in files)
+
+
+def own_files() -> Iterator[tuple[Path, str]]:
+    """The files of distdl as it is imported here, named as in an installed package."""
+    home = Path(distdl.__file__).parent
+    places = [(home, "")]
+    for folder in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
+        if not (home / folder).is_dir():
+            parent = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
+            places.append((Path(parent) / folder, f"{folder}/"))
+    for place, prefix in places:
+        for path in sorted(place.rglob("*")):
+            if path.is_file() and not set(path.parts) & {*SKIPPED_FOLDERS}:
+                yield path, prefix + path.relative_to(place).as_posix()
+
+
+def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
+    """What Python knows of packages that are installed from here in editable mode: many ask for
+    their own version while they are imported (importlib.metadata)."""
+    for package, folder in own_code.editable():
+        if folder.is_relative_to(root.resolve()):
+            for file in package.files or ():
+                if file.name in ("METADATA", "entry_points.txt"):
+                    yield Path(str(file.locate())), f"project/{file.parent.name}/{file.name}"
+
+
+def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Iterator[Path]:
+    import pathspec
+
+    ignore = root / IGNORE_FILE
+    lines = lines_of(ignore) if ignore.is_file() else []
+    known = git_files(root)
+    git_ignore = root / ".gitignore"
+    if known is None and git_ignore.is_file():
+        lines += lines_of(git_ignore)
+    listed = list(known if known is not None else walked(root, limit_mb))
+    exclude = [*exclude, *runs_among(listed)]
+    ignored = pathspec.GitIgnoreSpec.from_lines(lines)
+    for path in listed:
+        inside = path.relative_to(root)
+        stays = any(path.is_relative_to(folder) for folder in exclude)
+        if stays or ignored.match_file(inside.as_posix()) or not path.is_file():
+            continue  # git also lists what was deleted and not yet committed
+        yield path
+
+
+def runs_among(files: Sequence[Path]) -> list[Path]:
+    """Folders of runs, wherever they were once written: no code, and checkpoints are large."""
+    configs = [path.parent for path in files if path.name == "config.yaml"]
+    return [folder for folder in configs if (folder / "attempts").is_dir()]
+
+
+def git_files(root: Path) -> list[Path] | None:
+    """Tracked and untracked files, those of submodules too; None outside git."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
+    try:
+        done = subprocess.run([*command, "--exclude-standard"], capture_output=True, check=False)
+    except OSError:
+        return None
+    if done.returncode != 0:
+        return None
+    files: list[Path] = []
+    for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
+        path = root / name
+        if name and path.is_dir() and not path.is_symlink():  # a submodule, or a clone in a clone
+            files += git_files(path) or [] if (path / ".git").exists() else []
+        elif name:
+            files.append(path)
+    return sorted(files)
+
+
+def walked(root: Path, limit_mb: float) -> Iterator[Path]:
+    """Every file that is not hidden. Ends early in a folder that is far too large (a home)."""
+    size = 0
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(
+            f
+            for f in folders
+            if not f.startswith(".")
+            and f not in SKIPPED_FOLDERS
+            and not (Path(folder) / f / "pyvenv.cfg").exists()
+            and not (Path(folder) / f / "attempts").is_dir()
+        )
+        for name in sorted(names):
+            path = Path(folder) / name
+            if not name.startswith(".") or SECRET_FILE.fullmatch(name):
+                size += path.stat().st_size if path.is_file() else 0
+                yield path
+        if size > 10 * limit_mb * 1e6:
+            return
+
+
+def too_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) -> UserError:
+    sizes: dict[str, int] = {}
+    for path, name in files:
+        top = name.split("/")[1]
+        sizes[top] = sizes.get(top, 0) + path.stat().st_size
+    largest = sorted(sizes, key=lambda top: -sizes[top])[:3]
+    shown = ", ".join(f"{top} {sizes[top] / 1e6:,.0f} MB" for top in largest)
+    return UserError.at(
+        "project.root",
+        f"{root} has more than the {limit_mb:g} MB of code that a job takes along: {shown}",
+        f"name what is no code in .gitignore or {IGNORE_FILE}, or set project.root",
+    )

@@ -1,0 +1,161 @@
+"""Efficiency over devices: measured, predicted, and what Azure's own architecture published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl.scaling import published
+from distdl.scaling.results import ScalingRow
+from distdl.util.colours import LINES
+
+GREY = "#8a94a0"
+TOP, GAP = 108.0, 4.2  # per cent: of the axis at least, and between two labels
+FAR = 6.0  # times the devices of the last published number: room for its name inside the axes
+DOTS = (0, (1, 5))
+
+
+def draw(
+    path: Path,
+    rows: Sequence[ScalingRow],
+    further: dict[str, dict[int, float]],
+    title: str,
+    published_too: bool,
+) -> None:
+    """Writes a PNG.
+
+    Args:
+        path: Where to.
+        rows: Measured; those without an efficiency are not in it.
+        further: Strategy to devices to the predicted efficiency beyond (weak scaling).
+        title: Above it.
+        published_too: Whether Azure's numbers, which are of ResNet-50, are of this model.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    style: Any = {
+        "font.size": 11.0,
+        "axes.grid": True,
+        "grid.color": "#dfe4ea",
+        "grid.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+    }
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.985, 0.99))  # not to the very edge
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(11.0, 7.0), layout=layout)
+        try:
+            ends = references(axes) if published_too else []
+            counts = measured(axes, rows) | predicted(axes, rows, further)
+            most = max([*counts, *(int(last) for last, _, _ in ends)])
+            ticks = [2**i for i in range(most.bit_length()) if 2**i <= most]
+            ticks = sorted({*ticks, *counts}) if len(ticks) < 8 else ticks
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+            axes.minorticks_off()
+            axes.set_xlim(0.93, most * 1.07)
+            # What is faster together than alone (caches, a machine that was busy) is not cut off.
+            axes.set_ylim(0, max(TOP, 1.04 * axes.dataLim.y1))
+            if ends:
+                label_right(axes, ends)
+            axes.set_xlabel("devices")
+            axes.set_ylabel("efficiency: each device's speed, % of one alone")
+            axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+            # Below: inside, it would lie over lines that fall steeply.
+            figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=10)
+            figure.savefig(path, dpi=110)
+        finally:
+            plt.close(figure)
+
+
+def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
+    """A line for each strategy and mode, with predictions of the same sizes beside it."""
+    counts: set[int] = set()
+    lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
+    for number, (strategy, mode) in enumerate(lines):
+        colour = LINES[number % len(LINES)]
+        own = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)]
+        points = {1: 100.0, **{r.world_size: 100 * r.efficiency for r in own if r.efficiency}}
+        axes.plot(*_xy(points), color=colour, marker="o", label=f"{strategy}, {mode}: measured")
+        counts |= set(points)
+        guess = {r.world_size: 100 * r.predicted.efficiency for r in own if r.predicted}
+        if guess:
+            axes.plot(
+                *_xy({1: 100.0, **guess}),
+                color=colour,
+                linestyle="--",
+                marker="x",
+                label=f"{strategy}, {mode}: predicted",
+            )
+    return counts
+
+
+def predicted(
+    axes: Any, rows: Sequence[ScalingRow], further: dict[str, dict[int, float]]
+) -> set[int]:
+    lines = list(dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1))
+    for strategy, found in further.items():
+        mine = [i for i, (name, _) in enumerate(lines) if name == strategy]
+        colour = LINES[(mine or [len(lines)])[0] % len(LINES)]
+        if max(found) <= max((r.world_size for r in rows if r.strategy == strategy), default=1):
+            continue  # no network is known to go on with
+        points = {n: 100 * efficiency for n, efficiency in found.items()}
+        label = f"{strategy}, weak: predicted beyond"
+        axes.plot(*_xy(points), color=colour, linestyle=":", linewidth=2.0, label=label)
+    return {n for found in further.values() for n in found}
+
+
+def references(axes: Any) -> list[tuple[float, float, str]]:
+    """Thin lines of Azure's published numbers; where each ends, and its name."""
+    ends = []
+    for gpu, libraries in published.AZURE_RATES.items():
+        for library, rates in libraries.items():
+            points = {n: 100 * rate / n / rates[1] for n, rate in rates.items()}
+            dash = (0, (1, 2)) if library == published.NCCL else "-"
+            axes.plot(*_xy(points), color=GREY, linewidth=0.9, linestyle=dash, alpha=0.8)
+            last = max(points)
+            ends.append((float(last), points[last], f"{gpu}, {library}"))
+    return ends
+
+
+def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
+    """Names at the right of the axes, none over another, each led to its end by a row of dots.
+
+    Where the axes go on far beyond the ends, the names are inside and beside them: what leads
+    from there to the right would look like a curve.
+    """
+    at, top = -100.0, axes.get_ylim()[1]
+    last = max(x for x, _, _ in ends)
+    inside = axes.get_xlim()[1] > FAR * last
+    for x, y, name in sorted(ends, key=lambda end: end[1]):
+        at = max(y, at + GAP * top / TOP)
+        axes.annotate(
+            f"{name} (Azure, published)",
+            xy=(x, y),
+            xytext=(1.25 * last if inside else 1.015, at / top),
+            textcoords=axes.get_xaxis_transform() if inside else "axes fraction",
+            color="#5b6876",
+            fontsize=8.5,
+            va="center",
+            annotation_clip=False,
+            # Under the curves: those are what the plot is for.
+            zorder=1.5,
+            bbox={"boxstyle": "square,pad=0.05", "color": "white", "linewidth": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "relpos": (0.0, 0.5),  # from the start of the name, not from behind it
+                "color": GREY,
+                "linewidth": 0.6,
+                "linestyle": DOTS,
+            },
+        )
+
+
+def _xy(points: dict[int, float]) -> tuple[list[int], list[float]]:
+    return sorted(points), [points[n] for n in sorted(points)]

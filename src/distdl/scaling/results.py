@@ -1,0 +1,337 @@
+"""Rows of a scaling table from the measured members: efficiency, prediction, price, advice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distdl.benchmark.verdict import traced
+from distdl.config.recipe import unit_of
+from distdl.scaling import Link, Links, Prediction, Setting, predict
+from distdl.scaling.setting import STRATEGIES
+from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from distdl.scaling.members import Member
+
+# An efficiency below it is worth advice.
+GOOD = 0.9
+# Above this share of one device's speed, the one that was measured alone was slowed.
+MOST = 1.05
+DATA_BOUND = "data-bound"
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """One member in one mode.
+
+    Args:
+        unit: Of the rate: images or samples per second.
+        rate: Of all devices, with real input: the median of the windows.
+        spread: From the slowest to the fastest window, as a share of it.
+        efficiency: Of one device's rate, what each still does; None: one device was not measured.
+        communication: Share of a step in which a rank only communicates (held input); None: it was
+            not traced.
+        predicted: The same from one device's step and the measured link; None: not predicted.
+        price: Of an epoch, in USD; None: unknown.
+    """
+
+    strategy: str
+    mode: str
+    nodes: int
+    devices: int
+    global_batch: int
+    unit: str
+    rate: float
+    spread: float
+    step_seconds: float
+    efficiency: float | None
+    communication: float | None
+    data_wait: float
+    bound: str
+    predicted: Prediction | None
+    price: float | None
+    remedies: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices
+
+    @property
+    def is_disturbed(self) -> bool:
+        return (self.efficiency or 0) > MOST
+
+    def __str__(self) -> str:
+        """In a sentence."""
+        return f"{self.strategy} on {self.nodes} x {self.devices} ({self.mode})"
+
+
+@dataclass(frozen=True)
+class Rented:
+    """What a node costs.
+
+    Args:
+        name: Of the VM size.
+        gpus: Of one VM; 0: it has none, and a node is a VM.
+        price: USD per hour of one VM.
+        bandwidth: Bytes per second between VMs, 0 where there is no fast network.
+    """
+
+    name: str
+    gpus: int
+    price: float | None
+    bandwidth: float
+
+
+def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
+    """The VM whose price counts: `vm`, or the launcher's.
+
+    Raises:
+        UserError: There is no such size, or a spot price is asked for without one.
+    """
+    from distdl.launchers.azureml import vm_sizes
+
+    name = vm or launcher.get("vm_size")
+    if not name:
+        if spot:
+            remedy = "name its VM size too: --vm Standard_ND40rs_v2"
+            raise UserError.at("--spot", "there is no VM that has a price", remedy)
+        return None
+    size = vm_sizes.find(name)
+    if size is None and not vm:
+        return None  # it is trained on all the same; its price is unknown
+    if size is None:
+        raise UserError.at("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name))
+    spot = spot or (not vm and launcher.get("tier") in vm_sizes.SPOT)
+    cost = size.spot_price_per_hour if spot else size.price_per_hour
+    return Rented(size.name, size.gpus, cost, size.infiniband_gbps * 1e9 / 8)
+
+
+def rows(
+    measured: Sequence[Member], rented: Rented | None, between: Link | None, modes: Sequence[str]
+) -> list[ScalingRow]:
+    """A row for each member and mode: one device first, then strategy by strategy."""
+    base = next((m.result for m in measured if m.world_size == 1), None)
+    links, devices = links_of(measured, rented, between), per_node(measured, rented)
+    made = []
+    for mode, member in itertools.product(modes, measured):
+        if mode not in member.modes:
+            continue
+        result = member.result
+        setting, real = result["setting"], result["real"]
+        rate = real["images_per_second"]
+        made.append(
+            ScalingRow(
+                strategy=member.strategy,
+                mode=mode,
+                nodes=member.nodes,
+                devices=member.devices,
+                global_batch=setting["global_batch"],
+                unit=unit_of(setting.get("data")),
+                rate=rate,
+                spread=(max(real["windows"]) - min(real["windows"])) / rate,
+                step_seconds=real["step_seconds"]["median"],
+                efficiency=rate / member.world_size / base["real"]["images_per_second"]
+                if base
+                else None,
+                communication=share(result["held"], "communication") if traced(result) else None,
+                data_wait=share(real, "data"),
+                bound=result["verdict"]["bound"],
+                predicted=prediction(base, result, links, devices),
+                price=price(result, rented),
+                remedies=tuple(result["verdict"]["remedies"]),
+            )
+        )
+    return sorted(made, key=lambda row: (row.world_size > 1, row.strategy, row.world_size))
+
+
+def dollars(price: float) -> str:
+    return f"{price:,.2f}" if price >= 0.1 else f"{price:.2g}"
+
+
+def share(side: dict[str, Any], phase: str) -> float:
+    return side["split"][phase] / sum(side["split"].values())
+
+
+def per_node(measured: Iterable[Member], rented: Rented | None) -> int:
+    """Devices of a full node."""
+    return max([rented.gpus if rented else 0, *(member.devices for member in measured)])
+
+
+def links_of(
+    measured: Sequence[Member], rented: Rented | None, between: Link | None
+) -> tuple[Link | None, Link | None]:
+    """Inside a node and between nodes: as measured by the smallest member that has it.
+
+    Between nodes: as given, else as measured, else as the VM's table says.
+    """
+    inside = None
+    for member in sorted(measured, key=lambda m: m.world_size):
+        if link := member.result.get("link"):
+            seen = Link(link["bandwidth"], link["latency"])
+            if member.nodes == 1:
+                inside = inside or seen
+            else:
+                between = between or seen
+    if between is None and rented and rented.bandwidth:
+        # Few microseconds: of InfiniBand (benchmarks/published.py names the source).
+        between = Link(rented.bandwidth, 2e-6)
+    return inside or between, between
+
+
+def setting_of(
+    base: dict[str, Any],
+    result: dict[str, Any],
+    links: tuple[Link | None, Link | None],
+    devices: int,
+    world_size: int,
+) -> Setting | None:
+    """What `distdl.scaling` starts from. Only the links were measured on several devices.
+
+    Args:
+        base: One device alone.
+        result: Whose strategy and batch it is.
+        links: Inside and between.
+        devices: Of a full node.
+        world_size: For which it is asked.
+    """
+    model, setting, (inside, between) = base["model"], result["setting"], links
+    name, node = setting["strategy"], setting["strategy_node"]
+    if name not in STRATEGIES or inside is None or model.get("gradient_bytes") is None:
+        return None
+    if between is None and world_size > devices:
+        return None
+    split = base["held"]["split"]
+    # In strong scaling a device has a part of the batch, and is taken to need that part of the time
+    part = setting["global_batch"] / setting["world_size"] / base["setting"]["global_batch"]
+    hook = {"bf16": 0.5, "fp16": 0.5}.get(setting.get("comm_hook") or "", 1.0)
+    more: dict[str, Any] = {}
+    if node.get("bucket_cap_mb") and isinstance(node["bucket_cap_mb"], (int, float)):
+        more["bucket_bytes"] = node["bucket_cap_mb"] * 2**20 * hook
+    if name == "pipeline":
+        stages = node.get("stages") or world_size
+        schedule = node.get("schedule", "1f1b")
+        several = schedule in ("interleaved", "zero_bubble")
+        more |= {
+            "stages": stages,
+            "micro_batches": node.get("micro_batches"),
+            "schedule": schedule,
+            "pieces_per_stage": node.get("pieces_per_stage", 2) if several else 1,
+        }
+    return Setting(
+        step_seconds=base["real"]["step_seconds"]["median"] * part,
+        gradient_bytes=model["gradient_bytes"] * hook,
+        weight_bytes=model["gradient_bytes"],
+        links=Links(inside, between or inside),
+        devices_per_node=devices,
+        strategy=name,
+        backward_share=split["backward"] / sum(split.values()),
+        **more,
+    )
+
+
+def prediction(
+    base: dict[str, Any] | None,
+    result: dict[str, Any],
+    links: tuple[Link | None, Link | None],
+    devices: int,
+    world_size: int | None = None,
+) -> Prediction | None:
+    """For the member's result size, or another."""
+    count = world_size or result["setting"]["world_size"]
+    if base is None or count == 1:
+        return None
+    try:
+        setting = setting_of(base, result, links, devices, count)
+        return predict(setting, count) if setting else None
+    except UserError:  # so many devices do not fill nodes, or are no pipelines
+        return None
+
+
+def price(result: dict[str, Any], rented: Rented | None) -> float | None:
+    """USD for an epoch on whole VMs."""
+    if rented is None or rented.price is None or not result.get("epoch_samples"):
+        return None
+    setting = result["setting"]
+    per = rented.gpus or setting["devices_per_node"]
+    vms = max(setting["nodes"], -(-setting["world_size"] // per))
+    return vms * rented.price * result["epoch_samples"] / result["real"]["images_per_second"] / 3600
+
+
+def further(
+    measured: Sequence[Member], rented: Rented | None, between: Link | None, most: int
+) -> dict[str, dict[int, Prediction]]:
+    """Strategy to devices to what is predicted, up to `most` devices (weak scaling)."""
+    base = next((m.result for m in measured if m.world_size == 1), None)
+    links, devices = links_of(measured, rented, between), per_node(measured, rented)
+    predicted: dict[str, dict[int, Prediction]] = {}
+    for member in measured:
+        if member.world_size > 1 and "weak" in member.modes and member.strategy not in predicted:
+            guesses = {
+                2**i: guess
+                for i in range(1, most.bit_length())
+                if (guess := prediction(base, member.result, links, devices, 2**i))
+            }
+            if guesses:
+                predicted[member.strategy] = guesses
+    return predicted
+
+
+def advise(rows: Sequence[ScalingRow]) -> list[str]:
+    """What the rows suggest, the most useful first."""
+    several = [r for r in rows if r.world_size > 1 and r.efficiency is not None]
+    if not several:
+        return ["measure more than one device: --devices 1,2,4"]
+    advice: list[str] = []
+    several = [r for r in several if not r.is_disturbed]
+    slow = [r for r in several if r.bound == DATA_BOUND]
+    if slow:
+        advice.append(f"input first, it binds at {slow[0]}: {slow[0].remedies[0]}")
+    for mode in dict.fromkeys(r.mode for r in several):
+        same = [r for r in several if r.mode == mode]
+        inside = max((_efficiency(r) for r in same if r.nodes == 1), default=0)
+        across = max((_efficiency(r) for r in same if r.nodes > 1), default=0)
+        if inside and across and across < inside - 0.05:
+            advice.append(
+                f"scale up before out ({mode}): {100 * inside:.0f} % inside a node, "
+                f"{100 * across:.0f} % over several"
+            )
+    poor = sorted((r for r in several if _efficiency(r) < GOOD), key=_efficiency)
+    sending = [r for r in poor if (r.communication or 0) > 1 - GOOD]
+    if sending:
+        remedies = "; ".join(r for r in sending[0].remedies if not r.startswith("scale up"))
+        busy = 100 * (sending[0].communication or 0)
+        advice.append(f"{sending[0]} communicates {busy:.0f} % of a step: {remedies}")
+    unseen = [r for r in several if r.communication is None]
+    advice += [f"{r}: {r.remedies[0]}" for r in unseen if r in poor and r not in slow]
+    idle = [r for r in poor if r not in (*sending, *slow, *unseen)]
+    if idle:
+        advice.append(
+            f"{idle[0]} is at {100 * _efficiency(idle[0]):.0f} % without communication being "
+            "the cause: devices that share cores, memory or power, or batches too small for them"
+        )
+    if priced := [r for r in rows if r.price is not None]:
+        cheap, fast = min(priced, key=lambda r: r.price or 0), max(priced, key=lambda r: r.rate)
+        advice.append(f"cheapest: {cheap}, ${dollars(cheap.price or 0)} an epoch")
+        if fast is not cheap:
+            advice.append(f"fastest: {fast}, ${dollars(fast.price or 0)} an epoch")
+    if several:
+        best = max(several, key=lambda r: (_efficiency(r), r.world_size))
+        advice.append(f"most efficient of several: {best}, {100 * _efficiency(best):.0f} %")
+    return advice
+
+
+def _efficiency(row: ScalingRow) -> float:
+    return row.efficiency or 0.0
+
+
+def disturbed(rows: Sequence[ScalingRow]) -> list[str]:
+    """Rows that no advice is given on."""
+    return [
+        f"{row}: {100 * _efficiency(row):.0f} % is a disturbed measurement, one device alone was "
+        "slowed by something: measure again on a quiet machine, under another name="
+        for row in rows
+        if row.is_disturbed
+    ]

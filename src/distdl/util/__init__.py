@@ -1,0 +1,1 @@
+"""What every other package may use: errors, suggestions, redaction, safe files, processes."""

@@ -1,0 +1,224 @@
+"""Keeps secrets out of what is written: logs, recorded command lines, dirty diffs, messages.
+
+Three nets, widest last: the values of secret-looking environment variables, whatever they look
+like; text that looks like a secret (`api_key=x`, `Bearer x`, a private key); and, for diffs, which
+nobody proof-reads before they are recorded, also long random-looking tokens and every literal on a
+line that mentions secrets. A false alarm costs a few stars, a miss costs a key.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
+
+# Of names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a word of its own.
+_SECRET_NAME = re.compile(
+    r"token|secret|passw(or)?d|passphrase|credential|canary|authorization|access_signature"
+    r"|(api|access|account|private|storage|encryption|signing|ssh|master|subscription|shared|auth"
+    r"|license)_?key|connection_?string|conn_?str|(^|_)(sas|pwd|bearer|jwt)(_|$)"
+)
+# Names that hold such a word and no secret: vocabulary (`pad_token`), counts, places of files.
+_PLAIN_NAME = re.compile(
+    r"tokeni[sz]|(^|_)(max|min|num|n)_|tokens$|(^|_)(pad|eos|bos|cls|unk|sep|mask|class|dist|reg"
+    r"|image|patch|special)_tokens?(_|$)|(^|_)token_(dim|type|mixer|dropout|shift|embed)"
+    r"|^(old)?pwd$|_(file|path|dir|folder|env|type|length|len|size)$"
+    r"|^azure_token_credentials$"  # which of azure-identity's classes asks for the token
+)
+
+# Of values; what is secret by its look alone is in `distdl.util.secret_shapes`.
+_CURL_USER = re.compile(r"(\s(?:-u|--user)[ =])(\S+?):\S+")
+_WORD = re.compile(r"[A-Za-z_][\w.-]*")
+_ASSIGNED = re.compile(  # what follows a name: `: str = "x"`, `="x"`, `": x`
+    r"(?P<equals>[\"']?\]?(?:\s*:\s*[A-Za-z_][\w.\[\]| ]*=\s*|\s*(?::=|=>|={1,2}|:)\s*))"
+    r"(?P<value>[rbf]?\"(?:[^\"\\\n]|\\.)*\"?|[rbf]?'(?:[^'\\\n]|\\.)*'?|\$\{[^}\n]*\}|[^\s,;&)}'\"]+)"
+)
+_OPTION = re.compile(
+    r"(?P<name>--?[A-Za-z][\w-]*)(?P<space>\s+)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s-]\S*)"
+)
+# `${oc.env:NAME}` names a secret without holding it; a default after a comma would hold it.
+_REFERENCE = re.compile(r"[\"']?\$\{[^,}]*(,\s*(null|''|\"\")?\s*)?\}[\"']?")
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^,}]*(,\s*(null|''|\"\")?\s*)?\}")
+
+_QUOTED = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1).)*(?:\1|$)")
+_RANDOM = re.compile(r"[A-Za-z0-9+/=_-]{20,}")
+_XML = re.compile(r"(<[^<>]+>)[^<>]+(?=</)")
+_HEADER = re.compile(r"diff --git |index [0-9a-f]+\.\.|--- |\+\+\+ |@@ |similarity index |rename ")
+
+
+@functools.lru_cache(maxsize=4096)
+def looks_secret(name: str) -> bool:
+    """Whether a key, option, variable or dotted path of this name usually holds a secret."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    return any(
+        _SECRET_NAME.search(part) and not _PLAIN_NAME.search(part)
+        for part in (part.strip("_") for part in words.split("."))
+    )
+
+
+def secret_values() -> dict[str, str]:
+    """The secret-looking variables of this process that have a value worth hiding.
+
+    Values under 6 characters are left out (`true`, `1`): hiding them would garble every text. So
+    are existing files (GOOGLE_APPLICATION_CREDENTIALS): the path is no secret.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if len(value) >= 6 and looks_secret(name) and not _is_file(value)
+    }
+
+
+def _is_file(value: str) -> bool:
+    return value.startswith("/") and os.path.exists(value)
+
+
+def _hide_environment(text: str) -> str:
+    # The longest first: one secret may begin with another.
+    for name, value in sorted(secret_values().items(), key=lambda item: -len(item[1])):
+        lines = [line for line in value.splitlines() if len(line) >= 16]  # a log splits them
+        spellings = {value, quote(value, safe=""), json.dumps(value)[1:-1], *lines}
+        for spelling in sorted(spellings, key=len, reverse=True):
+            text = text.replace(spelling, f"***{name}***")
+    return text
+
+
+def _hide_assigned(text: str) -> str:
+    parts, end = [], 0
+    for word in _WORD.finditer(text):
+        assigned = _ASSIGNED.match(text, word.end()) if looks_secret(word[0]) else None
+        if assigned is None or word.start() < end:
+            continue
+        value = assigned["value"]
+        if not _REFERENCE.fullmatch(value) and not value.startswith(STARS):
+            first = value.lstrip("rbf")[:1]
+            mark = first if first in "\"'" else ""
+            parts += [text[end : assigned.start("value")], mark, STARS, mark]
+            end = assigned.end()
+    return "".join([*parts, text[end:]])
+
+
+def _option(match: re.Match[str]) -> str:
+    if not looks_secret(match["name"]) or _REFERENCE.fullmatch(match["value"]):
+        return match[0]
+    return f"{match['name']}{match['space']}{STARS}"
+
+
+def redact(text: str) -> str:
+    """Hides secrets in a log line, a message or any other text.
+
+    Values of secret-looking environment variables become `***NAME***`, other secrets `***`.
+    """
+    text = hide_shapes(_hide_environment(text))
+    text = _CURL_USER.sub(rf"\1\2:{STARS}", text)
+    text = _OPTION.sub(_option, text)
+    return _hide_assigned(text)
+
+
+def redact_command(argv: Sequence[str]) -> list[str]:
+    """Hides secrets in a command line: `+model.api_token=abc` becomes `+model.api_token=***`."""
+    safe: list[str] = []
+    hide_next = False
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if hide_next and not argument.startswith("--"):
+            safe.append(STARS)
+            hide_next = False
+            continue
+        hide_next = argument.startswith("-") and not equals and looks_secret(argument.lstrip("-"))
+        if equals and looks_secret(key) and not _REFERENCE.fullmatch(value):
+            safe.append(f"{redact(key)}={STARS}")
+        else:
+            safe.append(redact(argument))
+    return safe
+
+
+def redact_diff(text: str) -> str:
+    """Hides secrets in a diff, rather too much than too little.
+
+    Beyond `redact`: random-looking tokens of 20 characters or more (git's own hashes in `index`
+    lines stay), every quoted literal on a line that mentions a secret, and the indented lines below
+    such a line.
+    """
+    text = KEY_BLOCK.hide(_hide_environment(text))
+    lines = []
+    indent = -1  # of the line that opened a secret over several lines; -1 when none is open
+    for line in text.splitlines():
+        if _HEADER.match(line):
+            lines.append(hide_shapes(line))
+            indent = -1
+            continue
+        sign, body = (line[:1], line[1:]) if line[:1] in "+- " else ("", line)
+        width = len(body) - len(body.lstrip())
+        if body.strip() and width <= indent:
+            indent = -1
+        if indent >= 0:
+            lines.append(f"{sign}{body[:width]}{STARS}" if body.strip() else line)
+            continue
+        if _mentions_secret(body):
+            if body.rstrip().endswith(
+                ("(", "[", "{", "=", ":", "\\", "|", ">", "|-", '"""', "'''")
+            ):
+                indent = width
+            body = _QUOTED.sub(rf"\1{STARS}\1", body)
+            body = _XML.sub(rf"\1{STARS}", body)
+        lines.append(sign + _RANDOM.sub(_random, redact(body)))
+    return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
+
+
+def _mentions_secret(line: str) -> bool:
+    return any(looks_secret(word) for word in re.findall(r"[A-Za-z_][\w-]*", line))
+
+
+def _random(match: re.Match[str]) -> str:
+    return STARS if is_random(match[0]) else match[0]
+
+
+class RedactingFilter(logging.Filter):
+    """Hides secrets in every record that passes a handler, its traceback included.
+
+    Attach it to handlers: a filter of a logger does not see the records of its children.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        safe = redact(message)
+        if safe != message:
+            record.msg, record.args = safe, ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = redact(record.exc_text)
+        return True
+
+
+def holds_secret(key: str, value: str) -> str:
+    """Why this literal of a config must not be frozen, or "" if it may be.
+
+    Args:
+        key: The last part of the config path, such as `api_token`.
+        value: The value as written, with its interpolations unresolved.
+
+    Returns:
+        A reason that does not repeat the value.
+    """
+    named = _FROM_ENVIRONMENT.search(value) or _REFERENCE.fullmatch(value)
+    if value and looks_secret(key) and not named and not _is_kind(key, value):
+        return "holds a secret as plain text"
+    if hide_shapes(value) != value:
+        return "holds a credential as plain text"
+    for name, secret in secret_values().items():
+        if len(secret) >= 8 and secret in value:
+            return f"holds the value of the environment variable {name}"
+    return ""
+
+
+def _is_kind(key: str, value: str) -> bool:
+    """`credential: managed_identity` names a kind of credential, it holds none."""
+    return "credential" in key.lower() and bool(re.fullmatch(r"[a-z_]{1,24}", value))

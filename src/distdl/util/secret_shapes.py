@@ -1,0 +1,254 @@
+"""What gives a secret away by its look alone: one list, with two uses.
+
+Logs and diffs hide every match (`hide_shapes`): a false alarm costs a few stars, a miss costs a
+key. Files that leave this machine are searched for what surely is one (`find`): there a false alarm
+costs a file, so examples (`AKIAIOSFODNN7EXAMPLE`, `user:password@`) and mere names pass.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+STARS = "***"
+
+Sure = Callable[[re.Match[str]], bool]
+
+_IDENTIFIER_PART = re.compile(r"[A-Za-z]{0,24}|\d{1,8}|\d{0,3}[A-Za-z]{1,12}\d{0,3}[a-z]?")
+_EXAMPLE = re.compile(
+    r"example|sample|dummy|fake|canary|placeholder|changeme|redacted|your|xxxx"
+    r"|\*\*\*|\.\.\.|12345|01234|23456|abcdef|0000000|deadbeef|[<>{}$]|%[sr(]",
+    re.IGNORECASE,
+)
+_PLAIN_PASSWORDS = re.compile(
+    r"pass(w(or)?d|phrase)?|pwd?|p|secret|token|key|api_?key|user(name)?|admin|root|guest|test(ing)?"
+    r"|postgres|mysql|minio(admin)?|redis|rabbitmq|\d{1,4}|.{1,3}",
+    re.IGNORECASE,
+)
+_NOBODYS_HOST = re.compile(
+    r"(?:[\w-]+\.)*(?:example(?:\.\w+)?|localhost|127\.0\.0\.1|test|invalid|host(?:name)?|server|db)"
+    r"(?![\w.-])",
+    re.IGNORECASE,
+)
+_KEY = re.compile(r"PRIVATE KEY( BLOCK)?-----.{0,300}?(?P<key>[A-Za-z0-9+/=]{40,})", re.DOTALL)
+# `"api_token"]`, `SECRET_KEY: str `: before what is assigned.
+_NAME = re.compile(
+    r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|account|private|storage|auth)_?key)"
+    r"\w{0,12}[\"']?\]?[ \t]*(?::[ \t]*str[ \t]*)?$",
+    re.IGNORECASE,
+)
+# Everybody's: the account that each copy of Azurite has.
+_AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2"
+
+
+def is_random(token: str) -> bool:
+    """Whether a token is neither words nor a number: letters and digits as nobody chooses them."""
+    if not (re.search(r"[A-Za-z]", token) and re.search(r"\d", token)):
+        return False
+    return not all(_IDENTIFIER_PART.fullmatch(part) for part in re.split(r"[+/=_.-]+", token))
+
+
+def is_example(token: str) -> bool:
+    """Whether a token was typed to show where one goes."""
+    few = len(set(token)) < min(8, len(token) / 2)
+    return few or _AZURITE in token or _EXAMPLE.search(token) is not None
+
+
+def _token(match: re.Match[str]) -> bool:
+    return not is_example(match[0])
+
+
+def _long(match: re.Match[str]) -> bool:
+    """Of tokens whose length is known: a short one is a name (`hf_hubdownloadmodels`)."""
+    return len(match[0]) >= 30 and not is_example(match[0])
+
+
+def _value(match: re.Match[str]) -> bool:
+    value = unquote(match["value"])
+    return len(value) >= 20 and is_random(value) and not is_example(value)
+
+
+def _random_value(match: re.Match[str]) -> bool:
+    """More than a hash in a name or a UUID, which tell one thing from another."""
+    parts = re.split(r"[_.-]+", match["value"])
+    return _value(match) and any(len(part) >= 16 and is_random(part) for part in parts)
+
+
+def _named(match: re.Match[str]) -> bool:
+    before = match.string[max(0, match.start() - 60) : match.start()]
+    return _random_value(match) and _NAME.search(before) is not None
+
+
+def _password(match: re.Match[str]) -> bool:
+    password = match["value"]
+    chosen = not (is_example(password) or _PLAIN_PASSWORDS.fullmatch(password))
+    host = match.string[match.end() : match.end() + 80]
+    return chosen and password != match["user"] and not _NOBODYS_HOST.match(host)
+
+
+def _key_block(match: re.Match[str]) -> bool:
+    """With a key in it: code that only looks for the first line holds none."""
+    return any(len(set(found["key"])) >= 16 for found in _KEY.finditer(match[0]))
+
+
+def _encoded_key(match: re.Match[str]) -> bool:
+    """A certificate begins in the same way, and is public."""
+    text = match[0][: len(match[0]) // 4 * 4]
+    return b"PRIVATE KEY" in base64.b64decode(text)[:64]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One kind of secret.
+
+    Args:
+        kind: For people: "a GitHub token".
+        pattern: Finds it. Its group `value` is what is hidden; without one, all of the match.
+        needles: One of them is in every match, so most files are done with before the pattern.
+        sure: Whether a match is no example.
+    """
+
+    kind: str
+    pattern: re.Pattern[str]
+    needles: tuple[str, ...]
+    sure: Sure = _token
+
+    def hide(self, text: str) -> str:
+        return self.pattern.sub(self._hidden, text)
+
+    def _hidden(self, match: re.Match[str]) -> str:
+        if "value" not in self.pattern.groupindex:
+            return "***PRIVATE KEY***" if self is KEY_BLOCK else STARS
+        start, end = (place - match.start() for place in match.span("value"))
+        return match[0][:start] + STARS + match[0][end:]
+
+
+def _shape(kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> Shape:
+    return Shape(
+        kind, re.compile(pattern), needles, sure or (_value if "<value>" in pattern else _token)
+    )
+
+
+KEY_BLOCK = _shape(
+    "a private key",
+    r"(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----.*?"
+    r"(-----END [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----|\Z)",
+    "PRIVATE KEY",
+    sure=_key_block,
+)
+# In the order in which they are hidden: what a URL holds is hidden with it.
+SHAPES = (
+    KEY_BLOCK,
+    _shape("a private key", r"\bLS0tLS1CRUdJTi[A-Za-z0-9+/=]{40,}", "LS0tLS1C", sure=_encoded_key),
+    _shape(
+        "a private key", r"Private-Lines: \d+\s+[A-Za-z0-9+/=]{40,}[A-Za-z0-9+/=\s]*", "Private-L"
+    ),
+    _shape("a private key", r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE-SECRET-KEY-"),
+    _shape(
+        "a password in a URL",
+        r"(?<=\w)://(?!\$\{)(?P<user>[^\s/:@\"']*):(?!\$\{)(?P<value>[^\s/\"']+)@",
+        "://",
+        sure=_password,
+    ),
+    _shape("a token in a URL", r"(?<=\w)://(?P<value>[^\s/:@\"'${}]{16,})@", "://"),
+    _shape(
+        "a signed URL",
+        r"(?i)\b(?:sig|X-Amz-Signature|X-Goog-Signature)="
+        r"(?!\$\{|\*\*\*)(?P<value>[^&\s\"';,<>\\]+)",
+        *("sig=", "ignature="),
+        sure=lambda match: len(match["value"]) >= 40 and _value(match),
+    ),
+    _shape(
+        "a token in a URL",
+        r"[?&](?:access_|auth_|api_|private_)?(?:token|key)=(?P<value>[\w.~+/-]{16,})",
+        *("token=", "key="),
+    ),
+    _shape(
+        "a bearer token",
+        r"(?i)\b(?:bearer|authorization:?\s*basic)\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
+        *("earer", "EARER", "asic", "ASIC"),
+    ),
+    _shape(
+        "the key of a storage account",
+        r"(?:Account|SharedAccess|Shared)Key=(?P<value>[A-Za-z0-9+/]{40,}={0,2})",
+        "Key=",
+    ),
+    _shape(
+        "an AWS secret key",
+        r"(?i)aws_?secret_?(?:access_?)?key[\"']?\s*[=:]\s*[\"']?"
+        r"(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
+        *("ecret", "ECRET"),
+    ),
+    _shape(
+        "a Weights & Biases key",
+        r"(?:WANDB_API_KEY[\"']?\s*[=:]\s*[\"']?|wandb\.login\([^)\n]{0,80}?[\"'])"
+        r"(?P<value>[0-9a-f]{40,})\b",
+        *("WANDB_API_KEY", "wandb.login"),
+    ),
+    _shape("an AWS access key", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "AKIA", "ASIA"),
+    _shape(
+        "a GitHub token",
+        r"\bgh[oprsu]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}",
+        *("gho_", "ghp_", "ghr_", "ghs_", "ghu_", "github_pat_"),
+        sure=_long,
+    ),
+    _shape("a GitLab token", r"\bglpat-[\w-]{16,}", "glpat-"),
+    _shape(
+        "a web token (JWT)",
+        r"\beyJ[\w-]{8,}(?:\.[\w-]*){0,2}",
+        "eyJ",
+        sure=lambda match: ".eyJ" in match[0] and len(match[0]) >= 60 and _token(match),
+    ),
+    _shape("a Hugging Face token", r"\bhf_[A-Za-z0-9]{16,}", "hf_", sure=_long),
+    _shape("an API key (sk-...)", r"\b(?P<value>sk-(?=[\w-]*\d)[\w-]{16,})", "sk-"),
+    _shape("a Slack token", r"\bxox[a-z]-[\w-]{10,}", "xox"),
+    _shape(
+        "a Slack webhook",
+        r"hooks\.slack\.com/services/T\w+/B\w+/\w{16,}",
+        "hooks.slack.com/services",
+    ),
+    _shape("a Google key", r"\bAIza[\w-]{30,}", "AIza"),
+    _shape("a Databricks token", r"\bdapi[0-9a-f]{30,}", "dapi"),
+    _shape(
+        "a PyPI token", r"\bpypi-[\w-]{30,}", "pypi-", sure=lambda m: is_random(m[0]) and _token(m)
+    ),
+    _shape("an npm token", r"\bnpm_[A-Za-z0-9]{36}\b", "npm_"),
+    _shape("a SendGrid key", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", "SG."),
+    _shape("a Stripe key", r"\b[sr]k_live_[A-Za-z0-9]{16,}", "k_live_"),
+)
+
+# A literal of random letters and digits under a telling name. Only searched for in files: logs and
+# diffs look at the name alone (`distdl.util.redact`).
+_NAMED = _shape(
+    "a secret by its name",
+    r"[=:]{1,2}>?[ \t]*(?P<quote>[\"']?)(?P<value>[\w+/=~.-]{20,200}+)(?P=quote)(?![\w(\[])",
+    *("=", ":"),
+    sure=_named,
+)
+
+
+def hide_shapes(text: str) -> str:
+    """Hides what is a secret by its look alone, whatever it is called."""
+    for shape in SHAPES:
+        text = shape.hide(text)
+    return text
+
+
+def find(content: bytes) -> Iterator[tuple[int, str]]:
+    """What surely is a secret in a file's content, text or not, UTF-8, UTF-16 or Latin-1.
+
+    Yields:
+        The line of the first of each kind, from 1, and the kind.
+    """
+    if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
+        content = content.replace(b"\0", b"")
+    text = ""
+    for shape in (*SHAPES, _NAMED):
+        if any(needle.encode() in content for needle in shape.needles):
+            text = text or content.decode("latin-1")
+            matches = (m.start() for m in shape.pattern.finditer(text) if shape.sure(m))
+            if (first := next(matches, None)) is not None:
+                yield text.count("\n", 0, first) + 1, shape.kind

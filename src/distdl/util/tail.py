@@ -1,0 +1,45 @@
+"""Follows a text file that somebody else writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from distdl.util.errors import UserError
+
+
+def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterator[str]:
+    """Lines of a growing file, without their ends, until nobody writes any more.
+
+    Raises:
+        UserError: The file is a link: what a run wrote is a file.
+
+    Args:
+        path: The file; one that does not exist yet is waited for.
+        alive: Whether it may still grow; asked before each look, so that the last lines are read.
+        interval: Seconds between two looks.
+    """
+    if path.is_symlink():  # a run's folder may come from somebody else
+        raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
+    position, rest = 0, b""
+    while True:
+        last_look = not alive()
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                new = file.read()
+            position += len(new)
+            *lines, rest = (rest + new).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace").rstrip("\r")
+        if last_look:
+            if rest:
+                yield rest.decode(errors="replace")
+            return
+        time.sleep(interval)
+
+
+def plain(value: object) -> str:
+    """Text of a file without what steers a terminal."""
+    return "".join(c for c in str(value) if c.isprintable() or c in "\n\t")

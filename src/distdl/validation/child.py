@@ -1,0 +1,345 @@
+"""Stage 2 of validation: imports every `_target_` of a config and binds its arguments.
+
+Run as a child process (`python -m distdl.validation.child`): the request is JSON on stdin, the
+answer JSON on stdout. Importing takes seconds, runs the user's code and may print, crash or hang,
+none of which may happen to the command line itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import pkgutil
+import sys
+import traceback
+from pathlib import Path as FilePath
+from typing import Any
+
+from distdl.config.own_code import editable, is_installed, make_importable
+from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.util import lightning_names
+from distdl.util.errors import Problem
+from distdl.util.imports import no_exit
+from distdl.util.redact import hide_shapes
+from distdl.util.shadowing import shadowing
+from distdl.util.suggest import closest
+from distdl.validation import kinds, lightning_1
+from distdl.validation.resolve import Resolved
+from distdl.validation.targets import BUILT, Trust, nodes, target_problems
+
+_SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
+UNKNOWN = "takes no argument"
+# Functions that pass **kwargs on to a model: only building it shows what they take.
+_BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
+
+
+# What the builder (worker.build) passes besides the node's own keys. `supplied`: names of the
+# leading positional arguments; `consumed`: keys of the node that never reach the target;
+# `null_is_absent`: keys that reach it if they are set; `offered`: arguments passed if the signature
+# takes them.
+SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
+    "optimizer": {
+        "supplied": ("params",),
+        "consumed": ("lr_scaling", "lr_reference_batch", "decay_norm_and_bias"),
+        "null_is_absent": ("fused",),
+    },
+    "schedule": {
+        "supplied": ("optimizer",),
+        "consumed": ("interval",),
+        "offered": ("steps_per_epoch", "max_epochs", "total_steps"),
+    },
+    "task": {"supplied": ("context",)},
+}
+
+
+class Binding:
+    """One validation; collects problems, notes and facts."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.config: dict[str, Any] = request["config"]
+        self.context: dict[str, Any] = request["context"]
+        self.local: bool = self.context["local"]
+        self.trust = Trust(*map(tuple, request["trust"]))
+        self.skip = [path[:-1] for path, _ in target_problems(self.config, self.trust)]
+        self.called: dict[Path, Any] = {}
+        self.expressions = {tuple(path): text for path, text in request["expressions"]}
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.before = {*sys.modules}
+        self.facts: dict[str, Any] = {"model_configures_optimizers": None}
+
+    @no_exit()
+    def run(self) -> None:
+        self.look()
+        for key in (*COMPONENTS, *COLLECTIONS):
+            self.visit(self.config.get(key), (key,))
+        if isinstance(self.config.get("trainer"), dict):
+            from distdl.validation import lightnings
+
+            lightnings.trainer(self, self.config["trainer"])
+        if not self.local:
+            self.left_behind()
+        self.problems = [each for each in self.problems if not self.follows(each.path, each.what)]
+
+    def follows(self, path: str, what: str) -> bool:
+        """Whether a value is wrong because it refers to a wrong one, which is reported itself."""
+        refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
+        built = [p for p in refers if p.startswith(f"{path}.") and "cannot be built" in what]
+        for origin in (path, *built):
+            while origin in refers:
+                origin = refers[origin]
+            if origin != path and origin in (problem.path for problem in self.problems):
+                return True
+        return False
+
+    def look(self) -> None:
+        """Imports every target and asks for its kind, before anything is built to be looked at."""
+        for path, node in nodes({key: self.config.get(key) for key in BUILT}):
+            if path not in self.skip:
+                called = self.locate(node["_target_"], path)
+                if called is None or not self.accepted(called, node, path):
+                    self.skip.append(path)
+                else:
+                    self.called[path] = called
+
+    def left_behind(self) -> None:
+        """What was imported from neither the project nor where packages are installed is noted:
+        the nodes may have it. What only $PYTHONPATH leads to is refused: theirs is the bundle's."""
+        searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        launcher = self.config.get("launcher") or {}
+        if launcher.get("modules") or "PYTHONPATH" in str(launcher):
+            searched = []  # the user says what the nodes have
+        installed = [folder for _, folder in editable()]
+        launches = str(launcher.get("_target_")).partition(".")[0]  # here, and not there
+        new = {*sys.modules} - self.before - {launches}
+        for name in sorted(n for n in new if n.isidentifier()):
+            module = sys.modules[name]
+            files = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+            home = FilePath(str(files[0] or ".")).parent
+            known = name.startswith("__") or str(home) in self.trust.folders
+            if home.is_absolute() and not known and not is_installed(home):
+                what = f"{name} is imported from {home}, which no job takes along"
+                remedy = "or choose project.root above both"
+                if str(home) in searched and not any(home.is_relative_to(f) for f in installed):
+                    what += ", and no node looks for it: PYTHONPATH is another one there"
+                    self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
+                else:
+                    self.notes.append(f"{what}: install it there, {remedy}")
+
+    def visit(self, value: Any, path: Path) -> None:
+        """Checks a node and those inside it. Below `_recursive_: false` the target builds the inner
+        nodes itself and may pass further arguments: those are not bound."""
+        from distdl.validation import lightnings
+
+        unbuilt: list[Path] = []
+        for inner, node in nodes(value):
+            built = not any(inner[: len(above)] == above for above in unbuilt)
+            if node.get("_recursive_", True) is False:
+                unbuilt.append(inner)
+            place = (*path, *inner)
+            if place in self.skip:
+                continue
+            lightnings.component(self, self.called[place], place)
+            before = len(self.problems)
+            if built:
+                self.bind(self.called[place], node, place)
+            # A hook may rely on values that are known to be wrong; a key too many harms none.
+            if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
+                self.hook(self.called[place], node, place)
+
+    def add(self, path: Path, what: str, remedy: str = "") -> None:
+        self.problems.append(Problem(path_text(path), what, remedy))
+
+    def locate(self, target: str, path: Path) -> Any:
+        """Imports what a dotted path names; None (and a problem or a note) if it cannot be."""
+        path = (*path, "_target_")
+        package = target.partition(".")[0]
+        if is_absent(package):
+            return self.absent(package, path)
+        typed = sys.argv
+        try:
+            sys.argv = [target]  # a parser that runs at import prints this name
+            return kinds.locate(target)
+        except kinds.NoSuchName as error:
+            modules = [m.name for m in pkgutil.iter_modules(getattr(error.owner, "__path__", ()))]
+            public = [name for name in vars(error.owner) if not name.startswith("_")]
+            near = closest(error.missing, [*modules, *public])
+            self.add(path, str(error), f"did you mean {error.reached}.{near}?" if near else "")
+        except (Exception, SystemExit) as error:
+            if shadowing(error, self.trust.folders):
+                raise  # and so will all that follow
+            package = str(getattr(error, "name", None)).partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and is_absent(package):
+                return self.absent(package, path)
+            remedy = lightning_1.replaced(error) + origin(error)
+            if isinstance(error, SystemExit):
+                remedy += ': put what only a script does under if __name__ == "__main__":'
+            self.add(path, f"{target} cannot be imported: {in_short(error)}", remedy)
+        finally:
+            sys.argv = typed
+        return None
+
+    def absent(self, package: str, path: Path) -> None:
+        if self.local:
+            what = f"needs the package {package}, which is not installed"
+            self.add(path, what, "install it into this environment")
+        else:
+            note = f"not checked: {path_text(path)}: package {package} is not installed here"
+            self.notes.append(note)
+
+    def accepted(self, called: Any, node: dict[str, Any], path: Path) -> bool:
+        """Whether it can be called, and is of the kind that its section takes."""
+        target, path = node["_target_"], (*path, "_target_")
+        missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
+        if not callable(called):
+            self.add(path, f"{target} is a {type(called).__name__}, no class or function")
+        elif missing:
+            self.add(path, f"{target} is abstract: it does not define {missing}")
+        elif refused := kinds.problem_of_kind(called, node, path[:-1], self.trust):
+            self.add(path, *refused)
+        else:
+            return True
+        return False
+
+    def bind(self, called: Any, node: dict[str, Any], path: Path, target: str = "") -> None:
+        from distdl.validation.signatures import bind, takes, takes_anything
+
+        target, text = target or node["_target_"], path_text(path)
+        table = SUPPLIED.get(text, {})
+        hidden = (*_SPECIAL, *table.get("consumed", ()))
+        unset = [key for key in table.get("null_is_absent", ()) if node.get(key) is None]
+        arguments = {k: v for k, v in node.items() if k not in hidden and k not in unset}
+        parameters = takes(called)
+        if parameters is None:
+            return
+        positional = len(table.get("supplied", ())) + len(node.get("_args_") or ())
+        partial = node.get("_partial_") is True
+        misfits = [
+            *bind(
+                parameters,
+                arguments,
+                positional=positional,
+                partial=partial,
+                offered=table.get("offered", ()),
+            )
+        ]
+        unknown = [name for name, what, _ in misfits if what == "unknown argument"]
+        if path in (("model",), ("data",)) and len(unknown) > 3:
+            misfits = [each for each in misfits if each[0] not in unknown]
+            default = f"those of the default? under defaults in your file: - override /{text}: null"
+            self.add(path, f"{target} {UNKNOWN} {', '.join(unknown)}", default)
+        for name, what, remedy in misfits:
+            place = (*path, name) if name else path
+            remedy = remedy.replace("{}", f"{text}.")
+            if what == "unknown argument":
+                what = f"{target} {UNKNOWN} {name!r}"
+                if name == "class_path":
+                    remedy = f"LightningCLI's word: {text}._target_={node[name]}"
+            elif what == "missing argument":
+                what, remedy = f"missing, {target} needs it", f"write {path_text(place)}=..."
+            elif "{}" in what:
+                shown = Resolved(values=self.config, expressions=self.expressions).show(place)
+                what = what.replace("{}", shown)
+            self.add(place, what, remedy)
+        if takes_anything(parameters) and not partial and target.startswith(_BUILT_ON_META):
+            self.build(target, node, path)
+
+    def build(self, target: str, node: dict[str, Any], path: Path) -> None:
+        from distdl.validation.meta import misfit
+
+        inner = (str(each["_target_"]) for _, each in nodes(node))
+        foreign = any(not each.startswith(("torch.", *_BUILT_ON_META)) for each in inner)
+        if path[0] != "model" or foreign or any(path == bad[: len(path)] for bad in self.skip):
+            return
+        if wrong := misfit(node):
+            name, what, remedy = wrong
+            remedy = remedy.replace("{}", path_text(path))
+            self.add((*path, name) if name else path, f"{target}: {what}", remedy)
+
+    def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
+        """Lets a target check its own node: a static or class method `check(node[, context])`.
+
+        It returns Problems, whose paths are relative to the node, and strings: what it could not
+        check. The context says how many devices there are, whether the run is `local`, all of
+        `config`, and which components are `refused` and must not be imported; a check of a data
+        node that does not ask for it looks at files, which only a local run finds here.
+        """
+        static = inspect.getattr_static(called, "check", None)
+        is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
+        if static is None or not is_ours:
+            return
+        check, start = called.check, path_text(path)
+        try:
+            wants_context = len(inspect.signature(check).parameters) > 1
+            if path[0] == "data" and not self.local and not wants_context:
+                return
+            refused = [bad[0] for bad in self.skip if bad]
+            context = {**self.context, "config": self.config, "refused": refused}
+            for problem in (check(node, context) if wants_context else check(node)) or ():
+                if isinstance(problem, str):
+                    self.notes.append(f"not checked: {start}: {problem}")
+                else:
+                    place = f"{start}.{problem.path}" if problem.path else start
+                    self.problems.append(Problem(place, problem.what, problem.remedy))
+        except Exception as error:
+            self.add(path, f"its own check failed: {in_short(error)}", origin(error))
+
+
+def is_absent(package: str) -> bool:
+    return package not in sys.modules and importlib.util.find_spec(package) is None
+
+
+def in_short(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def origin(error: BaseException) -> str:
+    """File and line where an import or a check failed, for the user to look at."""
+    if isinstance(error, SyntaxError):
+        return f"see {error.filename}, line {error.lineno}"
+    last = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = FilePath(frame.f_code.co_filename)
+        # What ends Python is argparse's, and who asked for that the user's.
+        library = isinstance(error, SystemExit) and is_installed(file)
+        if file.is_file() and not file.as_posix().endswith(OURS) and not library:
+            last = f"see {file}, line {line}"
+    return last
+
+
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """Problems, notes and facts, as `distdl.validation.validate` reads them."""
+    lightning_names.serve()
+    make_importable(request["trust"][0])  # and not what `python -m` puts there
+    binding = Binding(request)
+    try:
+        binding.run()
+    except Exception as error:
+        if (shadow := shadowing(error, binding.trust.folders)) is None:
+            raise
+        binding.problems = [Problem(*shadow)]
+    problems = [[p.path, hide_shapes(p.what), p.remedy] for p in binding.problems]
+    return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
+
+
+def main() -> None:
+    gc.disable()  # a child that lives for seconds, most of which are imports
+    # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from distdl.util.orphans import die_with_parent
+
+    die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    json.dump(answered(json.load(sys.stdin)), answer)
+    answer.close()
+    sys.stderr.flush()
+    os._exit(0)  # taking torch and Lightning apart again takes another second
+
+
+if __name__ == "__main__":
+    main()

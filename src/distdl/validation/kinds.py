@@ -1,0 +1,299 @@
+"""What a `_target_` may lead to: decided by kind on the object itself, and nothing is called.
+
+The allowed packages hold functions that run a shell command or unpickle a file, more than any list
+of refusals could name. So each section takes one kind of thing: `callbacks` subclasses of
+Lightning's Callback, `optimizer` subclasses of torch's Optimizer, and so on. Nodes among arguments
+are parts: layers, networks, transforms, ... from the modules that are named here. The user's own
+code, and what `project.allow` names, may be anything.
+
+Validation asks this (`distdl.validation.child`), and each worker again, before it builds: `refuse`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.util.errors import Problem, UserError
+from distdl.validation.targets import ALLOWED, BUILT, Trust, advice, nodes, target_problems, under
+
+# Where classes of layers and networks may come from: modules elsewhere in torch run code of files.
+LAYERS = (
+    *("torch.nn.modules", "torchvision.models", "torchvision.ops", "torchvision.transforms"),
+    *("timm.layers", "timm.models", "timm.loss", "distdl.models"),
+)
+TRANSFORMS = ("torchvision.transforms", "timm.data.mixup", "timm.data.random_erasing")
+# Those that read images, or files that they compare with a checksum before they unpickle them.
+DATASETS = (
+    *("CIFAR10", "CIFAR100", "DTD", "EMNIST", "EuroSAT", "FakeData", "FashionMNIST", "Flowers102"),
+    *("Food101", "GTSRB", "ImageFolder", "KMNIST", "MNIST", "OxfordIIITPet", "STL10", "SVHN"),
+)
+# Small things that configs pass as arguments.
+PARTS = (
+    *("datetime.timedelta", "torch.device", "torch.Generator", "torch.tensor", "torch.ones"),
+    *("torch.zeros", "torch.profiler.schedule", "torch.profiler.tensorboard_trace_handler"),
+    *("torch.distributed.fsdp.MixedPrecision", "torch.distributed.fsdp.MixedPrecisionPolicy"),
+    *("torch.distributed.fsdp.CPUOffload", "torch.distributed.fsdp.CPUOffloadPolicy"),
+    *("torch.distributed.fsdp.ShardingStrategy", "torch.distributed.fsdp.BackwardPrefetch"),
+    *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
+    *(f"torchvision.datasets.{name}" for name in DATASETS),
+)
+SCHEDULES = tuple(
+    f"distdl.optim.schedules.{name}" for name in ("constant", "warmup_cosine", "warmup_step")
+)
+STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
+TASKS = tuple(f"distdl.tasks.{name}" for name in ("benchmark", "test", "train", "validate"))
+TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
+# Arguments of timm's models that name a file to load, or describe where weights come from.
+TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "_args_")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a section takes.
+
+    Args:
+        words: "a Callback of Lightning's".
+        example: What to write, for instance.
+        takes: Whether an object is of the kind.
+    """
+
+    words: str
+    example: str
+    takes: Callable[[Any], bool]
+
+
+def kind_of(path: Path) -> Kind:
+    """The kind that the node at `path` must lead to."""
+    if path == ("trainer", "profiler"):
+        return KINDS["trainer"]
+    depth = {**dict.fromkeys(COMPONENTS, 1), **dict.fromkeys(COLLECTIONS, 2)}
+    return KINDS[str(path[0])] if depth.get(str(path[0])) == len(path) else PART
+
+
+def problem_of_kind(
+    called: Any, node: Mapping[str, Any], path: Path, trust: Trust
+) -> tuple[str, str] | None:
+    """Why what a node's `_target_` leads to is refused and the remedy; None if it may be called.
+
+    Args:
+        called: What `_target_` leads to, imported and not called.
+        node: With its arguments.
+        path: Of the node in the config.
+        trust: Whose code may be anything.
+    """
+    target = str(node["_target_"])
+    if is_trusted(called, target, trust):
+        return None
+    kind, real = kind_of(path), name_of(called)
+    if not kind.takes(called):
+        pythons = real.partition(".")[0] in sys.stdlib_module_names
+        shown = f"{target} is Python's own {real}, and" if pythons else f"{target} is"
+        place = "a node in another one's arguments" if kind is PART else path[0]
+        what = f"{shown} not {kind.words}, and {place} takes nothing else"
+        remedy = f"such as {kind.example}"
+        return what, remedy if pythons else f"{remedy}; {advice(target)}"
+    loads = [key for key in TIMM_LOADS if node.get(key)]
+    if ":" in str(node.get("model_name")):
+        loads.append(f"model_name={node['model_name']}")
+    if loads and (called is _known("timm.create_model") or _is_timm_entry(called)):
+        what = f"{loads[0]} lets timm load what a file or a repository says"
+        return what, f"model.weights=FILE loads weights and nothing else; {advice(target)}"
+    if node.get("weights_only") not in (None, True):
+        return "weights_only=false runs what a file says", f"leave it out; {advice(target)}"
+    return None
+
+
+def is_trusted(called: Any, target: str, trust: Trust) -> bool:
+    """Whether both the name and what it leads to are trusted code: `mine.torch.load` is torch's."""
+    if not trust.covers(target):
+        return False
+    if target in trust.allow or not (inspect.isclass(called) or inspect.isroutine(called)):
+        return True  # allowed by its own name, or an object that a trusted module made
+    home = str(getattr(called, "__module__", None) or "")
+    return home.partition(".")[0] == target.partition(".")[0] or trust.covers(f"{home}.x")
+
+
+def refuse(values: Mapping[str, Any], trust: Trust) -> None:
+    """The worker's gate: looks at every `_target_` of what it is about to build.
+
+    A frozen config may come from somebody else, by whatever way; validation may not have seen it.
+
+    Args:
+        values: Sections of the config as plain containers, resolved.
+
+    Raises:
+        UserError: With everything that is refused.
+    """
+    built = {key: values.get(key) for key in BUILT if key != "launcher"}
+    refused = target_problems(built, trust)
+    problems = [problem for _, problem in refused]
+    for path, node in nodes(built):
+        place = (*path, "_target_")
+        if place in (path for path, _ in refused):
+            continue
+        try:
+            called = locate(str(node["_target_"]))
+        except Exception:
+            continue  # its builder fails in the same way and reports the cause
+        if why := problem_of_kind(called, node, path, trust):
+            problems.append(Problem(path_text(place), *why))
+    if problems:
+        raise UserError(*problems)
+
+
+class NoSuchName(AttributeError):
+    """`reached` leads somewhere (`obj`), and that has no `name`."""
+
+    def __init__(self, reached: str, name: str, obj: Any) -> None:
+        super().__init__(f"{reached} has no {name!r}")
+        self.reached, self.missing, self.owner = reached, name, obj
+
+
+def locate(target: str) -> Any:
+    """What a dotted path leads to. Imports modules, calls nothing.
+
+    Raises:
+        NoSuchName: A module or class on the way has no such name.
+        Exception: Whatever importing a module raises.
+    """
+    reached, *names = target.split(".")
+    thing: Any = importlib.import_module(reached)
+    for name in names:
+        if not hasattr(thing, name) and inspect.ismodule(thing):
+            try:
+                importlib.import_module(f"{reached}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{reached}.{name}":
+                    raise
+        if not hasattr(thing, name):
+            raise NoSuchName(reached, name, thing)
+        thing, reached = getattr(thing, name), f"{reached}.{name}"
+    return thing
+
+
+def name_of(thing: Any) -> str:
+    """Where a class or function really comes from, `posix.system`."""
+    named = thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing)
+    return f"{getattr(named, '__module__', None) or ''}.{getattr(named, '__qualname__', named)}"
+
+
+def _classes_of(*bases: str) -> Callable[[Any], bool]:
+    """Whether something is a class, of an allowed package, derived from one of these bases."""
+
+    def takes(thing: Any) -> bool:
+        if not inspect.isclass(thing) or thing.__module__.partition(".")[0] not in ALLOWED:
+            return False
+        return any(base is not None and issubclass(thing, base) for base in map(_known, bases))
+
+    return takes
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
+    return lambda thing: any(thing is _known(name) for name in names)
+
+
+def _known(name: str) -> Any:
+    """What a name of ours leads to, if its module is imported: otherwise nothing leads there."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, None)
+
+
+def launches(thing: Any) -> bool:
+    """Whether it is a class with the methods of a launcher (distdl.job.Launcher)."""
+    methods = ("request", "submit", "attach")
+    return inspect.isclass(thing) and all(callable(getattr(thing, m, None)) for m in methods)
+
+
+def _is_part(thing: Any) -> bool:
+    if _one_of(PARTS)(thing) or _is_registered(thing):
+        return True
+    if not inspect.isclass(thing):
+        return False
+    if _classes_of("torch.nn.Module")(thing):
+        return under(thing.__module__, LAYERS)
+    if under(thing.__module__, TRANSFORMS):
+        return True
+    learning = (f"{_OPTIM}.Optimizer", f"{_OPTIM}.lr_scheduler.LRScheduler")
+    return _classes_of(*learning, f"{_LIGHTNING}.plugins.precision.Precision")(thing)
+
+
+def _is_registered(thing: Any) -> bool:
+    """Whether it builds a model and is listed in torchvision's or timm's own register."""
+    name = getattr(thing, "__name__", None)
+    if not inspect.isfunction(thing) or name is None:
+        return False
+    if thing.__module__.startswith("torchvision.models."):
+        models = sys.modules["torchvision.models"]
+        return name in models.list_models() and models.get_model_builder(name) is thing
+    return _is_timm_entry(thing)
+
+
+def _is_timm_entry(thing: Any) -> bool:
+    if not str(getattr(thing, "__module__", "")).startswith("timm.models."):
+        return False
+    timm = sys.modules["timm"]
+    name = getattr(thing, "__name__", "")
+    return timm.is_model(name) and timm.model_entrypoint(name) is thing
+
+
+def _kind(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
+    """What derives from one of these bases, or is one of these functions."""
+    derived, named = _classes_of(*bases), _one_of(one_of)
+    return Kind(words, example, lambda thing: derived(thing) or named(thing))
+
+
+_LIGHTNING, _OPTIM = "lightning.pytorch", "torch.optim"
+KINDS = {
+    "model": _kind(
+        "a LightningModule", "distdl.models.ImageClassifier", f"{_LIGHTNING}.LightningModule"
+    ),
+    "data": _kind(
+        "a LightningDataModule", "distdl.data.StoredImages", f"{_LIGHTNING}.LightningDataModule"
+    ),
+    "optimizer": _kind("an Optimizer of torch's", f"{_OPTIM}.SGD", f"{_OPTIM}.Optimizer"),
+    "schedule": _kind(
+        "a schedule of torch's or distdl's",
+        f"{_OPTIM}.lr_scheduler.StepLR",
+        f"{_OPTIM}.lr_scheduler.LRScheduler",
+        one_of=SCHEDULES,
+    ),
+    "strategy": _kind(
+        "a Strategy of Lightning's",
+        "distdl.strategies.DDPStrategy",
+        f"{_LIGHTNING}.strategies.Strategy",
+        one_of=STRATEGIES,
+    ),
+    "launcher": Kind(
+        "a launcher",
+        "distdl.launchers.local.LocalLauncher",
+        lambda thing: launches(thing) and under(thing.__module__, ("distdl.launchers",)),
+    ),
+    "task": _kind("a task of distdl", "distdl.tasks.train", one_of=TASKS),
+    "tracking": _kind(
+        "a Logger of Lightning's or distdl's",
+        f"{_LIGHTNING}.loggers.CSVLogger",
+        f"{_LIGHTNING}.loggers.Logger",
+        one_of=TRACKERS,
+    ),
+    "callbacks": _kind(
+        "a Callback of Lightning's",
+        f"{_LIGHTNING}.callbacks.EarlyStopping",
+        f"{_LIGHTNING}.Callback",
+    ),
+    "trainer": _kind(
+        "a Profiler of Lightning's",
+        f"{_LIGHTNING}.profilers.SimpleProfiler",
+        f"{_LIGHTNING}.profilers.Profiler",
+    ),
+}
+PART = Kind(
+    "a layer, network, transform, optimizer or schedule of torch, torchvision or timm",
+    "torch.nn.Linear, torchvision.models.resnet50 or timm.create_model",
+    _is_part,
+)

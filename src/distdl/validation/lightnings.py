@@ -1,0 +1,117 @@
+"""What validation asks of Lightning: whether model and data are its own, which hooks it calls, and
+how it reads the Trainer's arguments."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from distdl.config.recipe import BENCHMARK, TRAIN
+from distdl.config.schema import Path, path_text
+from distdl.config.words import TRAINER_OWNED
+from distdl.util.errors import Problem
+from distdl.validation import lightning_1, misfits
+from distdl.validation.targets import lies_in
+
+if TYPE_CHECKING:
+    from distdl.validation.child import Binding
+
+
+def component(binding: Binding, called: Any, path: Path) -> None:
+    """The model must be Lightning's, and so must the data; a strategy must be able to shard
+    checkpoints if that is asked. Hooks of Lightning 1, and their arguments, are reported."""
+    import lightning.pytorch as pl
+
+    bases = {"model": pl.LightningModule, "data": pl.LightningDataModule}
+    asked = (binding.config.get("checkpoint") or {}).get("sharded")
+    if path == ("strategy",) and asked and not hasattr(called, "sharded_checkpoints"):
+        what = f"{called.__name__} writes whole checkpoints only"
+        binding.add(("checkpoint", "sharded"), what, "checkpoint.sharded=false, or strategy=fsdp")
+    if not inspect.isclass(called):
+        return
+    section = str(path[0])
+    base = bases.get(section) if len(path) == 1 else None
+    if base is not None and not issubclass(called, base):
+        remedy = f"derive it from lightning.pytorch.{base.__name__}"
+        if section == "model":
+            remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
+        binding.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
+    elif base is pl.LightningModule:
+        default = pl.LightningModule.configure_optimizers
+        method = getattr(called, "configure_optimizers", None)
+        binding.facts["model_configures_optimizers"] = method is not default
+    mine = partial(lies_in, folders=binding.trust.folders)
+    for kind in (*bases.values(), pl.Callback):
+        if issubclass(called, kind):
+            for what, remedy in lightning_1.problems(called, kind, mine):
+                binding.add((*path, "_target_"), what, remedy)
+
+
+def trainer(binding: Binding, node: dict[str, Any]) -> None:
+    """The Trainer's arguments: Lightning tries those that bind; what excludes each other is
+    reported."""
+    from lightning.pytorch import Trainer
+
+    binding.visit(node, ("trainer",))
+    # Stage 1 reports those that distdl sets itself.
+    arguments = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
+    binding.bind(Trainer, arguments, ("trainer",), "lightning's Trainer")
+    wrong = {problem.path for problem in binding.problems}
+    plain = {k: v for k, v in arguments.items() if f"trainer.{k}" not in wrong}
+    refused = tried({k: v for k, v in plain.items() if "_target_" not in str(v)})
+    if isinstance(refused, str):
+        binding.absent(refused, ("trainer",))
+    elif refused is not None:
+        binding.problems.append(refused)
+    if (binding.config.get("task") or {}).get("_target_", TRAIN) in (TRAIN, BENCHMARK):
+        classes = {place: c for place, c in binding.called.items() if inspect.isclass(c)}
+        binding.problems += misfits.misfits(
+            node,
+            {path_text(place): c for place, c in classes.items() if place[0] == "callbacks"},
+            classes.get(("model",)),
+            str((binding.config.get("strategy") or {}).get("_target_")),
+            int(binding.context.get("world_size", 1)),
+        )
+
+
+def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
+    """Lightning's own reading of the Trainer's arguments: it refuses what no type shows.
+
+    Returns:
+        What is wrong; the name of a package that is missing; None.
+    """
+    from lightning.pytorch import Trainer
+
+    # The devices need not be here, and what distdl owns is left out.
+    neutral = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
+    neutral |= {"deterministic": None, "benchmark": None}  # switches of this very process
+    neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    try:
+        with warnings.catch_warnings(action="ignore"), unlogged():
+            Trainer(**{**arguments, **neutral})
+    except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
+        package = re.search(r"'([\w-]+)", str(error))
+        return package[1] if package else str(error)
+    except Exception as error:
+        text = str(error)
+        passed = {**arguments, **neutral}.items()
+        names = [k for k, v in passed if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
+        reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
+        return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {reason}")
+    return None
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Of the Trainer that trains, Lightning says the same once more."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,71 @@
+"""Builds a model on the `meta` device, without memory or weights, to see whether its arguments fit.
+
+`torchvision.models.resnet50` and `timm.create_model` take **kwargs and pass them on, so that only
+building shows which they take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from typing import Any
+
+from distdl.util.suggest import closest
+
+# Never while validating: these download.
+WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
+_UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Builds a node on `meta`.
+
+    Returns:
+        None if it builds, or if it fails only because it is on `meta`; else the argument's name
+        ("" if unknown), what is wrong and the remedy, where `{}` stands for the node's path.
+    """
+    import torch
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    bare = {key: value for key, value in node.items() if key not in WEIGHTS}
+    if node["_target_"].startswith("torchvision.models.detection"):
+        bare["weights"] = bare["weights_backbone"] = None  # its default downloads a backbone
+    try:
+        with torch.device("meta"):
+            instantiate(bare)
+    except InstantiationException as error:
+        return _explain(error.__cause__ or error)
+    except Exception as error:
+        return _explain(error)
+    return None
+
+
+def _explain(error: BaseException) -> tuple[str, str, str] | None:
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if unexpected := _UNEXPECTED.search(text):
+        names = _parameters(error, unexpected[1])
+        near = closest(unexpected[2], names)
+        remedy = f"did you mean {{}}.{near}?" if near else ""
+        return unexpected[2], f"takes no argument {unexpected[2]!r}", remedy
+    if "meta" in text or isinstance(error, NotImplementedError):
+        return None
+    if model := re.match(r"Unknown model \(([^)]*)\)", text):
+        import timm
+
+        near = closest(model[1], timm.list_models())
+        remedy = f"did you mean {{}}.model_name={near}?" if near else ""
+        return "model_name", f"timm has no model {model[1]!r}", remedy
+    return "", f"cannot be built: {type(error).__name__}: {text}", ""
+
+
+def _parameters(error: BaseException, name: str) -> list[str]:
+    """The arguments of the callable that refused: it is visible where it was called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    visible = {**frames[-1].f_globals, **frames[-1].f_locals} if frames else {}
+    name = name.removesuffix(".__init__")
+    for value in visible.values():
+        if getattr(value, "__qualname__", None) == name and callable(value):
+            return list(inspect.signature(value).parameters)
+    return []

@@ -1,0 +1,195 @@
+"""What does not go together: the Trainer's arguments, a module that steps its optimizers itself,
+callbacks, strategies. Refused before the start: validation asks with classes, the worker again,
+before any step, with the real things."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distdl.util.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_MANUAL = "the model steps its optimizers itself (automatic_optimization = False), and"
+_SWITCH = "automatic_optimization"
+_ONE = "one optimizer with several parameter groups"
+_BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
+_WHOLE = "strategy=ddp or strategy=fsdp, which take several"
+_METRIC = "its monitor= must be a metric that is logged; once it is, the same command begins anew"
+_SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
+# What Lightning and torch say in the middle -> what is wrong (None: their words), the remedy.
+_SAID: dict[str, tuple[str, str | None, str]] = {
+    "multiple optimizers is only supported": ("model", None, _BY_HAND),
+    "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_WHOLE}"),
+    "parameters that were not used in producing the loss": (
+        "strategy",
+        "a backward pass used a part of the model's parameters, and DDP waits for all of them",
+        "strategy=ddp strategy.find_unused_parameters=true",
+    ),
+    "Early stopping conditioned on metric": ("callbacks", None, _METRIC),
+    "ReduceLROnPlateau conditioned on metric": ("model", None, _METRIC),
+    "got mixed torch.Tensor and DTensor": (
+        "strategy",
+        "weights are used outside of their module's forward, where a rank has a slice of them",
+        "call that module itself, or strategy=ddp",
+    ),
+}
+
+
+def misfits(
+    trainer: Mapping[str, Any],
+    callbacks: Mapping[str, type],
+    model: Any = None,
+    strategy: str = "",
+    ranks: int = 1,
+) -> Iterator[Problem]:
+    """Problems.
+
+    Args:
+        trainer: The Trainer's arguments.
+        callbacks: Their classes, by where they stand (`callbacks.stop`).
+        model: The LightningModule or its class.
+        strategy: Where its class is, `distdl.strategies.DDPStrategy`.
+        ranks: How many train.
+    """
+    from lightning.pytorch import callbacks as theirs
+
+    manual, several = by_hand(model), makes_several(model)
+    clip, accumulate = trainer.get("gradient_clip_val"), trainer.get("accumulate_grad_batches", 1)
+    if manual and clip:
+        kind = trainer.get("gradient_clip_algorithm") or "norm"
+        call = f"self.clip_gradients(optimizer, {clip}, {kind!r})"
+        remedy = f"trainer.gradient_clip_val=null, and before each step: {call}"
+        what = f"{_MANUAL} the Trainer does not clip for it"
+        yield Problem("trainer.gradient_clip_val", what, remedy)
+    if manual and accumulate != 1:
+        remedy = f"trainer.accumulate_grad_batches=1, and step at each {accumulate}th batch_idx"
+        what = f"{_MANUAL} the Trainer does not accumulate for it"
+        yield Problem("trainer.accumulate_grad_batches", what, remedy)
+    if manual and strategy.endswith("PipelineStrategy"):
+        yield Problem("strategy", f"{_MANUAL} a pipeline has steps of its own", "strategy=ddp")
+    if several and manual is False:
+        what = "configure_optimizers returns several optimizers, and Lightning steps one by itself"
+        yield Problem("model", what, _BY_HAND)
+    elif several and strategy.endswith("DeepSpeedStrategy"):
+        what = "configure_optimizers returns several optimizers, and DeepSpeed takes one"
+        yield Problem("strategy", what, _WHOLE)
+    plain_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
+    for place, cls in callbacks.items():
+        if issubclass(cls, theirs.BatchSizeFinder):
+            what = "would change the batch size at each start, and with it the run's global batch"
+            yield Problem(place, what, "take it away, and write data.batch_size=...")
+        if issubclass(cls, theirs.GradientAccumulationScheduler) and (manual or accumulate != 1):
+            what = f"and trainer.accumulate_grad_batches={accumulate} exclude each other"
+            remedy = f"trainer.accumulate_grad_batches=1, and scheduling={{0: {accumulate}}} in it"
+            if manual:
+                what, remedy = f"{_MANUAL} the Trainer does not accumulate for it", "take it away"
+            yield Problem(place, what, remedy)
+        if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and plain_ddp:
+            what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
+            yield Problem(place, what, "strategy=ddp")
+        if issubclass(cls, theirs.ModelPruning) and strategy.endswith(_SPLIT):
+            yield Problem(place, "prunes whole weights, and a rank has a slice", "strategy=ddp")
+
+
+def refuse(trainer: Trainer) -> None:
+    """Asks about the real things, those that the module's `configure_callbacks` returns included.
+
+    Raises:
+        UserError: With everything that does not go together.
+    """
+    algorithm = trainer.gradient_clip_algorithm
+    arguments = {
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": getattr(algorithm, "value", algorithm),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    kinds = {type(callback).__name__: type(callback) for callback in callbacks}
+    strategy = type(trainer.strategy)
+    where = f"{strategy.__module__}.{strategy.__name__}"
+    module, ranks = trainer.lightning_module, trainer.world_size
+    if wrong := [*misfits(arguments, kinds, module, where, ranks)]:
+        raise UserError(*wrong)
+
+
+def explained(error: BaseException) -> Problem | None:
+    """What Lightning or torch refuses in the middle, with a remedy of ours; None: not known."""
+    called, owner = (getattr(error, key, None) for key in ("name", "obj"))
+    logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
+    if logs and str(called).startswith("add_"):
+        wrong = f"the model calls {called} of TensorBoard's writer, and self.logger is another's"
+        return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
+    for words, (place, what, remedy) in _SAID.items():
+        if words in str(error):
+            frames = traceback.extract_tb(error.__traceback__)
+            steps = [
+                f for f in frames if "site-packages" not in f.filename and f.name[-5:] == "_step"
+            ]
+            line = f" ({steps[-1].filename}, line {steps[-1].lineno})" if steps and what else ""
+            return Problem(place, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
+    return None
+
+
+# ------------------------------------------------------------- what a class says of its optimizers
+
+
+def by_hand(model: Any) -> bool | None:
+    """Whether a module steps its optimizers itself. None: its class does not show it, since that
+    depends on arguments, is a property, or is set anywhere but at the top level of `__init__`."""
+    from lightning.pytorch import LightningModule
+
+    if isinstance(model, LightningModule):
+        return not model.automatic_optimization
+    if not inspect.isclass(model) or not issubclass(model, LightningModule):
+        return None
+    order = [base for base in model.__mro__ if base not in LightningModule.__mro__[1:]]
+    for place, base in enumerate(order):
+        if base is LightningModule:
+            continue
+        tree = _parsed(base)
+        if tree is None:
+            return None
+        nodes = [n for n in ast.walk(tree) if not isinstance(getattr(n, "ctx", None), ast.Load)]
+        names = [getattr(n, key, None) for n in nodes for key in ("attr", "id", "name", "value")]
+        inits = [s for s in tree.body if getattr(s, "name", "") == "__init__"]
+        lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
+        sets = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
+        # What comes after Lightning's class may not be called.
+        if len(sets) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
+            return sets[0].endswith("False")
+        if _SWITCH in names:
+            return None
+    return False
+
+
+def makes_several(model: Any) -> bool:
+    """Whether each `return` of a module's `configure_optimizers` shows more than one optimizer. Of
+    two names nobody knows: they may be optimizers and their schedules."""
+    tree = _parsed(getattr(model, "configure_optimizers", None)) or ast.Pass()
+    returned = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            items = getattr(node.value, "elts", [])
+            if len(items) == 2 and isinstance(items[0], ast.List):
+                items = [*items[0].elts, None] if len(items[0].elts) > 1 else []
+            sure = len(items) > 2 or (len(items) == 2 and isinstance(items[0], ast.Dict))
+            returned.append(sure and not any(isinstance(item, ast.Starred) for item in items))
+        elif isinstance(node, ast.FunctionDef) and node is not tree:
+            return False
+    return bool(returned) and all(returned)
+
+
+def _parsed(thing: Any) -> Any:
+    """The node of a class or function; None where nobody has its source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None

@@ -1,0 +1,166 @@
+"""Resolves a composed config value by value, so that one bad interpolation does not hide the rest.
+
+OmegaConf's own `resolve` stops at the first failure and prints values. Here each failure becomes a
+Problem, and it is remembered which values were interpolated: they may come from the environment and
+are never printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from distdl.config import recipe as configs  # (it registers ${input:NAME})
+from distdl.config import words
+from distdl.config.schema import Path, path_text
+from distdl.util.errors import Problem
+from distdl.util.redact import looks_secret, redact
+from distdl.util.suggest import did_you_mean, plain_text
+
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
+
+
+@dataclass
+class Resolved:
+    """A config as plain containers, once resolved and once as written."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # what failed to resolve is None
+    written: dict[str, Any] = field(default_factory=dict)
+    expressions: dict[Path, str] = field(default_factory=dict)  # the interpolations, as written
+    problems: list[Problem] = field(default_factory=list)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A top-level section; empty where it is absent or no mapping."""
+        value = self.values.get(name)
+        return value if isinstance(value, dict) else {}
+
+    def show(self, path: Path) -> str:
+        """Prints the value at `path`; an interpolation is printed as written, a secret not."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.expressions:
+                return self.expressions[path[:end]]
+        if any(looks_secret(str(part)) for part in path):
+            return "***"
+        value: Any = self.values
+        for part in path:
+            value = value[part]
+        if isinstance(value, (dict, list)):
+            return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
+        if value is None or isinstance(value, bool):
+            return plain_text(value)
+        text = redact(repr(value))
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    def variables(self) -> Iterator[tuple[Path, str, bool]]:
+        """Each environment variable that the config reads: where, its name, has it a default."""
+        for path, expression in self.expressions.items():
+            for name, comma in _VARIABLE.findall(expression):
+                yield path, name, bool(comma)
+
+    def hide_environment(self, text: str) -> str:
+        """Writes `${oc.env:X}` for the value of X, wherever a message repeats it."""
+        for _, name, _ in self.variables():
+            value = os.environ.get(name, "")
+            if len(value) >= 4:  # shorter ones would garble the text and give nothing away
+                as_word = rf"(?<!\w){re.escape(value)}(?!\w)"
+                text = re.sub(as_word, f"${{oc.env:{name}}}", text)
+        return text
+
+
+# What was resolved last: as written, with which environment, the answer.
+_last: list[Any] = []
+
+
+def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
+    """Resolves every value of a config and collects what cannot be resolved."""
+    if not isinstance(config, DictConfig):
+        config = OmegaConf.create(dict(config))
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    if _last and _last[:2] == [written, {**os.environ}]:
+        return _last[2]  # the stages of validation ask one after the other
+    resolved = Resolved()
+    resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
+    deferred: dict[str, Problem] = {}
+    for key in resolved.written:
+        resolved.values[key] = _visit(config, key, (key,), resolved, deferred)
+    # A value that refers to a broken one fails with it: reported once, at the origin.
+    reported = " ".join(problem.what for problem in resolved.problems)
+    resolved.problems += [item for name, item in deferred.items() if name not in reported]
+    _last[:] = written, {**os.environ}, resolved
+    return resolved
+
+
+def _visit(
+    parent: DictConfig | ListConfig,
+    key: Any,
+    path: Path,
+    resolved: Resolved,
+    deferred: dict[str, Problem],
+) -> Any:
+    text = path_text(path)
+    if OmegaConf.is_missing(parent, key):
+        resolved.problems.append(Problem(text, "missing", f"write {text}=..."))
+        return None
+    if OmegaConf.is_interpolation(parent, key):
+        written = str(parent._get_node(key)._value())  # type: ignore[union-attr]
+        resolved.expressions[path] = written
+        try:
+            value = parent[key]
+            if isinstance(value, (DictConfig, ListConfig)):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            return value
+        except InterpolationToMissingValueError:
+            return None  # the missing value is a problem of its own
+        except (OmegaConfBaseException, RecursionError, ValueError) as error:
+            name, problem = _explain(error, written, text, resolved)
+            if name in written:
+                resolved.problems.append(problem)
+            else:
+                deferred.setdefault(name, problem)
+            return None
+    value = parent[key]
+    if isinstance(value, DictConfig):
+        return {str(k): _visit(value, k, (*path, str(k)), resolved, deferred) for k in value}
+    if isinstance(value, ListConfig):
+        return [_visit(value, i, (*path, i), resolved, deferred) for i in range(len(value))]
+    return value
+
+
+def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> tuple[str, Problem]:
+    """The name that fails to resolve and the problem in our words: OmegaConf's repeat values."""
+    message = str(error)
+    if match := re.search(r"Environment variable '(\w+)' not found", message):
+        name = match[1]
+        what = f"the environment variable {name} is not set"
+        remedy = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
+        return name, Problem(text, what, remedy)
+    if isinstance(error, InterpolationKeyError):
+        key = re.search(r"Interpolation key '([^']*)'", message)
+        name = key[1] if key else written
+        others = (p for p in configs.flat_paths(resolved.written, leaves=False) if p != text)
+        near = words.for_key(name) or did_you_mean(name, others)
+        return name, Problem(text, f"refers to {name}, which is not in the config", near)
+    if match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
+        name = f"launcher.inputs.{match[1]}"
+        what = f"reads the input {match[1]}, and {name} does not say where it is"
+        return name, Problem(text, what, f"write +{name}=PATH")
+    if isinstance(error, UnsupportedInterpolationType):
+        name = message.split("\n")[0].rpartition(" ")[2]  # what refers to it fails with it
+        remedy = written.replace("${env:", "${oc.env:")
+        what = f"uses a resolver that is not known: {written}"
+        return name, Problem(text, what, f"write {text}='{remedy}'" if remedy != written else "")
+    if isinstance(error, RecursionError) or "ecursive" in message:
+        return "itself", Problem(text, f"refers to itself: {written}")  # one for all of a circle
+    return written, Problem(text, f"cannot be resolved: {written}")

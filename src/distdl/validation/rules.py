@@ -1,0 +1,229 @@
+"""Checks of stage 1 beyond the schema: size, batches, secrets, and what the far side will lack."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distdl.config import recipe as configs
+from distdl.config import words
+from distdl.config.resources import replicas
+from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths, path_text, walk
+from distdl.job import Resources, unprintable, variable_problems
+from distdl.util.errors import Problem
+from distdl.util.redact import holds_secret, looks_secret, redact
+from distdl.util.suggest import did_you_mean
+from distdl.validation import lightning_1
+from distdl.validation.resolve import Resolved
+from distdl.validation.targets import nodes
+
+_LOCAL = "distdl.launchers.local"  # one machine: this one
+_HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
+
+# What a tracker's logger imports once it is made, and which of our extras installs that.
+PACKAGES = {
+    "WandbLogger": ("wandb", "wandb"),
+    "CometLogger": ("comet_ml", "comet"),
+    "ClearMLLogger": ("clearml", "clearml"),
+}
+# Keys of launchers that look like secrets by their names, and name something instead.
+_NO_SECRETS = ("kms_key", "key_vault")
+
+
+def strings(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _launcher(resolved: Resolved) -> str:
+    return str(resolved.section("launcher").get("_target_") or _LOCAL)
+
+
+def is_here(resolved: Resolved, local: bool | None) -> bool:
+    """Whether the workers run on this machine: `local` if that is known, else by the launcher."""
+    return runs_here(_launcher(resolved)) if local is None else local
+
+
+def runs_here(target: str) -> bool:
+    """Whether the launcher of this `_target_` starts its workers on this machine."""
+    return target.startswith(_HERE)
+
+
+def trainer(resolved: Resolved) -> Iterator[Problem]:
+    """Arguments of the Trainer that distdl fills itself, that are Lightning 1's, or nobody's."""
+    takes = _trainer_takes()
+    for key, value in resolved.section("trainer").items():
+        path, strategy = f"trainer.{key}", words.strategy_for(str(value))
+        if key in words.TRAINER_OWNED:
+            remedy = (key == "strategy" and strategy) or words.TRAINER_OWNED[key]
+            yield Problem(path, "is set by distdl itself", remedy)
+        elif key in lightning_1.TRAINER:
+            yield Problem(path, "Lightning 2's Trainer has it no more", lightning_1.TRAINER[key])
+        elif key == "accelerator" and strategy:
+            yield Problem(path, f"{value} is a strategy", f"{strategy}, and {path}=auto")
+        elif takes and key not in takes:
+            near = did_you_mean(path, [f"trainer.{name}" for name in takes])
+            remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
+            yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
+
+
+def _trainer_takes() -> list[str]:
+    """The arguments of Lightning's Trainer as its source has them; importing it takes seconds."""
+    package = importlib.util.find_spec("lightning")
+    for folder in (package and package.submodule_search_locations) or ():
+        source = Path(folder) / "pytorch/trainer/trainer.py"
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                return [each.arg for each in (*node.args.args[1:], *node.args.kwonlyargs)]
+    return []
+
+
+def class_paths(resolved: Resolved) -> Iterator[Problem]:
+    """Nodes as LightningCLI writes them."""
+    values = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
+    for path, node in nodes(values, key="class_path"):
+        if "init_args" in node or "_target_" not in node:
+            text, arguments = path_text(path), node.get("init_args")
+            keys = [f", {key}: ..." for key in arguments] if isinstance(arguments, dict) else []
+            remedy = f"{text}: {{_target_: {node['class_path']}{''.join(keys)}}}"
+            if "_target_" in node and len(path) == 1:
+                remedy += f", and under defaults: - override /{text}: null"
+            yield Problem(text, "class_path and init_args are LightningCLI's words", remedy)
+
+
+def names(resolved: Resolved) -> Iterator[Problem]:
+    """What becomes part of scripts and command lines: the runs' folder, and variables' names."""
+    output = resolved.values.get("output_dir")
+    if isinstance(output, str) and (odd := unprintable(str(Path(output).absolute()))):
+        what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
+        yield Problem("output_dir", what, "choose another folder")
+    if isinstance(output, str) and (refused := unwritable(output)):
+        yield Problem("output_dir", refused, "choose another folder")
+    for problem in variable_problems(resolved.section("launcher")):
+        yield Problem(f"launcher.{problem.path}", problem.what, problem.remedy)
+
+
+def unwritable(output: str) -> str:
+    """Why no folder can be made at a path; "" if one can."""
+    folder = Path(output.strip())
+    if not output.strip():
+        return "is empty (a variable that is not set?)"
+    if "://" in output:
+        return f"{output} is no folder: runs lie in one, which may be a mount of that"
+    try:
+        part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    except OSError as error:
+        return f"cannot be made: {error.strerror}"
+    if not part.is_dir():
+        return f"{part} is a file"
+    return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
+
+
+def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
+    """Trackers whose package is not installed, where the workers run here."""
+    for key, node in resolved.section("tracking").items() if here else ():
+        target = str(node.get("_target_")) if isinstance(node, dict) else ""
+        package, extra = PACKAGES.get(target.rpartition(".")[2], ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            what = f"needs the package {package}, which is not installed"
+            remedy = f"pip install 'distdl[{extra}]', or tracking=mlflow"
+            yield Problem(f"tracking.{key}", what, remedy)
+
+
+def nothing(resolved: Resolved) -> Iterator[Problem]:
+    """A training of no batches."""
+    path, target = "trainer.limit_train_batches", resolved.section("task").get("_target_")
+    if resolved.section("trainer").get("limit_train_batches") == 0 and target == configs.TRAIN:
+        remedy = f"{path}=null: all; task=validate trains nothing"
+        yield Problem(path, "0 is a training of no batches", remedy)
+
+
+def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
+    """Variables of a job elsewhere: those that it will not have, which would fail after an hour in
+    a queue, and secrets among the launcher's settings, which are resolved here and stand in the
+    request, and in scripts and consoles from there on."""
+    forwarded = strings(resolved.section("launcher").get("forward_env"))
+    for path, name, has_default in resolved.variables() if not here else ():
+        forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"
+        if path[0] != "launcher":
+            if not has_default and name not in forwarded:
+                what = f"reads the environment variable {name}, which the job will not have"
+                yield Problem(path_text(path), what, forward)
+            continue
+        key, value = str(path[-1]), os.environ.get(name, "")
+        secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
+        if secret and not (len(path) == 2 and key in _NO_SECRETS):
+            what = f"the value of {name} would stand in the request, for all to read"
+            yield Problem(path_text(path), what, f"leave it out: {forward} sends it apart")
+
+
+def topology(resolved: Resolved, size: Resources | None, here: bool) -> Iterator[Problem]:
+    trainer = resolved.section("trainer")
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
+    if isinstance(devices, list) and not here:
+        what = "a list names devices of this machine, and the job runs elsewhere"
+        remedy = f"write the number per node: trainer.devices={len(devices)}"
+        yield Problem("trainer.devices", what, remedy)
+    if isinstance(nodes, int) and nodes > 1 and _launcher(resolved).startswith(_LOCAL):
+        remedy = "trainer.num_nodes=1, or another launcher (--help lists them)"
+        yield Problem("trainer.num_nodes", f"launcher=local is one machine, not {nodes}", remedy)
+    if size is None:
+        return
+    strategy = str(resolved.section("strategy").get("_target_", "")).rpartition(".")[2]
+    if size.world_size > 1 and strategy.lower().startswith("single"):
+        ranks = f"{size.devices} devices x {size.num_nodes} nodes"
+        what = f"{strategy} trains on one device, not on {ranks}"
+        yield Problem("strategy", what, "strategy=ddp")
+    if size.accelerator == "mps" and size.devices > 1:
+        yield Problem("trainer.devices", "an Apple GPU is one device", "trainer.devices=1")
+    yield from _batches(resolved, size.world_size)
+
+
+def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
+    data = resolved.section("data")
+    total, batch = data.get("global_batch_size"), data.get("batch_size", 1)
+    accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
+    if not all(type(value) is int and value > 0 for value in (total, batch, accumulate)):
+        return
+    shares = replicas(resolved.section("strategy"), world)
+    parts = shares * accumulate
+    if total == batch * parts:
+        return
+    path, kind = "data.global_batch_size", "devices" if shares == world else "pipelines"
+    what = f"{total} is not {batch} (data.batch_size) x {shares} {kind} x {accumulate} accumulated"
+    if total % parts:
+        nearest = max(1, total // parts) * parts
+        yield Problem(path, f"{what}, nor divisible", f"{path}={nearest}")
+    else:
+        yield Problem(path, what, f"data.batch_size={total // parts}")
+
+
+def secrets(resolved: Resolved) -> Iterator[Problem]:
+    """Literal secrets: config.yaml is kept and shared, so it may name a secret, never hold it."""
+    values = dict(walk(resolved.values))
+    for path, value in walk(resolved.written):
+        if not isinstance(value, str):
+            continue
+        keys = [part for part in path if isinstance(part, str)]
+        reason, target = holds_secret(keys[-1], value), values.get(path)
+        refers = "${" in value and "oc.env" not in value and looks_secret(keys[-1])
+        literal = isinstance(target, str) and target and target not in os.environ.values()
+        if not reason and refers and literal:
+            reason = "refers to a secret that is plain text"
+        if not reason:
+            continue
+        named = re.search(r"environment variable (\w+)$", reason)
+        # With its section before it, no key is a variable that a shell has: PATH, HOME, USER.
+        suggested = "_".join(keys[-2:] if len(keys) > 1 else ["my", *keys])
+        name = named[1] if named else re.sub(r"\W", "_", suggested).upper()
+        text = redact(path_text(path))
+        remedy = f"write {text}='${{oc.env:{name}}}' and export {name}"
+        if path[:2] == ("launcher", "env"):
+            remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
+        elif path[:2] == ("launcher", "inputs"):  # whose value would stand in the request
+            remedy = "give an address without it: azureml://datastores/NAME/paths/... keeps its own"
+        yield Problem(text, reason, remedy)

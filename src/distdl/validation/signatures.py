@@ -1,0 +1,273 @@
+"""What a class or function takes, and whether given arguments fit (see `validation.child`).
+
+False refusals are worse than misses here, since the worker's own error comes later anyway: where a
+signature cannot be known, everything is accepted.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from inspect import Parameter
+from typing import Any, Literal, Union
+
+from annotated_types import Ge, Gt
+
+from distdl.util.suggest import closest, respelt, written
+from distdl.validation import kinds
+
+# Classes that keep their **kwargs for another class than their base.
+VAR_KEYWORD_GOES_TO = {
+    "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
+    "lightning.pytorch.strategies.fsdp.FSDPStrategy": (
+        "torch.distributed.fsdp.FullyShardedDataParallel"
+    ),
+}
+# Arguments that such a class passes itself.
+_OWN = ("module", "device_ids", "process_group")
+UNIONS = (Union, types.UnionType)
+DTYPE, TENSOR = "a dtype of torch", "<class 'torch.Tensor'>"
+_PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "an integer"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+}
+
+# The arguments of a callable by name, without `self`. `*args` and `**kwargs` are among them where
+# anything is taken.
+Parameters = dict[str, Parameter]
+
+
+def takes(called: Callable[..., Any]) -> Parameters | None:
+    """Reads a signature; None where Python cannot tell (some builtins)."""
+    try:
+        parameters = _parameters(called)
+    except (TypeError, ValueError):
+        return None
+    return _followed(called, parameters) if inspect.isclass(called) else parameters
+
+
+def takes_anything(parameters: Parameters, kind: Any = Parameter.VAR_KEYWORD) -> bool:
+    """Whether further arguments are taken, by keyword or by position."""
+    return any(parameter.kind is kind for parameter in parameters.values())
+
+
+def _parameters(called: Any) -> Parameters:
+    signature = inspect.signature(called)
+    with suppress(Exception):  # an annotation may be a name that only a type checker can see
+        signature = inspect.signature(called, eval_str=True)
+    return {name: each for name, each in signature.parameters.items() if name != "self"}
+
+
+def _followed(cls: type, parameters: Parameters) -> Parameters:
+    """Follows **kwargs from a class to its bases; they are left in where they end anywhere else."""
+    if not takes_anything(parameters):
+        return parameters
+    names = {n: p for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for base in cls.__mro__:
+        init = vars(base).get("__init__")
+        if init is None:
+            continue
+        if base is object:
+            return names
+        inherited = _parameters(init)
+        for name, parameter in inherited.items() if base is not cls else ():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                names.setdefault(name, parameter)
+            elif parameter.kind is not parameter.VAR_KEYWORD:
+                # A base's required argument may be passed by the subclass itself.
+                optional = parameter.replace(kind=parameter.KEYWORD_ONLY, default=None)
+                names.setdefault(name, optional)
+        keyword = next((n for n, p in inherited.items() if p.kind is p.VAR_KEYWORD), None)
+        if keyword is None:
+            return names
+        if elsewhere := VAR_KEYWORD_GOES_TO.get(f"{base.__module__}.{base.__qualname__}"):
+            module, _, name = elsewhere.rpartition(".")
+            further = takes(getattr(importlib.import_module(module), name)) or parameters
+            for name, parameter in further.items():
+                # torch's wrappers have no annotations; a switch is known by its default.
+                hint = bool if isinstance(parameter.default, bool) else parameter.empty
+                if name not in _OWN and parameter.kind is not parameter.VAR_KEYWORD:
+                    optional = parameter.replace(default=None, annotation=hint)
+                    names.setdefault(name, optional)
+            return {**parameters, **names} if takes_anything(further) else names
+        if not _passes_on(init, keyword):
+            break
+    return {**parameters, **names}
+
+
+def _passes_on(init: Any, keyword: str) -> bool:
+    """Whether an `__init__` hands its **kwargs untouched to `super().__init__`, nowhere else."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    passed = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for argument in node.keywords:
+                value = argument.value
+                if argument.arg is None and isinstance(value, ast.Name) and value.id == keyword:
+                    is_super = ast.unparse(node.func) == "super().__init__"
+                    if not is_super:
+                        return False
+                    passed = True
+    uses = sum(isinstance(n, ast.Name) and n.id == keyword for n in ast.walk(tree))
+    return passed and uses == 1
+
+
+def bind(
+    called: Parameters,
+    given: Mapping[str, Any],
+    *,
+    positional: int = 0,
+    partial: bool = False,
+    offered: Sequence[str] = (),
+) -> Iterator[tuple[str, str, str]]:
+    """Checks that arguments bind.
+
+    Args:
+        called: What the target takes.
+        given: Keyword arguments.
+        positional: How many arguments are passed by position.
+        partial: Whether missing arguments come later (`_partial_: true`).
+        offered: Names that the builder passes if they are taken.
+
+    Yields:
+        Name of the argument ("" for the node itself), what is wrong, the remedy. `{}` stands for
+        the value in what is wrong, and for the path of the node in the remedy.
+    """
+    by_position = [
+        name for name, p in called.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    filled = by_position[:positional]
+    if positional > len(by_position) and not takes_anything(called, Parameter.VAR_POSITIONAL):
+        yield "", f"takes {len(by_position)} positional arguments, {positional} are given", ""
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    names = [name for name, parameter in called.items() if parameter.kind in by_name]
+    for name, value in given.items():
+        if name in filled:
+            yield name, "is passed by distdl or by position already", "remove it"
+        elif name in names and not _fits(value, called[name]):
+            expected, meant = _name_of(called[name].annotation), respelt(value)
+            fits = repr(meant) != repr(value) and _fits(meant, called[name])
+            remedy = f"write {written(f'{{}}{name}', meant)}" if fits else ""
+            yield name, f"must be {expected}, not {{}}", remedy or near_dtype(value, expected)
+        elif name not in names and not takes_anything(called):
+            free = [n for n in names if n not in filled]
+            near = closest(name, free)
+            listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 24 else ""
+            yield name, "unknown argument", f"did you mean {{}}{near}?" if near else listed
+    for name, p in called.items() if not partial else ():
+        needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if needed and name not in (*filled, *given, *offered):
+            yield name, "missing argument", ""
+
+
+def _fits(value: Any, parameter: Parameter) -> bool:
+    return bool(value == parameter.default) or matches(value, parameter.annotation)
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Whether a plain value fits an annotation; anything but simple types is accepted.
+
+    Simple are bool, int, float (an int fits), str, None, Literal and unions of those, and
+    Annotated[int, Ge(1)].
+    """
+    if isinstance(value, dict) and "_target_" in value:
+        return True
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return matches(value, members[0]) and all(_within(value, b) for b in members[1:])
+    if origin in UNIONS:
+        return any(matches(value, member) for member in members)
+    if origin is Literal:
+        return value in members
+    if hint in (None, type(None)):
+        return value is None
+    if isinstance(hint, type) and hint in _PLAIN:
+        return isinstance(value, _PLAIN[hint][0]) and (hint is bool or not isinstance(value, bool))
+    if hint == _dtype():
+        return dtype_named(value) is not None
+    return not (isinstance(value, str) and f"{hint}" == TENSOR)
+
+
+def _dtype() -> Any:
+    torch: Any = sys.modules.get("torch")  # who names its types has imported it
+    return torch and torch.dtype
+
+
+def dtype_named(value: Any) -> str | None:
+    """`torch.float32` for that and for `float32`; None for what names no dtype."""
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    found = getattr(sys.modules.get("torch"), name, None)
+    return f"torch.{name}" if found is not None and isinstance(found, _dtype()) else None
+
+
+def near_dtype(value: Any, expected: str) -> str:
+    """What a name may have meant that is no dtype's, where one is expected."""
+    if DTYPE not in expected:
+        return ""
+    torch: Any = sys.modules["torch"]
+    names = [name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)]
+    short = re.sub(r"^(torch\.|fp(?=\d)|f(?=\d))", "", str(value))
+    near = closest(short, names) or (f"float{short}" if f"float{short}" in names else "")
+    return f"did you mean torch.{near}?" if near else "such as torch.float32"
+
+
+def _takes_dtype(parameter: Parameter) -> bool:
+    """Whether an argument is a dtype: by its annotation, or by its default where it has none."""
+    hint, default, name = parameter.annotation, parameter.default, parameter.name
+    members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    if hint is Parameter.empty:  # as of torch's own layers
+        return isinstance(default, _dtype()) or (name.endswith("dtype") and default is None)
+    if isinstance(hint, str):  # a name beside it is one that only a type checker sees
+        return "torch.dtype" in hint and "str" not in hint
+    return _dtype() in members and str not in members
+
+
+def with_dtypes(node: Any) -> Any:
+    """A plain node in which what names a dtype is one, where one is asked for."""
+    if isinstance(node, list):
+        return [with_dtypes(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    new = {key: with_dtypes(value) for key, value in node.items()}
+    texts = [key for key, value in node.items() if dtype_named(value)]
+    if texts and "_target_" in node and node.get("_recursive_") is not False:
+        called = takes(kinds.locate(node["_target_"])) or {}
+        for key in texts:
+            if key in called and _takes_dtype(called[key]):
+                new[key] = {"_target_": "hydra.utils.get_object", "path": dtype_named(node[key])}
+    return new
+
+
+def _within(value: Any, bound: Any) -> bool:
+    if not isinstance(value, (int, float)) or not isinstance(bound, (Ge, Gt)):
+        return True
+    least: Any = bound.ge if isinstance(bound, Ge) else bound.gt
+    return bool(value >= least if isinstance(bound, Ge) else value > least)
+
+
+def _name_of(hint: Any) -> str:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        bounds = [b for b in members[1:] if isinstance(b, (Ge, Gt))]
+        least = [f" of at least {b.ge}" if isinstance(b, Ge) else f" above {b.gt}" for b in bounds]
+        return _name_of(members[0]) + "".join(least)
+    if origin in UNIONS or origin is Literal:
+        return " or ".join(map(_name_of if origin in UNIONS else repr, members))
+    if hint == _dtype() or f"{hint}" == TENSOR:
+        return DTYPE if hint == _dtype() else "a tensor"
+    if hint in (None, type(None)):
+        return "null"
+    return _PLAIN[hint][1] if isinstance(hint, type) and hint in _PLAIN else str(hint)

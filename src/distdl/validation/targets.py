@@ -1,0 +1,125 @@
+"""Which classes and functions a config may name by `_target_`, decided without importing any.
+
+A config travels (mail, a shared folder, MLflow) and `_target_` calls what it names. So there are
+two gates. Here, by name: only what lies in known packages may be imported at all. Then by kind
+(`validation.kinds`), on what the name really leads to: a callback must be a Callback, an optimizer
+an Optimizer. A `Trust` says whose code may be more than that.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text, walk
+from distdl.util.errors import Problem
+from distdl.util.suggest import closest
+
+ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
+# Single names outside those packages that many configs need and that can do no harm.
+HARMLESS = ("datetime.timedelta", "argparse.Namespace")
+# Sections whose target is imported by the command line itself, and where it then must lie.
+WITHIN = {"launcher": "distdl.launchers", "task": "distdl.tasks"}
+# The sections whose nodes are instantiated.
+BUILT = (*COMPONENTS, *COLLECTIONS, "trainer")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose code may be imported whatever it is, besides the kinds that every config may name.
+
+    Args:
+        folders: Of the user's own code, in the order in which they are searched.
+        allow: Dotted prefixes, from `project.allow`.
+    """
+
+    folders: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    def covers(self, target: str) -> bool:
+        """Whether a dotted name is one of trusted code."""
+        return under(target, self.allow) or lies_in(target, self.folders)
+
+
+def nodes(values: Any, key: str = "_target_") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every mapping with a `_target_`, at any depth, also inside lists, outermost first."""
+    return ((path, node) for path, node in walk(values) if isinstance(node, dict) and key in node)
+
+
+def under(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a dotted name is one of `prefixes` or lies below one."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def lies_in(target: str, folders: Sequence[str]) -> bool:
+    """Whether a dotted name is that of a module or package in one of the folders.
+
+    A name of the standard library is never the user's, nor is distdl's: Python has imported them.
+    """
+    parts = target.split(".")
+    if parts[0] in sys.stdlib_module_names or parts[0] == "distdl":
+        return False
+    names = ["/".join(parts[:end]) for end in range(1, len(parts))]
+    return any(
+        (FilePath(folder) / file).is_file()
+        for folder in folders
+        for name in names  # of a package without an __init__.py, a module deep inside says it
+        for file in (f"{name}.py", f"{name}/__init__.py")
+    )
+
+
+def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
+    """Why a `_target_` is refused and the remedy, or None if it may be imported.
+
+    Args:
+        target: The value of `_target_`.
+        trust: Whose code may be imported besides.
+        path: Of the node, whose section may ask for more.
+    """
+    if not isinstance(target, str) or not _DOTTED.fullmatch(target):
+        dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
+        dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"
+        return f"is no dotted path of a class or function: {target!r}", f"write {dotted}"
+    if trust.covers(target) or target in HARMLESS:
+        return None
+    package, *inner = target.split(".")
+    if package not in ALLOWED:
+        what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
+        if package in sys.stdlib_module_names:
+            return what, ""  # hardly ever meant, and never advised
+        homes = [home for folder in trust.folders for home in FilePath(folder).glob("*")]
+        own = [home.stem for home in homes if home.suffix == ".py" or any(home.glob("*.py"))]
+        if near := closest(package, own):
+            return what, f"did you mean {'.'.join((near, *inner))}?"
+        return what, f"if you trust it: project.allow=[{package}]"
+    if any(part.startswith("_") for part in inner):
+        return f"{target} is private to {package}", advice(target)
+    section = str(path[0]) if path else ""
+    within = WITHIN.get(section)
+    if within and not (len(path) == 1 and target.startswith(f"{within}.")):
+        return f"{target} is no {section} of distdl", advice(target)
+    return None
+
+
+def advice(target: str) -> str:
+    return f"if you trust it: project.allow=[{target}]"
+
+
+def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
+    """The refused `_target_`s of a config, and strings that Hydra would resolve a second time: it
+    might then find a `_target_` in them."""
+    problems = []
+    for path, node in nodes(values):
+        if refused := problem_of(node["_target_"], trust, path):
+            path = (*path, "_target_")
+            problems.append((path, Problem(path_text(path), *refused)))
+    for path, text in walk({key: values.get(key) for key in BUILT}):
+        if isinstance(text, str) and "${" in text:
+            what = f"still holds an interpolation after it was resolved: {text!r}"
+            problems.append((path, Problem(path_text(path), what)))
+    return problems

@@ -1,0 +1,208 @@
+"""Finds what is wrong with a run before anything starts: all that a stage finds in one go.
+
+Stage 1 (`problems_of`) looks at the config alone and imports neither torch nor Lightning. Stage 2
+(`check_bindings`) imports every `_target_` and binds its arguments, in a child process, since that
+import takes seconds, may run the user's code and may fail in any way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from distdl.config.own_code import own_folders
+from distdl.config.schema import (
+    COLLECTIONS,
+    COMPONENTS,
+    LAYERS,
+    check,
+    known_paths,
+    lies_below,
+    path_text,
+    walk,
+)
+from distdl.job import Resources
+from distdl.util.errors import Problem, Unchecked, UserError
+from distdl.util.imports import logged_later, uncollected
+from distdl.util.redact import redact
+from distdl.validation import rules
+from distdl.validation.resolve import Resolved, resolve
+from distdl.validation.rules import is_here, strings
+from distdl.validation.targets import Trust, nodes, target_problems
+
+_CHILD_SECONDS = 300.0
+
+
+def problems_of(
+    config: DictConfig | Mapping[str, Any],
+    *,
+    topology: Resources | None = None,
+    local: bool | None = None,
+    project_root: str | None = None,
+) -> list[Problem]:
+    """Stage 1: everything that is wrong with a config, found without importing what it names.
+
+    Args:
+        config: As composed, with unknown keys still in it.
+        topology: The resolved size of the run; None leaves out the checks that need it.
+        local: Whether the workers run on this machine; None reads it from the launcher.
+        project_root: Folder of the user's code; None means `project.root`.
+
+    Returns:
+        Problems sorted by path; their texts never repeat a value from the environment.
+    """
+    resolved = resolve(config)
+    here = is_here(resolved, local)
+    trainer = [*rules.trainer(resolved)]
+    shape = check(resolved.values, show=resolved.show, known=_known(resolved))
+    problems = [
+        *trainer,
+        *(each for each in shape if each.path not in [known.path for known in trainer]),
+        *rules.names(resolved),
+        *rules.nothing(resolved),
+        *rules.services(resolved, here),
+        *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
+        *rules.topology(resolved, topology, here),
+        *rules.secrets(resolved),
+    ]
+    # What did not resolve is None by now and must not be reported a second time.
+    broken = [*resolved.problems, *rules.class_paths(resolved)]
+    problems = [p for p in problems if not any(lies_below(p.path, top.path) for top in broken)]
+    return _tidy([*problems, *broken, *rules.environment(resolved, here)], resolved)
+
+
+def refuse(
+    config: DictConfig | Mapping[str, Any],
+    topology: Resources | None,
+    *,
+    local: bool | None = None,
+    project_root: str | None = None,
+    further: Sequence[Problem] = (),
+) -> None:
+    """Stage 1 of a run that is about to start.
+
+    Args:
+        config, topology, local, project_root: As in `problems_of`.
+        further: The caller's own problems, reported where stage 1 finds nothing at their path.
+
+    Raises:
+        Unchecked: with all problems. Whoever repairs a typo need not wait for torch.
+    """
+    problems = problems_of(config, topology=topology, local=local, project_root=project_root)
+    paths = {problem.path for problem in problems}
+    problems += [problem for problem in further if problem.path.partition("=")[0] not in paths]
+    if problems:
+        raise Unchecked(*_tidy(problems))
+
+
+def check_bindings(
+    config: DictConfig | Mapping[str, Any],
+    size: Resources | None,
+    project_root: str | None = None,
+    *,
+    local: bool | None = None,
+    goes_on: bool = False,
+) -> tuple[list[Problem], list[str], dict[str, Any]]:
+    """Stage 2: imports each `_target_` and binds its arguments, in a child process.
+
+    Args:
+        config, local, project_root: As in `problems_of`, which has found nothing.
+        size: The size of the run; None where only the launcher knows it.
+        goes_on: This process becomes the worker afterwards: all is imported here, and only once.
+
+    Returns:
+        Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
+        True or False for a model that is a class, and None where it is a function or could not be
+        imported.
+    """
+    resolved = resolve(config)
+    known = size or Resources(accelerator="auto")
+    trust = _trust(resolved, project_root)
+    request = {
+        "config": resolved.values,
+        "expressions": list(resolved.expressions.items()),
+        "trust": [trust.folders, trust.allow],
+        "context": {
+            "num_nodes": known.num_nodes,
+            "devices": known.devices,
+            "world_size": known.world_size,
+            "accelerator": known.accelerator,
+            "local": is_here(resolved, local),
+        },
+    }
+    answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
+    notes = [resolved.hide_environment(note) for note in answer["notes"]]
+    return _tidy([Problem(*each) for each in answer["problems"]], resolved), notes, answer["facts"]
+
+
+def validate(
+    config: DictConfig | Mapping[str, Any],
+    size: Resources | None,
+    *,
+    local: bool | None = None,
+    project_root: str | None = None,
+) -> tuple[list[str], dict[str, Any]]:
+    """Both stages, the second if the first finds nothing; notes and facts of `check_bindings`.
+
+    Raises:
+        UserError: with all problems of the stage that finds any.
+    """
+    refuse(config, size, local=local, project_root=project_root)
+    problems, notes, facts = check_bindings(config, size, project_root, local=local)
+    if problems:
+        raise UserError(*problems)
+    return notes, facts
+
+
+def _tidy(problems: Sequence[Problem], resolved: Resolved | None = None) -> list[Problem]:
+    """Each once, sorted by path, and without values of the environment."""
+    hide = (resolved or Resolved()).hide_environment
+    safe = (Problem(each.path, hide(each.what), hide(each.remedy)) for each in problems)
+    return sorted(dict.fromkeys(safe), key=lambda problem: problem.path)
+
+
+def _trust(resolved: Resolved, project_root: str | None) -> Trust:
+    project = resolved.section("project")
+    root = str(project_root or project.get("root") or os.getcwd())
+    return Trust(own_folders(root), tuple(strings(project.get("allow"))))
+
+
+def _known(resolved: Resolved) -> list[str]:
+    """Paths that exist, to suggest: the schema's and those of the chosen components."""
+    sections = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
+    inside = (path for top, node in nodes(sections) for path, _ in walk(node, top))
+    own = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
+    return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in own if "[" not in text)])]
+
+
+def _ask_here(request: str) -> dict[str, Any]:
+    with uncollected(), logged_later(), contextlib.chdir("."):  # an import may go elsewhere
+        from distdl.validation.child import answered
+
+        return answered(json.loads(request))
+
+
+def _ask_child(request: str) -> dict[str, Any]:
+    """Runs `distdl.validation.child`; that it hangs or crashes is a problem like any other."""
+    # -P: the current folder may hold anything; the request names the user's own folders.
+    command = [sys.executable, "-P", "-m", "distdl.validation.child", str(os.getpid())]
+    try:
+        child = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=_CHILD_SECONDS
+        )
+        return json.loads(child.stdout)
+    except subprocess.TimeoutExpired:
+        what = f"importing what the config names took more than {_CHILD_SECONDS:.0f} s"
+        remedy = "import your modules by hand to see where they hang"
+    except ValueError:
+        what = f"importing what the config names ended Python (exit code {child.returncode})"
+        lines = [line for line in redact(child.stderr).splitlines() if line.strip()]
+        remedy = "\n    ".join(lines[-5:])
+    return {"problems": [["", what, remedy]], "notes": [], "facts": {}}

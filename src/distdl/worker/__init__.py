@@ -1,0 +1,1 @@
+"""What every rank runs: the start-up, the build of the run, and measured choices."""

@@ -1,0 +1,183 @@
+"""Starts the ranks of one node under torch's elastic agent: `python -m distdl.agent ...`.
+
+`launcher=local` uses it for this machine; where a platform starts one process per node (SageMaker,
+MPI with `launcher.agent=true`), that process is this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
+from distdl.ranks import stopping
+from distdl.runs import failures
+from distdl.runs.directory import Attempt
+from distdl.util.orphans import PARENT
+
+# Seconds: torch's agent kills what has not ended 30 s after the first rank did. A rank that was
+# killed before that, somebody else has killed.
+OWN_KILLS = 20
+
+
+def run(
+    command: Sequence[str],
+    *,
+    name: str,
+    devices: int,
+    attempt: Attempt,
+    nodes: int = 1,
+    node_rank: int = 0,
+    main: str = "127.0.0.1:0",
+    grace_seconds: int = 30,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Starts `devices` ranks here and waits for them. On one machine nothing of it can be reached
+    from another one.
+
+    Args:
+        command: What each rank runs, without the interpreter.
+        name: Names the job to the other nodes' agents.
+        devices: Ranks on this node.
+        attempt: Where the output of all but the node's first rank goes, redacted, and the record of
+            ranks that were killed.
+        nodes, node_rank: How many nodes there are, and which one this is.
+        main: Of several nodes: `host:port` where node 0 keeps the ranks' store.
+        grace_seconds: From a signal until the ranks are killed.
+        env: Variables to set before.
+
+    Returns:
+        0, or the exit code of the rank that failed first; -N for one that signal N ended, and if
+        signal N asked this process to end.
+    """
+    kept = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
+    os.environ.update(env or {})
+    os.environ[PARENT] = str(os.getpid())
+    # One thread per process unless asked: what torchrun does, without its warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if nodes == 1 and (interface := loopback()):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[variable] = os.environ.get(variable) or interface
+    several = {"rdzv_backend": "static", "rdzv_configs": {"rank": node_rank, "timeout": 900}}
+    options: dict[str, Any] = {
+        "min_nodes": nodes,
+        "max_nodes": nodes,
+        "nproc_per_node": devices,
+        "run_id": name.replace("/", "_"),
+        "rdzv_endpoint": main,
+        "max_restarts": 0,
+        "monitor_interval": 0.1,
+        "shutdown_timeout": grace_seconds,
+        **(several if nodes > 1 else {}),
+    }
+    folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
+    try:
+        with stopping.raised():
+            return _run(command, folder, attempt, options)
+    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
+        return -stopping.number_of(interrupt)
+    finally:
+        os.environ.pop(PARENT, None)
+        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
+
+
+def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
+    """The part that needs torch.
+
+    Args:
+        folder: Where the output of the ranks goes.
+        options: Arguments of torch's LaunchConfig.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from distdl.worker import rendezvous
+    from distdl.worker.rank_output import RankOutput
+
+    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    with RankOutput(folder, options["nproc_per_node"]) as output:
+        options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
+        options["signals_to_handle"] = signals
+        config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            return blame(attempt, error.failures)
+        except SignalException as error:
+            return -int(error.sigval)
+    return 0
+
+
+def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
+    """Records the ranks that could not do so themselves, and returns the cause's exit code.
+
+    Args:
+        ended: Of each rank that did not end well, `exitcode` and `timestamp`, as torch knows them.
+    """
+    start = min(each.timestamp for each in ended.values())
+    for rank, each in ended.items():
+        code = int(each.exitcode)
+        agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.MEANING
+        if not agreed and each.timestamp - start < OWN_KILLS:
+            # In whole seconds, rounded down. Nothing is killed because another rank fails; it may
+            # well crash because of that, and then comes second.
+            later = 0 if -code == signal.SIGKILL else 1
+            failures.record_end(attempt.errors, rank, code, each.timestamp + later)
+    first = attempt.first_error()
+    if first and first["rank"] in ended:
+        return int(ended[first["rank"]].exitcode)
+    return int(min(ended.values(), key=lambda each: each.timestamp).exitcode)
+
+
+def loopback() -> str | None:
+    """The interface that leads to this machine alone: `lo`, or `lo0`."""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if name in ("lo", "lo0")), None)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """One node's agent; after `--` come the worker's arguments."""
+    parser = argparse.ArgumentParser("python -m distdl.agent", description=__doc__)
+    parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, help="default: by the launcher's own variables")
+    parser.add_argument("--main-address", default=os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    parser.add_argument("--main-port", type=int, default=int(os.environ.get("MASTER_PORT", "0")))
+    parser.add_argument("--grace-seconds", type=int, default=30)
+    parser.add_argument("worker", nargs="+", help="BUNDLE STORE --attempt N")
+    options = parser.parse_args(argv)
+    _, store, _, number = options.worker
+    node_rank = options.node_rank
+    if node_rank is None:
+        from distdl.ranks import environment
+
+        # One agent per node: its rank among the agents is the node's number.
+        node_rank = environment.resolve().rank
+    from distdl.ranks.process_exit import leave
+
+    launcher = os.environ.get("DISTDL_LAUNCHER", "local")
+    code = run(
+        ["-m", "distdl.worker", *options.worker],
+        name="distdl",  # the same on every node; their store's address tells jobs apart
+        devices=options.devices,
+        attempt=Attempt(Path(store, "attempts", f"{int(number):03d}")),
+        nodes=options.nodes,
+        node_rank=node_rank,
+        main=f"{options.main_address}:{options.main_port}",
+        grace_seconds=options.grace_seconds,
+        # From here on the ranks are torchrun's, whatever started this agent.
+        env={"DISTDL_LAUNCHER": "local"},
+    )
+    if -code in stopping.MEANING:  # the status says what the ranks made of it
+        code = EXIT_FAILURE
+    leave(code if code >= 0 else 128 - code, launcher)

@@ -1,0 +1,228 @@
+"""`strategy.autotune=true`: a short measured search for the fastest way to the same training.
+
+The global batch is not touched. What changes is how it is cut (`data.batch_size` against
+`trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, the ZeRO stage. Each
+candidate trains a few steps on these very devices; the fastest is written into the attempt's
+launch.yaml, so that a resume takes it over and does not measure again.
+
+DeepSpeed's own autotuner starts the whole job again for each candidate, with its own launcher: it
+cannot run inside a job that a cluster has started.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.callbacks import Checkpointer, StepMetrics
+from distdl.config import recipe as configs
+from distdl.distributed import process_group
+from distdl.job import Resources
+from distdl.ranks.environment import Environment
+from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.util.errors import UserError
+from distdl.worker.build import build
+from distdl.worker.rank_context import RankContext
+
+log = logging.getLogger(__name__)
+
+WARM_UP, MEASURED = 2, 5  # optimizer steps
+CUTS = 3  # how many times the batch is halved
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the things to try: what it changes of the recipe, by path, and its name for people."""
+
+    changes: dict[str, Any]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the slowest rank; `seconds` of an optimizer step, `memory` in bytes (0 on the CPU)."""
+
+    candidate: Setting
+    seconds: float | None
+    memory: int = 0
+    why: str = ""
+
+
+def tuned(config: DictConfig, context: RankContext) -> DictConfig:
+    """The config with the fastest candidate, where the strategy asks for it. Collective.
+
+    Raises:
+        UserError: No candidate can train.
+    """
+    if config.task._target_ != configs.TRAIN:
+        return config
+    environment, measured = context.environment, []
+    for candidate in candidates(config):
+        each = measure(config, candidate, environment, context.resources, context.stop)
+        report(environment, "autotune: %s", line(each))
+        measured.append(each)
+    able = [each for each in measured if each.seconds is not None]
+    if not able:
+        what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
+        raise UserError.at("strategy.autotune", what, "a smaller data.batch_size")
+    best = min(able, key=lambda each: each.seconds or 0.0).candidate
+    return freeze(config, context, best, "autotune", measured)
+
+
+def report(environment: Environment, text: str, *arguments: object) -> None:
+    """On rank 0 for a person, elsewhere for the log file."""
+    log.log(logging.INFO if environment.rank == 0 else logging.DEBUG, text, *arguments)
+
+
+def freeze(
+    config: DictConfig, context: RankContext, best: Setting, name: str, measured: list[Measured]
+) -> DictConfig:
+    """Writes rank 0's choice into the attempt's launch.yaml, and what it rests on under `name`.
+
+    A resume takes an attempt's changes over from the one before, and so the choice. Collective.
+    """
+    best, launch = process_group.tell_all(best), context.launch
+    text = "%s: this attempt and those that resume it train with %s"
+    report(context.environment, text, name, best)
+    launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
+    launch[name] = [line(each) for each in measured]
+    if context.environment.rank == 0:
+        context.attempt.write_launch(launch)
+    return configs.merge(config, OmegaConf.create({}), best.changes)
+
+
+def candidates(config: DictConfig) -> Iterator[Setting]:
+    """Ways to cut a rank's share of the global batch, with each stage."""
+    batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
+    sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
+    own_file = config.strategy.get("config")  # what it says about ZeRO stays
+    for stage in (None,) if own_file else STAGES:
+        for size in sizes:
+            if not (stage != 3 and config.strategy.get("offload_parameters")):
+                yield cut(size, batch // size, stage)
+
+
+def cut(batch_size: int, accumulate: int, stage: int | None) -> Setting:
+    """A cut of the batch, and a ZeRO stage."""
+    name = f"data.batch_size={batch_size} x {accumulate} accumulated"
+    changes: dict[str, Any] = {
+        "data.batch_size": batch_size,
+        "trainer.accumulate_grad_batches": accumulate,
+        "strategy.autotune": False,
+    }
+    if stage is None:
+        return Setting(changes, name)
+    return Setting({**changes, "strategy.stage": stage}, f"ZeRO-{stage}, {name}")
+
+
+def measure(
+    config: DictConfig,
+    candidate: Setting,
+    environment: Environment,
+    resources: Resources,
+    stop: StopRequest,
+    *,
+    warm_up: int = WARM_UP,
+    steps: int = MEASURED,
+    survivable: type[Exception] = torch.cuda.OutOfMemoryError,
+) -> Measured:
+    """Trains a few steps, in this process, and leaves nothing behind. Collective.
+
+    Args:
+        warm_up, steps: Optimizer steps before those that count, and those.
+        survivable: What rules the candidate out and no more; out of memory always does.
+
+    Raises:
+        Stopped: A rank was asked to end meanwhile; nothing was measured then.
+    """
+    stop.check()
+    settings = configs.merge(
+        config,
+        OmegaConf.create({}),
+        {
+            **candidate.changes,
+            "trainer.max_steps": warm_up + steps,
+            "trainer.max_epochs": -1,
+            "trainer.limit_val_batches": 0,
+            "trainer.num_sanity_val_steps": 0,
+            "trainer.enable_model_summary": False,
+        },
+    )
+    settings.callbacks = {}
+    clock = Clock(warm_up, steps)
+    why = ""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory(Path(folder))
+        attempt = Attempt(run.path / "attempts/001")
+        try:
+            built = build(settings, run, attempt, environment, resources, stop, [])
+            kept = [
+                callback
+                for callback in built.trainer.callbacks  # type: ignore[attr-defined]
+                if not isinstance(callback, Checkpointer | StepMetrics)
+            ]
+            built.trainer.callbacks = [*kept, clock]  # type: ignore[attr-defined]
+            built.trainer.fit(built.module, datamodule=built.datamodule)
+            engine = getattr(built.trainer.strategy, "_engine", None)
+            if engine is not None:
+                engine.destroy()
+        except torch.cuda.OutOfMemoryError:
+            why = "out of memory"
+        except (Stopped, UserError):
+            raise
+        except survivable as error:
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    built = engine = None  # type: ignore[assignment]
+    gc.collect()
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    torch.cuda.empty_cache()
+    # What failed may have failed by that very signal: the compiler has got it, too.
+    process_group.check_all(stop, "before training began")
+    times, memories, reasons = zip(*process_group.gather((clock.seconds, memory, why)), strict=True)
+    why = next(filter(None, reasons), "")
+    return Measured(candidate, None if why else max(times), max(memories), why)
+
+
+class Clock(Callback):
+    """Seconds per optimizer step, over `steps` of them after the first `warm_up`."""
+
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.steps = warm_up, steps
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        if trainer.global_step not in (self.warm_up, self.warm_up + self.steps):
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds, self._started = (now - self._started) / self.steps, now
+
+
+def line(measured: Measured) -> str:
+    """One row of the table."""
+    took = measured.why if measured.seconds is None else f"{measured.seconds * 1000:9.1f} ms a step"
+    memory = f", {measured.memory / 2**30:6.2f} GiB" if measured.memory else ""
+    return f"{measured.candidate!s:<48}{took}{memory}"

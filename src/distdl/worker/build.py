@@ -1,0 +1,266 @@
+"""Config -> Trainer, LightningModule, LightningDataModule, callbacks, alike on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.profilers import PassThroughProfiler
+from omegaconf import DictConfig
+
+from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
+from distdl.checkpoint import portable
+from distdl.checkpoint.formats import AnyCheckpoint
+from distdl.config import batches
+from distdl.config.recipe import TRAIN, plain
+from distdl.data.loading import distribute
+from distdl.data.sampling import TrainPosition
+from distdl.distributed import process_group
+from distdl.job import Resources
+from distdl.optim import optimizers
+from distdl.optim.schedules import length_of
+from distdl.ranks.environment import Environment
+from distdl.ranks.stopping import StopRequest
+from distdl.runs.checkpoints import CheckpointStore
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.validation.signatures import with_dtypes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Built:
+    """A run as a task gets it.
+
+    Args:
+        checkpoint: What to go on from, or None.
+        own_optimizer: The module defines `configure_optimizers`, so the config's optimizer and
+            schedule are not used.
+    """
+
+    config: DictConfig
+    run: RunDirectory
+    trainer: Trainer
+    module: LightningModule
+    datamodule: LightningDataModule | None
+    metrics: StepMetrics
+    checkpointer: Checkpointer
+    checkpoint: str | None = None
+    own_optimizer: bool = False
+
+    @property
+    def data(self) -> str:
+        """What `data._target_` names, or the model that has its loaders itself."""
+        return str((self.config.get("data") or self.config.model).get("_target_"))
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether an attempt of this run, an earlier one too, is a training."""
+        return any(attempt.task == TRAIN for attempt in self.run.attempts())
+
+
+def build(
+    config: DictConfig,
+    run: RunDirectory,
+    attempt: Attempt,
+    environment: Environment,
+    resources: Resources,
+    stop: StopRequest,
+    loggers: list[Any],
+    checkpoint: str | None = None,
+) -> Built:
+    """Builds everything, on this rank.
+
+    Args:
+        config: Recipe and where, merged.
+        run, attempt: Where files go.
+        environment: Who this rank is.
+        resources: How many ranks there are, on what.
+        stop: Whether this process was asked to end.
+        loggers: Lightning loggers.
+        checkpoint: What to go on from; the same on all ranks.
+    """
+    _, _, accumulate = batches.factors(config, resources)
+    global_batch = batches.global_batch_size(config, resources)
+    position = TrainPosition()
+    module = build_module(config)
+    datamodule = make(config.get("data")) if config.get("data") else None
+    own_optimizer = configures_optimizers(module)
+    nodes = (config.get("callbacks") or {}).items()
+    chosen = {str(name): make(node) for name, node in nodes if node}  # null takes one away
+    strategy = make(config.strategy)
+    if not own_optimizer:
+        attach_optimizer(module, config, global_batch, position)
+    rank, world_size = data_share(strategy, environment)
+    distribute(
+        datamodule if datamodule is not None else module,
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+        position=position,
+        # Overfitting means the same batches in every epoch.
+        shuffle=False if config.trainer.get("overfit_batches") else None,
+        share=bool(config.trainer.get("use_distributed_sampler", True)),
+    )
+    metrics = StepMetrics(None, attempt, position)
+    kept = Checkpointer(
+        CheckpointStore(run.checkpoints),
+        stop,
+        position,
+        global_batch_size=global_batch,
+        accumulate=accumulate,
+        optimizer=None if own_optimizer else plain(config.get("optimizer")),
+        seed=config.seed,
+        **{k: v for k, v in config.checkpoint.items() if k not in ("resume_from", "sharded")},
+    )
+    for callback in chosen.values():
+        if isinstance(callback, RecordSamples):
+            callback.run_dir, callback.attempt = run.path, attempt.number
+    trainer = build_trainer(
+        config, strategy, environment, resources, [metrics, *chosen.values(), kept], loggers, run
+    )
+    return Built(config, run, trainer, module, datamodule, metrics, kept, checkpoint, own_optimizer)
+
+
+def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
+    """(rank, how many) among those that take different data; a strategy may know better."""
+    share_of = getattr(strategy, "data_share", None)
+    rank, world_size = environment.rank, environment.world_size
+    return share_of(rank, world_size) if share_of is not None else (rank, world_size)
+
+
+def make(node: Any) -> Any:
+    """Instantiates a `_target_` node with plain Python containers, or as it says (`_convert_`); its
+    errors are its own. `torch.float32`, or `float32`, is one where a dtype is asked for."""
+    if isinstance(node, DictConfig):
+        given = plain(node)
+        typed = with_dtypes(given)
+        node = node if typed == given else typed
+    try:
+        return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
+    except InstantiationException as error:
+        raise error.__cause__ or error from None
+
+
+def build_module(config: DictConfig) -> LightningModule:
+    from lightning.pytorch import seed_everything
+
+    # The same weights on every rank, whatever strategy would or would not broadcast them.
+    seed_everything(config.seed, workers=True, verbose=False)
+    return make(config.model)
+
+
+def configures_optimizers(module: LightningModule) -> bool:
+    return type(module).configure_optimizers is not LightningModule.configure_optimizers
+
+
+def attach_optimizer(
+    module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
+) -> None:
+    """Gives a module the config's optimizer and schedule, as its `configure_optimizers`.
+
+    Args:
+        declared: The global batch as the config says it, for loaders that do not say.
+        position: Knows what the loaders say.
+    """
+    optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
+    if not optimizer_node:
+        return
+
+    def configure_optimizers(self: LightningModule) -> Any:
+        self.trainer.fit_loop.setup_data()  # the rate and the schedule depend on the loaders
+        reference = optimizer_node.get("lr_reference_batch", 256)
+        per_step = (position.samples or 0) * self.trainer.accumulate_grad_batches
+        optimizer = optimizers.build_optimizer(
+            self,
+            optimizer_node,
+            global_batch=per_step or declared or reference,
+            fuse=may_fuse(config),
+        )
+        if not schedule_node:
+            return optimizer
+        if not self.automatic_optimization and self.trainer.is_global_zero:
+            log.warning(
+                "the model steps its optimizers itself, and so it must its schedule: "
+                "self.lr_schedulers().step() in training_step, or schedule=none"
+            )
+        schedule = optimizers.build_schedule(
+            optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    module.configure_optimizers = functools.partial(configure_optimizers, module)  # type: ignore[method-assign]
+
+
+def may_fuse(config: DictConfig) -> bool:
+    """Whether an optimizer may use its fused kernel, if nobody has said so.
+
+    A fused step would unscale the gradients of 16-mixed itself, after they were clipped: Lightning
+    refuses that. DeepSpeed's optimizers hold one flat parameter, and keep their groups in their own
+    way, with the kernels' names.
+    """
+    half = str(config.trainer.get("precision")) in ("16", "16-mixed")
+    clips = bool(config.trainer.get("gradient_clip_val"))
+    strategy = str((config.get("strategy") or {}).get("_target_"))
+    return not (half and clips) and not strategy.endswith("DeepSpeedStrategy")
+
+
+class Unprofiled(PassThroughProfiler):
+    """Lightning's profiler that does nothing, 35 times a step of a default run, in a quarter of
+    its time: a context that is there already, not a generator each time."""
+
+    _nothing = nullcontext()
+
+    def profile(self, action_name: str) -> nullcontext[None]:  # type: ignore[override]
+        return self._nothing
+
+
+def build_trainer(
+    config: DictConfig,
+    strategy: Any,
+    environment: Environment,
+    resources: Resources,
+    callbacks: list[Callback],
+    loggers: list[Any],
+    run: RunDirectory,
+) -> Trainer:
+    """Lightning's Trainer, of which distdl owns the parts named in `conf/trainer`'s docs."""
+    arguments = dict(make(config.trainer))  # a profiler, or a time, may be a node
+    arguments.pop("use_distributed_sampler", None)  # see below
+    arguments.update(
+        accelerator=process_group.accelerator_of(environment, resources.accelerator),
+        devices=environment.local_world_size,
+        num_nodes=resources.num_nodes,
+        profiler=arguments.get("profiler") or Unprofiled(),
+    )
+    if arguments.get("benchmark") is None:  # cudnn's search takes kernels that are not
+        arguments["benchmark"] = not arguments.get("deterministic")
+    if config.checkpoint.get("sharded"):  # validation has asked whether it can
+        strategy.sharded_checkpoints = True
+    process_group.give_backends(strategy, resources.accelerator)
+    trainer = Trainer(
+        **arguments,
+        strategy=strategy,
+        plugins=[process_group.LaunchedEnvironment(environment), AnyCheckpoint()],
+        callbacks=callbacks,
+        logger=loggers or False,
+        default_root_dir=Path(run.path),
+        enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
+        # Ours writes them; a user's own ModelCheckpoint may stand beside it (callbacks/apart.py).
+        enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
+        # Sharding by rank is in `distribute`, which can also resume and count exactly.
+        use_distributed_sampler=False,
+    )
+    portable.speak_names(trainer.strategy)
+    # Ours are installed already, and do not deadlock (pytorch-lightning#20806).
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    return trainer

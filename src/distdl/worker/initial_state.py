@@ -1,0 +1,186 @@
+"""What a task takes from a checkpoint: its own run's, another run's, Lightning's, or bare weights.
+
+A new training resumes from all of the state of its start if that fits: optimizers, schedules,
+loops, with the rates and settings that it asks for itself. Else it takes the weights alone, and one
+warning gives the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from distdl.callbacks.checkpointer import KEY
+from distdl.callbacks.resume_state import built_rates
+from distdl.optim.optimizers import KERNELS
+from distdl.runs.directory import shown
+from distdl.util.errors import UserError
+from distdl.worker.build import Built
+
+log = logging.getLogger(__name__)
+
+# What torch.compile, DistributedDataParallel and `convert --to weights` add to names or take away.
+AFFIX = re.compile(r"^(module|network)\.|_orig_mod\.")
+# torch has added these or taken them away; all other keys of a schedule's state show its kind.
+OF_VERSIONS = ("verbose", "default_min_lr")
+
+
+def start(context: Built, path: str | None, loop: Callable[..., Any], **more: Any) -> Any:
+    """Calls `fit`, `validate` or `test` of the Trainer, from a checkpoint if there is one."""
+    if path:
+        prepare(context, path)
+    return loop(
+        context.module,
+        datamodule=context.datamodule,
+        ckpt_path=path,
+        weights_only=not context.config.checkpoint.get("trust_pickle") if path else None,
+        **more,
+    )
+
+
+def prepare(context: Built, path: str) -> None:
+    """Puts `load` where the Trainer restores weights, and `restore` where it restores the rest.
+
+    What is evaluated logs at the file's step and epoch. They raise a UserError where the weights do
+    not fit, and where all of it fits and the file's training was as long as this one shall be.
+    """
+    trainer, module, file = context.trainer, context.module, shown(Path(path))
+    connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
+    load_as_ever, restore_as_ever = strategy.load_model_state_dict, connector.restore_training_state
+
+    def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        names = module.state_dict().keys()
+        plain = {AFFIX.sub("", name): name for name in names}
+        saved = checkpoint["state_dict"].items()
+        named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
+        try:
+            load_as_ever({**checkpoint, "state_dict": named}, strict=strict)
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            what = f"its weights are not those of {type(module).__name__} as configured: {error}"
+            remedy = "the class and arguments that wrote it; strict_loading = False of the module"
+            raise UserError.at(file, what, remedy) from None
+        if trainer.state.fn != TrainerFn.FITTING:  # of which Lightning takes the weights alone
+            loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
+            loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
+
+    def restore() -> None:
+        checkpoint = connector._loaded_checkpoint
+        trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
+        if not trains or not checkpoint or Path(path).is_relative_to(context.run.path):
+            return restore_as_ever()
+        foreign, why = KEY not in checkpoint, None
+        asked = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
+        if foreign:
+            loop._combined_loader = None  # the loaders may have begun with another epoch's order
+            if (why := misfit(checkpoint, trainer)) is None:
+                try:
+                    connector.restore_optimizers()
+                except ValueError as error:  # they have other groups of parameters
+                    why = str(error)
+        if why is not None:
+            if len(trainer.optimizers) > 1:  # the first of them may have fitted
+                strategy.setup_optimizers(trainer)
+            message = "%s: its weights are taken alone, and the training begins anew: %s"
+            return log.warning(message, file, why)
+        longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
+        restore_as_ever()
+        loop.max_epochs = longest
+        kept = checkpoint.get(KEY) or {}
+        ask_again(trainer, asked, kept.get("rates"), file, context.checkpointer.batch_ratio(kept))
+        context.checkpointer.rates = built_rates(asked)
+        begun: Any = loop.epoch_progress.current
+        batches = loop.epoch_loop.batch_progress
+        complete = begun.processed == begun.ready or batches.is_last_batch
+        epochs, steps = begun.ready - (not complete), trainer.global_step
+        limits = (("epochs", epochs, longest), ("steps", steps, trainer.max_steps))
+        for unit, done, limit in limits:
+            if limit not in (None, -1) and done >= limit:
+                what = f"is {limit}, and {file} was trained for {done} {unit}"
+                more = f"trainer.max_{unit}={done + limit}, or with checkpoint.resume_from its "
+                more += f"weights alone: python -m distdl convert {file} --to weights"
+                raise UserError.at(f"trainer.max_{unit}", what, more)
+        if foreign:
+            context.checkpointer.position.epoch = epochs
+        if foreign and not complete:
+            message = "%s was saved after %d batches of an epoch, without a list of their samples: "
+            message += "of that epoch some samples come again, and others not at all"
+            log.warning(message, file, batches.current.ready)
+
+    strategy.load_model_state_dict = load  # type: ignore[method-assign]
+    connector.restore_training_state = restore  # type: ignore[method-assign]
+
+
+def ask_again(
+    trainer: Trainer, asked: list[Any], before: list[Any] | None, file: str, batch_ratio: float
+) -> None:
+    """Gives a new run the rates and settings that it asks for, where its start has others.
+
+    Args:
+        asked: Of each optimizer its groups as they were built, before the state was restored.
+        before: The rates with which those of the start were built; None: it does not say.
+        file: The start.
+        batch_ratio: By how much the rate will change with the global batch.
+    """
+    schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
+    # Those that turn the momentum as well keep it among their own settings.
+    moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
+    differences: dict[str, str] = {}
+    for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, asked, strict=True)):
+        settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *moved}
+        for index, (group, mine) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+            for name in sorted(settings & mine.keys()):
+                if group.get(name) != mine[name]:
+                    differences[name] = f"{name} {mine[name]} and not {group.get(name)}"
+                    group[name] = mine[name]
+            # A file of Lightning's shows it by its schedule: else the module may have set it.
+            was, now = group.get("initial_lr"), mine.get("initial_lr", mine["lr"])
+            with suppress(IndexError, TypeError):
+                was = before[number][index]  # type: ignore[index]
+            ratio = now / (was * batch_ratio) if was else 1.0
+            if math.isclose(ratio, 1.0, rel_tol=1e-6):
+                continue
+            differences["lr"] = f"lr {now:.4g} and not {was:.4g}"
+            for name in ("initial_lr", "reference_lr", "lr", "max_lr", "min_lr"):
+                if name in group:
+                    group[name] *= ratio
+            for schedule in schedules:
+                if getattr(schedule, "optimizer", None) is optimizer and index < len(
+                    getattr(schedule, "base_lrs", ())
+                ):
+                    schedule.base_lrs[index] *= ratio
+                    schedule._last_lr[index] *= ratio
+    if differences:
+        log.info("%s: this run continues with %s", file, ", ".join(differences.values()))
+
+
+def misfit(checkpoint: Mapping[str, Any], trainer: Trainer) -> str | None:
+    """Why the state of optimizers and schedules is not that of this training's; None: it may be."""
+    states, optimizers = checkpoint.get("optimizer_states"), trainer.optimizers
+    if states is None or "lr_schedulers" not in checkpoint:
+        return "it holds no state of optimizers"
+    if len(states) != len(optimizers):
+        return f"it has {len(states)} optimizers, not {len(optimizers)}"
+    for state, optimizer in zip(states, optimizers, strict=True):
+        kind: Any = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps it
+        # Switches are newer than some files, and off.
+        defaults = getattr(kind, "defaults", {})
+        settings = {k for k, v in defaults.items() if not isinstance(v, bool | None)}
+        if lacks := settings - state["param_groups"][0].keys():
+            return f"its optimizer is no {type(kind).__name__}, without {', '.join(sorted(lacks))}"
+    mine = [entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs]
+    same = [*map(settings_of, mine)] == [*map(settings_of, checkpoint["lr_schedulers"])]
+    return None if same else "its schedules are of another kind"
+
+
+def settings_of(schedule: Mapping[str, Any]) -> set[str]:
+    return {k for k in schedule if not k.startswith("_") and k not in OF_VERSIONS}

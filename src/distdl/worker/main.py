@@ -1,0 +1,283 @@
+"""What every rank runs, everywhere: `python -m distdl.worker BUNDLE STORE`.
+
+It never runs Hydra on a command line: it reads the frozen config and launch.yaml, once each, finds
+out which rank it is, builds, and does the task. The attempt's status.json and the exit code say how
+it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bdb
+import contextlib
+import logging
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.config import recipe as configs
+from distdl.config.own_code import make_importable, place_in
+from distdl.job import EXIT_REFUSED, JobState
+from distdl.ranks import environment as environments
+from distdl.ranks.process_exit import outlive_readers
+from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.runs import failures
+from distdl.runs.bundle import Bundle
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.util import lightning_names
+from distdl.util.errors import UserError
+from distdl.util.imports import uncollected
+from distdl.util.redact import redact
+from distdl.validation import kinds
+from distdl.validation.resolve import resolve
+from distdl.validation.targets import Trust
+from distdl.worker.rank_context import RankContext
+from distdl.worker.rank_logging import adopt_lightnings_loggers, start_logging
+
+log = logging.getLogger("distdl.worker")
+
+
+def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
+    """Runs one rank of one attempt and returns its exit code.
+
+    Args:
+        argv: Of the command line, None for this process's own.
+        stop: What has listened to signals since the process began, if anything has.
+    """
+    parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
+    parser.add_argument("bundle", type=Path, help="where config.yaml is")
+    parser.add_argument("store", type=Path, help="where checkpoints, logs and status go")
+    parser.add_argument("--attempt", type=int, help="default: the newest")
+    arguments = parser.parse_args(argv)
+
+    stop = stop or StopRequest()
+    stop.install()
+    outlive_readers()
+    run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
+    try:
+        attempt = bundle.create_store(run, arguments.attempt or newest(run))
+    except UserError as error:
+        print(f"distdl: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    rank, facts = 0, dict[str, Any]()
+    try:
+        try:
+            launch = attempt.launch()
+            resources = attempt.resources(launch)
+            environment = environments.resolve(resources=resources)
+            rank = environment.rank
+            environment.export()
+            start_logging(attempt, rank)
+            log.debug("%s", environment.describe())
+            if rank == 0:
+                attempt.begin()
+            context = RankContext(attempt, launch, resources, environment, stop)
+            state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
+        except Stopped as ended:
+            state, facts["error"] = ended.state, str(ended)
+            log.warning("%s: %s", state.lower(), ended)
+        except KeyboardInterrupt:
+            state, facts["error"] = JobState.CANCELLED, "interrupted"
+        if rank == 0:
+            attempt.end(state, **facts)
+        return state.exit_code
+    except BaseException as error:  # whatever it was, it is recorded and named
+        if isinstance(error, UserError):
+            print(f"distdl: {redact(str(error))}", file=sys.stderr)
+        return fail(attempt, rank, error)
+    finally:
+        stop.uninstall()
+
+
+def newest(run: RunDirectory) -> int:
+    last = run.last_attempt()
+    return last.number if last else 1
+
+
+def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
+    """Process group -> build -> task; returns the task's metrics."""
+    with uncollected():  # all that is slow to import, before the ranks wait for each other
+        from distdl import tracking  # noqa: F401
+        from distdl.checkpoint import fetching  # noqa: F401
+        from distdl.distributed import process_group, rank_table
+        from distdl.worker import allocator, build, summary  # noqa: F401
+
+    adopt_lightnings_loggers()
+    config = effective_config(bundle, context.launch)
+    # The user's code comes before everything that is installed.
+    python_path = bundle.python_path(context.launch)
+    lightning_names.serve()
+    make_importable(python_path)
+    allow = OmegaConf.select(config, "project.allow") or ()
+    with contextlib.chdir("."):  # an import may go elsewhere, and paths to type are from here
+        kinds.refuse(resolve(config).values, Trust(tuple(python_path), tuple(allow)))
+    context.stop.check()
+    environment, accelerator = context.environment, context.resources.accelerator
+    rank_table.refuse_missing_device(environment, accelerator)
+    if accelerator == "cpu":
+        allocator.keep_freed_memory()
+    log.debug("imported; joins the other ranks")  # each may take minutes: the file says which
+    process_group.connect(environment, accelerator)
+    failed = False
+    try:
+        return build_and_run(config, context)
+    except Stopped:
+        raise
+    except BaseException as error:
+        failed = True
+        # Now: taking this rank down makes the others fail, and their errors must come second.
+        note(context.attempt, environment.rank, error)
+        raise
+    finally:
+        process_group.disconnect(failed)
+
+
+def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
+    """What follows once all ranks are connected: checkpoint, measured choices, tracking, task."""
+    from distdl import tracking
+    from distdl.checkpoint import fetching
+    from distdl.distributed import process_group, rank_table
+    from distdl.worker import summary
+    from distdl.worker.build import build, make
+
+    attempt, resources, environment = context.attempt, context.resources, context.environment
+    run, rank = context.run, environment.rank
+    rank_table.announce(environment, resources.accelerator)
+    rank_table.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
+    chosen = newest_checkpoint(config, run) if rank == 0 else None
+    checkpoints = fetching.provide(chosen, run.path, environment)
+    if (config.get("strategy") or {}).get("autotune"):
+        from distdl.worker import autotune
+
+        config = autotune.tuned(config, context)
+    if (config.get("model") or {}).get("compile") == "measured":
+        from distdl.worker import compiling
+
+        config = compiling.chosen(config, context)
+    info = summary.run_info(config, context) if rank == 0 else None
+    tracker = tracking.start_tracking(
+        summary.for_rank(process_group.tell_all(info), environment),
+        {k: make(node) for k, node in (config.get("tracking") or {}).items()},
+    )
+    state = JobState.FAILED
+    try:
+        with lightnings_refusals():
+            parts = (config, run, attempt, environment, resources, context.stop)
+            built = build(*parts, tracker.loggers, checkpoints)
+            tracker.settle()
+            context.stop.check()
+            if rank == 0:
+                # A strategy may leave a part of the model on each rank: it is counted before.
+                complete = summary.parameters_of(built.module)
+                summary.print_start(built, resources, context.launch)
+
+                def on_start() -> None:
+                    counted = summary.print_batch(built, resources, attempt, complete)
+                    tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
+
+                built.metrics.tell = on_start
+            metrics = perform_task(config, built)
+        state = JobState.SUCCEEDED
+        if rank == 0:
+            started = attempt.status().get("started", 0)
+            summary.print_end(built, metrics, tracker.how_to_open(), started)
+        return metrics
+    except Stopped as ended:
+        state = ended.state
+        raise
+    except BaseException as error:
+        note(attempt, rank, error)  # before the tracker, which may take its time
+        raise
+    finally:
+        tracker.finish(str(state))
+
+
+@contextlib.contextmanager
+def lightnings_refusals() -> Iterator[None]:
+    """Raises a UserError in place of what Lightning's own code raises, as that is for the user to
+    change: without the traceback, which the log file has."""
+    from distdl.validation import misfits
+
+    plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
+    try:
+        yield
+    except Exception as error:
+        if problem := misfits.explained(error):
+            raise UserError(problem) from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised = (frame.line or "").startswith("raise ") and type(error) in plain
+        of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
+        if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
+            raise UserError(f"Lightning refuses it: {error}") from error
+        raise
+
+
+def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
+    """Calls the task by itself: through Hydra its exceptions would come out as Hydra's."""
+    from hydra.utils import get_method
+
+    arguments = configs.plain(config.task)
+    task = get_method(str(arguments.pop("_target_")))
+    return task(built, **arguments) or {}
+
+
+def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
+    """The frozen recipe, where this attempt runs, and what this attempt changed."""
+    return configs.merge(
+        bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
+    )
+
+
+def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
+    """What training starts from: the run's own newest, else `checkpoint.resume_from`."""
+    from distdl.runs import checkpoints
+
+    newest = checkpoints.CheckpointStore(run.checkpoints).newest()
+    if newest is not None:
+        return str(newest)
+    other = config.checkpoint.get("resume_from")
+    # Absolute: `fetching.provide` takes what is relative as a part of the run.
+    return str(checkpoints.find(other).absolute()) if other else None
+
+
+def note(attempt: Attempt, rank: int, error: BaseException) -> int:
+    """Records what failed first on this rank, and logs it at once: what follows may take its time,
+    or end with a kill. Returns the exit code."""
+    code = JobState.FAILED.exit_code
+    if isinstance(error, UserError):
+        code = EXIT_REFUSED
+    elif isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code or code  # whoever calls exit(0) in the middle has not trained
+    text = redact("".join(traceback.format_exception(error)))
+    more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
+    more |= {"where": where} if (where := place_in(text)) else {}
+    message = redact(str(error))
+    if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
+        return code
+    first = attempt.first_error()
+    debugged = isinstance(error, bdb.BdbQuit)
+    caused = first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED
+    if debugged or caused or isinstance(error, UserError):
+        log.debug("%s", text)  # for the file: what is on screen says it without a traceback
+    if debugged:
+        log.error("ended in the debugger")
+    elif isinstance(error, UserError):
+        pass
+    elif first and caused:
+        log.error("ends because rank %s failed first", first["rank"])
+    else:
+        log.error("%s%s", text, f"at {where}" if where else "")
+    return code
+
+
+def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
+    """Ends the attempt as failed and returns this rank's exit code."""
+    code = note(attempt, rank, error)
+    if rank == 0:
+        facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
+        attempt.fail(failures.describe(facts), code)
+    return code

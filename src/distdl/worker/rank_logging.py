@@ -1,0 +1,78 @@
+"""The log of one rank: a file of its own, and what of it a person sees on the terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from typing import TextIO
+
+from distdl.runs.directory import Attempt
+from distdl.util.imports import FOR_AUTHORS, log_early
+from distdl.util.redact import RedactingFilter
+
+QUIET = ("urllib3",)  # it logs each retry; its callers report what comes of them
+HANDLER = "distdl"  # the name of our log handlers
+# Whose INFO lines a person wants to see: ours, and the table of `debug=profile`.
+SHOWN = ("distdl", "lightning.pytorch.profilers")
+
+
+class ScreenHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that moment: a live progress bar replaces it."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
+
+
+def start_logging(attempt: Attempt, rank: int) -> None:
+    """Every rank into a file of its own; rank 0, and the errors of the others, on screen too."""
+    attempt.logs.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    # A basicConfig in the user's code, imported before this, would show each line once more.
+    screens = (sys.stderr, sys.stdout)
+    for old in [*root.handlers]:
+        plain = type(old) is logging.StreamHandler and old.stream in screens
+        if old.name == HANDLER or plain:
+            root.removeHandler(old)
+    file = logging.FileHandler(attempt.logs / f"rank_{rank}.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = ScreenHandler()
+    screen.setFormatter(
+        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
+    screen.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    screen.addFilter(
+        lambda record: (
+            record.name.startswith(SHOWN)
+            or (record.levelno >= logging.WARNING and not record.name.startswith(QUIET))
+        )
+    )
+    for handler in (file, screen):
+        handler.name = HANDLER
+        handler.addFilter(RedactingFilter())
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.getLogger("distdl.worker").setLevel(logging.DEBUG)  # which variable gave which rank
+    logging.captureWarnings(True)
+    for category in FOR_AUTHORS:
+        warnings.filterwarnings("ignore", category=category)
+    # It cannot see that our loaders do go on; distdl.data.loading names those that do not.
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
+    # Lightning knows only its own way to Slurm.
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
+    if rank:
+        warnings.filterwarnings("ignore")
+    log_early()
+
+
+def adopt_lightnings_loggers() -> None:
+    """Lightning, once imported, has handlers of its own: its warnings come by ours instead, and
+    its chatter stays in the file."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True

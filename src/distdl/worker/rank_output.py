@@ -1,0 +1,114 @@
+"""What a node's ranks print: the first one's to the terminal, the others' to files, redacted.
+
+A rank's log passes a filter in the rank itself (`redact.RedactingFilter`); what it, or a library in
+C below it, simply prints does not. So the files are written here, in the process that starts the
+ranks: the last lines of a rank that is killed are not lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+from distdl.util.redact import redact
+
+READ, LONGEST = 1 << 16, 1 << 18  # bytes: at a time, and of a text that is held back
+PATIENCE = 2.0  # seconds; a process that a rank left behind may hold its pipe open
+BEGIN, END = b"-----BEGIN", b"-----END"
+
+
+class RankOutput:
+    """A pipe for each stream of each rank but the node's first, each emptied by a thread.
+
+    Args:
+        folder: Where torch's agent makes a folder for each rank.
+        devices: Ranks of this node.
+    """
+
+    def __init__(self, folder: Path, devices: int) -> None:
+        redirected = dict.fromkeys(range(1, devices), Std.ALL)
+        self.specs = Specs(str(folder), redirected, self.pipe_to)
+        self._ends: list[int] = []
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> RankOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The ranks have ended; what they have written is in the pipes."""
+        for end in self._ends:
+            os.close(end)
+        deadline = time.monotonic() + PATIENCE
+        for thread in self._threads:
+            thread.join(max(0, deadline - time.monotonic()))
+
+    def pipe_to(self, path: str) -> str:
+        """Makes a pipe into a file; returns the name under which torch can open it."""
+        reading, writing = os.pipe()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
+        thread = threading.Thread(target=pump, args=(reading, stream), daemon=True)
+        thread.start()
+        self._ends.append(writing)
+        self._threads.append(thread)
+        return f"/dev/fd/{writing}"
+
+
+def pump(reading: int, stream: Stream) -> None:
+    """Empties a pipe until nobody can write into it any more."""
+    with open(reading, "rb", buffering=0) as pipe:
+        while data := pipe.read(READ):
+            stream.add(data)
+    stream.end()
+
+
+class Stream:
+    """One file, written line by line: a secret is not to be cut in two, nor a key of many lines."""
+
+    def __init__(self, file: BinaryIO | Any) -> None:
+        self.file, self.held = file, b""
+
+    def add(self, data: bytes) -> None:
+        self.held += data
+        complete = self.held.rfind(b"\n") + 1
+        key = self.held.rfind(BEGIN)
+        if key >= 0 and END not in self.held[key:]:
+            complete = min(complete, self.held.rfind(b"\n", 0, key) + 1)
+        if len(self.held) > LONGEST:
+            complete = len(self.held)
+        self._write(complete)
+
+    def end(self) -> None:
+        self._write(len(self.held))
+        self.file.close()
+
+    def _write(self, count: int) -> None:
+        text, self.held = self.held[:count], self.held[count:]
+        if text:
+            # The disk may be full. That loses lines, and must not lose the thread: nobody else
+            # empties the pipes, and a rank that prints into a full one waits for ever.
+            with contextlib.suppress(OSError):
+                self.file.write(redact(text.decode(errors="replace")).encode())
+
+
+class Specs(DefaultLogsSpecs):
+    """torch's folders, with pipes instead of files."""
+
+    def __init__(self, folder: str, redirects: dict[int, Std], pipe_to: Any) -> None:
+        super().__init__(log_dir=folder, redirects=redirects)
+        self._pipe_to = pipe_to
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        logs = super().reify(envs)
+        out, err = self._piped(logs.stdouts), self._piped(logs.stderrs)
+        return dataclasses.replace(logs, stdouts=out, stderrs=err)
+
+    def _piped(self, paths: dict[int, str]) -> dict[int, str]:
+        return {rank: path and self._pipe_to(path) for rank, path in paths.items()}

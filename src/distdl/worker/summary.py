@@ -1,0 +1,187 @@
+"""What is reported of a run: to the tracker at its start, to a person at its start and its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+
+from distdl.config import batches
+from distdl.config import recipe as configs
+from distdl.config.recipe import TRAIN, longer, plain, unit_of
+from distdl.job import Resources
+from distdl.optim import optimizers
+from distdl.ranks.environment import Environment
+from distdl.runs.directory import CONFIG, PROVENANCE, Attempt, read_json, shown
+from distdl.tracking import RunInfo
+from distdl.validation.resolve import resolve
+from distdl.worker.build import Built
+from distdl.worker.rank_context import RankContext
+
+
+def run_info(config: DictConfig, context: RankContext) -> RunInfo:
+    """What tracking records, without anything that names this rank."""
+    run, launch, world_size = context.run, context.launch, context.resources.world_size
+    run_id = launch["run_id"]
+    provenance = read_json(run.path / PROVENANCE)
+    params = parameters(config, provenance)
+    if configs.is_own((config.get("data") or {}).get("_target_")):  # others divide it
+        params["global_batch_size"] = launch.get("global_batch_size")
+    git = provenance.get("git") or {}
+    tags = {"git.commit": git.get("commit"), "world_size": world_size}
+    if config.get("tags"):
+        tags["tags"] = ",".join(config.tags)
+    return RunInfo(
+        run_dir=run.path,
+        run_id=run_id,
+        attempt=context.attempt.number,
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=world_size,
+        output_dir=output_dir_of(run.path, run_id),
+        experiment_name=run_id.split("/")[0],
+        name=called(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
+        key=configs.hash_of(f"{run_id} {provenance.get('created')}", 32),
+        params=params,
+        changed=launch.get("changes") or {},
+        artifacts=[run.path / CONFIG, run.path / PROVENANCE],
+        tags={k: v for k, v in tags.items() if v is not None},
+    )
+
+
+def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tracker shows as columns, by dotted names: swept values, whatever else was typed, and
+    then the rest of the config, without what is null. What comes from the environment or lies at
+    this place stays as it is written."""
+    resolved = resolve(configs.recipe_of(config))
+    kept = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
+    flat: dict[str, Any] = {}
+    for path, value in leaves(resolved.values):
+        parts = [e for p, e in kept.items() if p[: len(path)] == path[: len(p)]]
+        flat[".".join(path)] = " ".join(parts) or resolved.hide_environment(str(value))
+    typed: dict[str, Any] = {}
+    for override in (*(provenance.get("swept") or ()), *(provenance.get("overrides") or ())):
+        key, _, value = str(override).partition("=")
+        typed.setdefault(key, flat.get(key, value))
+    return typed | {k: v for k, v in flat.items() if k not in typed and v != "None"}
+
+
+def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Everything below nested mappings but empty ones; a list is one value."""
+    if not isinstance(values, dict):
+        yield path, values
+        return
+    for key, value in values.items():
+        yield from leaves(value, (*path, str(key)))
+
+
+def called(swept: Sequence[str]) -> str:
+    """A sweep's member by what it varies: `lr=0.1 seed=2`; by full names where two end alike."""
+    keys = [override.partition("=")[0] for override in swept]
+    ends = [key.rpartition(".")[2] for key in keys]
+    names = ends if len({*ends}) == len(ends) else keys
+    values = [override.partition("=")[2] for override in swept]
+    return " ".join(f"{k}={v}" for k, v in zip(names, values, strict=True))[:250]
+
+
+def output_dir_of(run: Path, run_id: str) -> Path:
+    """The folder of all runs; a store that holds this one alone is its own."""
+    return run.parents[run_id.count("/")] if str(run).endswith(run_id) else run
+
+
+def for_rank(info: RunInfo, here: Environment) -> RunInfo:
+    return dataclasses.replace(
+        info, rank=here.rank, local_rank=here.local_rank, node_rank=here.node_rank
+    )
+
+
+def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
+    """Where, how many and from which checkpoint; `print_batch` follows once loaders are known."""
+    last = built.run.last_attempt()
+    print(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
+    print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
+    for note in launch.get("notes") or []:
+        print(f"note    {note}")
+    if built.checkpoint and built.config.task.get("_target_") == TRAIN:
+        print(f"resume  {shown(Path(built.checkpoint))}")
+    print(flush=True)
+
+
+def print_batch(
+    built: Built, size: Resources, attempt: Attempt, before: Mapping[str, int]
+) -> dict[str, int]:
+    """Parameters, samples per step and learning rate, by the model and the loaders that there are
+    now; puts the first two on record for the report and for the attempts that follow.
+
+    Args:
+        before: The parameters before a strategy took the model: it may have left a part of them
+            here.
+
+    Returns:
+        The parameters.
+    """
+    counted = parameters_of(built.module)
+    counted = counted if counted["total"] >= before["total"] else dict(before)
+    record: dict[str, Any] = {"parameters": counted}
+    total, trainable = counted["total"], counted["trainable"]
+    all_of = "all" if total == trainable else f"{trainable:,}"
+    print(f"model   {total:,} parameters, {all_of} trainable")
+    config, position = built.config, built.checkpointer.position
+    declared, shares, _ = batches.factors(config, size)
+    global_batch = built.checkpointer.global_batch_size
+    if position.samples:
+        rows = position.samples // shares
+        record["loaders"] = dataclasses.asdict(batches.Loaders(rows, declared, shares))
+        other = f" (data.batch_size is {declared})" if declared not in (None, rows) else ""
+        print(f"batch   {batches.product(rows, config, size)}{other}")
+    elif declared is not None:
+        print(f"batch   {batches.describe(config, size)}")
+    if config.get("optimizer") and global_batch and not built.own_optimizer:
+        print(f"rate    {optimizers.describe_lr(plain(config.optimizer), global_batch)}")
+    if built.own_optimizer:
+        print("rate    the model's own configure_optimizers")
+    print(flush=True)
+    attempt.update(**record)
+    return counted
+
+
+def parameters_of(module: nn.Module) -> dict[str, int]:
+    """How many there are, `total` and `trainable`, of those whose shape is known by now."""
+    known = [p for p in module.parameters() if not nn.parameter.is_lazy(p)]
+    # DeepSpeed's third stage leaves an empty tensor in place of what other ranks hold.
+    sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in known]
+    return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
+
+
+def print_end(
+    built: Built, metrics: dict[str, float], opens: Sequence[str], started: float
+) -> None:
+    """What came out, where it lies, and what to type next."""
+    minutes, seconds = divmod(int(time.time() - started), 60)
+    values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
+    print()
+    print("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items())))
+    speed = metrics.get("perf/images_per_second")
+    print(
+        f"time    {minutes} min {seconds} s"
+        + (f"  {speed:,.1f} {unit_of(built.data)} (median)" if speed else "")
+        + (
+            f"  data_wait {100 * metrics['perf/data_wait']:.0f} %"
+            if "perf/data_wait" in metrics
+            else ""
+        )
+    )
+    path = shown(built.run.path)
+    print(f"run     {path}")
+    for line in opens:
+        print(f"watch   {line}")
+    print(f"next    python -m distdl report {path}", flush=True)
+    # A benchmark keeps nothing to go on from, and neither does `trainer.fast_dev_run`.
+    if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
+        print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)
