@@ -125,7 +125,7 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
         return path
 
 
-class Service(BaseModel, extra="allow", strict=True):
+class JobService(BaseModel, extra="allow", strict=True):
     """A way into a running job: a value of `launcher.services`."""
 
     type: Literal["ssh", "tensor_board", "jupyter_lab", "vs_code"]
@@ -184,7 +184,7 @@ class AzureSettings(LauncherSettings):
     experiment_name: str | None = None
     display_name: str | None = None
     tags: Values = {}
-    services: Annotated[dict[str, Service], BeforeValidator(_mapping)] = {}
+    services: Annotated[dict[str, JobService], BeforeValidator(_mapping)] = {}
 
     @property
     def spot(self) -> bool:

@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -243,3 +244,15 @@ def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
     )
     assert set(imports(sample)) == {"a.b", "inner", "torch", "torch.nn"}
     assert set(imports(sample, lazy=False)) == {"a.b", "inner"}
+
+
+def test_a_class_name_occurs_once() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()]
+    named = [n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    assert [name for name, times in Counter(named).items() if times > 1] == []
+    files = Counter(path.name for path in FILES.values())
+    assert {name: files[name] for name in ("checks.py", "job.py", "agreement.py")} == {
+        "checks.py": 0,
+        "job.py": 1,
+        "agreement.py": 1,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from distdl.cli.prepare import Parser
+from distdl.cli.prepare import DataParser
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: There is no data set, or an option is wrong.
     """
-    parser = Parser("python -m distdl data", description=__doc__)
+    parser = DataParser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "what a data set holds, how fast it is read here, and whether that feeds the GPUs"
     check_ = verbs.add_parser(

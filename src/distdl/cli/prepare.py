@@ -127,7 +127,7 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
         raise UserError.at(name, f"cannot import {path}: {error}") from error
 
 
-class Parser(argparse.ArgumentParser):
+class DataParser(argparse.ArgumentParser):
     """Its errors look like all others."""
 
     def error(self, message: str) -> NoReturn:
@@ -148,7 +148,7 @@ def not_empty(text: str) -> str:
 def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     name = module.__name__.rpartition(".")[2]
     name = name if name in KINDS else module.__name__
-    parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
+    parser = DataParser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--source", type=not_empty, required=True, metavar="DIR", help="where the images are")

@@ -130,7 +130,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
     return {file for name, file in known.items() if name not in stored}
 
 
-class Stopped(Exception):
+class UploadStopped(Exception):
     """Another file has failed, or somebody has pressed Ctrl-C."""
 
 
@@ -180,7 +180,7 @@ class _Sending:
 
     def _passed(self, count: int) -> None:
         if self._stop.is_set():
-            raise Stopped
+            raise UploadStopped
         with self._lock:
             self.done += count
             self.progress(self.done, self.total)

@@ -43,7 +43,7 @@ STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Setting:
+class Candidate:
     """One of the things to try: what it changes of the recipe, by path, and its name for people."""
 
     changes: dict[str, Any]
@@ -57,7 +57,7 @@ class Setting:
 class Measured:
     """Of the slowest rank; `seconds` of an optimizer step, `memory` in bytes (0 on the CPU)."""
 
-    candidate: Setting
+    candidate: Candidate
     seconds: float | None
     memory: int = 0
     why: str = ""
@@ -90,7 +90,7 @@ def report(environment: Environment, text: str, *arguments: object) -> None:
 
 
 def freeze(
-    config: DictConfig, context: RankContext, best: Setting, name: str, measured: list[Measured]
+    config: DictConfig, context: RankContext, best: Candidate, name: str, measured: list[Measured]
 ) -> DictConfig:
     """Writes rank 0's choice into the attempt's launch.yaml, and what it rests on under `name`.
 
@@ -106,7 +106,7 @@ def freeze(
     return configs.merge(config, OmegaConf.create({}), best.changes)
 
 
-def candidates(config: DictConfig) -> Iterator[Setting]:
+def candidates(config: DictConfig) -> Iterator[Candidate]:
     """Ways to cut a rank's share of the global batch, with each stage."""
     batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
     sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
@@ -117,7 +117,7 @@ def candidates(config: DictConfig) -> Iterator[Setting]:
                 yield cut(size, batch // size, stage)
 
 
-def cut(batch_size: int, accumulate: int, stage: int | None) -> Setting:
+def cut(batch_size: int, accumulate: int, stage: int | None) -> Candidate:
     """A cut of the batch, and a ZeRO stage."""
     name = f"data.batch_size={batch_size} x {accumulate} accumulated"
     changes: dict[str, Any] = {
@@ -126,13 +126,13 @@ def cut(batch_size: int, accumulate: int, stage: int | None) -> Setting:
         "strategy.autotune": False,
     }
     if stage is None:
-        return Setting(changes, name)
-    return Setting({**changes, "strategy.stage": stage}, f"ZeRO-{stage}, {name}")
+        return Candidate(changes, name)
+    return Candidate({**changes, "strategy.stage": stage}, f"ZeRO-{stage}, {name}")
 
 
 def measure(
     config: DictConfig,
-    candidate: Setting,
+    candidate: Candidate,
     environment: Environment,
     resources: Resources,
     stop: StopRequest,

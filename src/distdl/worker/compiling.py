@@ -25,9 +25,9 @@ WARM_UP, STEPS = 5, 10
 LEAST_GAIN = 0.03
 
 
-def way(mode: str | bool) -> autotune.Setting:
+def way(mode: str | bool) -> autotune.Candidate:
     """Of running the network: False as it is, or a mode of torch.compile."""
-    return autotune.Setting({"model.compile": mode}, f"model.compile={str(mode).lower()}")
+    return autotune.Candidate({"model.compile": mode}, f"model.compile={str(mode).lower()}")
 
 
 def chosen(config: DictConfig, context: RankContext) -> DictConfig:
@@ -62,7 +62,7 @@ def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
     return [False, *(m for m in tried if not (accumulates and m in CUDA_GRAPHS))]
 
 
-def fastest(measured: list[autotune.Measured]) -> autotune.Setting:
+def fastest(measured: list[autotune.Measured]) -> autotune.Candidate:
     """The first (not compiled), unless another is shorter by `LEAST_GAIN`.
 
     Raises:
