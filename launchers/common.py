@@ -353,7 +353,7 @@ def from_pages(
     jobs: Mapping[str, T], pages: Iterable[Iterable[tuple[str, Any]]]
 ) -> Iterator[tuple[T, Any]]:
     """Pairs jobs with their entries in a platform's list, which has the newest jobs first. It reads
-    at most as many pages as there are jobs: querying the jobs one by one costs no more requests.
+    no more pages than there are jobs: beyond that, one query per job needs fewer requests.
 
     Args:
         jobs: Jobs by name.

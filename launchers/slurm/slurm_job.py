@@ -63,7 +63,7 @@ class SlurmJob(AskedJob):
     log: Path | None = None
     url: None = field(default=None, init=False)
     killed: str = field(default="", init=False)
-    failed: bool = field(default=False, init=False)  # it failed itself: Slurm did not end it
+    failed: bool = field(default=False, init=False)  # by itself: not ended by Slurm
 
     @property
     def handle(self) -> str:
