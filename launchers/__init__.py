@@ -1,1 +1,1 @@
-"""Where a run can happen: one file or folder per platform, and what they share."""
+"""The launchers: one file or folder per platform, and their shared code in `common`."""

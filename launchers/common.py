@@ -1,7 +1,7 @@
-"""What several launchers share: typed settings, values by name, names, waiting, a run's files.
+"""Code shared by several launchers: typed settings, job names, polling, and copying a run's files.
 
-Torch and SDKs are not imported here. A launcher imports this module, `distdl.job` and its own
-package, and no other launcher.
+It imports neither torch nor any SDK. A launcher imports this module, `distdl.job` and its own
+package, but no other launcher.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 
 
 class Refused(ValueError):
-    """Raised by a validator of settings.
+    """Raised when a settings validator rejects a value.
 
     Args:
-        what: What is wrong, a sentence that begins with the value.
+        what: What is wrong, as a sentence that begins with the value.
         remedy: What to write instead.
     """
 
@@ -61,18 +61,18 @@ def with_paths(inputs: Any) -> Any:
 
 
 T = TypeVar("T")
-# What the user writes becomes seconds, of type int (see `distdl.util.walltime`).
+# The user's walltime, converted to whole seconds (see `distdl.util.walltime`).
 Walltime = Annotated[Any, BeforeValidator(_seconds)]
-# null is an empty list, and an empty mapping.
+# null becomes an empty list or an empty mapping.
 ListOf = Annotated[list[T], BeforeValidator(lambda value: [] if value is None else value)]
 Values = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
-# Name -> {path: ..., and what else the launcher knows}; `name: text` is short for its path.
+# Name -> {path: ..., other keys of the launcher}; `name: text` is short for `name: {path: text}`.
 Inputs = Annotated[dict[str, dict[str, Any]], BeforeValidator(with_paths)]
 
 
 def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
-    """A validator that refuses what is no text of one line, or does not match from its first
-    character to the last: `'x' is not {what}`."""
+    """A validator that accepts only a one-line string that matches the whole pattern. The error
+    reads `'x' is not {what}`."""
 
     def validate(value: Any) -> Any:
         is_line = isinstance(value, str) and value.isprintable()
@@ -84,11 +84,11 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
 
 
 class LauncherSettings(BaseModel):
-    """The keys of `launcher.*`, typed. Each is explained where it has its default: in
-    conf/launcher/. A launcher is a subclass, with one field for each of its keys.
+    """The keys of `launcher.*`, typed. conf/launcher/ explains each one and sets its default. A
+    launcher is a subclass, with one field for each of its keys.
 
     Raises:
-        UserError: A value has another type or range, or a key is unknown.
+        UserError: A value has the wrong type or range, or a key is unknown.
     """
 
     model_config = ConfigDict(
@@ -106,18 +106,18 @@ class LauncherSettings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        # Validation compares names with the signature; types and ranges are for `check` alone to
-        # report, all at once.
+        # The config validation compares key names with this signature. Only `check` reports types
+        # and ranges, all at once.
         own = inspect.signature(cls)
         untyped = [p.replace(annotation=Any) for p in own.parameters.values()]
         cls.__signature__ = own.replace(parameters=untyped)
 
     @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-        """What is wrong with a node, all at once, with paths relative to it.
+        """Yields every problem of a node, with paths relative to the node.
 
         Args:
-            node: `launcher` of a config, resolved.
+            node: The `launcher` node of a config, resolved.
             context: The size of the run: `num_nodes`, `devices` (per node), `accelerator`.
         """
         given = {key: value for key, value in node.items() if key in cls.model_fields}
@@ -133,27 +133,27 @@ class LauncherSettings(BaseModel):
         yield from (p for p in settings.misfits(context) if p.path not in reported)
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
-        """What is wrong with settings that are right one by one: together, for the size of this
+        """Problems of settings that are each valid, but not in combination, for the size of this
         run, or on this machine.
 
         Args:
-            context: As of `check`.
+            context: See `check`.
         """
         return iter(())
 
 
 def refuse(found: Iterable[Problem]) -> None:
-    """Raises problems whose paths are relative to `launcher`, if there are any.
+    """Raises the problems, if there are any. Their paths are relative to `launcher`.
 
     Raises:
-        UserError: With all of them.
+        UserError: With all problems.
     """
     if wrong := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in found]:
         raise UserError(*wrong)
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """`did you mean X?`, or nothing where nothing is close."""
+    """`did you mean X?`; empty if no known word is close."""
     from distdl.util.suggest import closest
 
     near = closest(str(word), known)
@@ -163,7 +163,7 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
 def unknown_keys(
     inputs: Mapping[str, Mapping[str, Any]], known: Sequence[str]
 ) -> Iterator[Problem]:
-    """Keys of inputs that a launcher does not know."""
+    """One Problem for each key of an input that the launcher does not know."""
     for name, entry in inputs.items():
         for key in sorted(set(entry) - set(known)):
             hint = did_you_mean(key, known) or f"an input has {' and '.join(known)}"
@@ -173,7 +173,7 @@ def unknown_keys(
 def problems(
     error: ValidationError, given: Mapping[str, Any], known: Iterable[str]
 ) -> Iterator[Problem]:
-    """One Problem for each value that pydantic refuses; a union's reasons become one sentence."""
+    """One Problem for each value that pydantic rejects; a union's errors become one sentence."""
     reasons: dict[str, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
         reasons.setdefault(_path(given, item["loc"]), []).append(dict(item))
@@ -197,7 +197,7 @@ def problems(
 
 
 def _path(values: Any, location: Sequence[str | int]) -> str:
-    """Where a user would look: pydantic also names items of lists, and branches of unions."""
+    """The dotted key that the user wrote: pydantic also adds list indices and union branches."""
     path: list[str] = []
     for part in location:
         if not isinstance(values, Mapping) or part not in values:
@@ -208,17 +208,17 @@ def _path(values: Any, location: Sequence[str | int]) -> str:
 
 
 def _expected(message: str) -> str:
-    """`an integer` of `Input should be a valid integer`."""
+    """Turns `Input should be a valid integer` into `an integer`."""
     text = message.removeprefix("Input should be ").replace("a valid ", "a ")
     names = {"a integer": "an integer", "a boolean": "true or false", "a dictionary": "a mapping"}
     return names.get(text, text)
 
 
-# ---- what becomes part of a request -------------------------------------------------------------
+# ---- parts of a request -------------------------------------------------------------------------
 
 
 def newest_checkpoint(store: Path) -> Sequence[Path]:
-    """The file of a run's newest complete checkpoint, and its manifest; nothing if it has none."""
+    """A run's newest complete checkpoint and its manifest; empty if there is no checkpoint."""
     from distdl.runs.checkpoints import CheckpointStore, manifest_of
 
     newest = CheckpointStore(store / "checkpoints").newest()
@@ -226,25 +226,25 @@ def newest_checkpoint(store: Path) -> Sequence[Path]:
 
 
 def attempt_at(folder: Path) -> Attempt:
-    """An attempt by its folder: what its ranks have recorded so far."""
+    """The attempt in a folder, to read what its ranks have recorded so far."""
     from distdl.runs.attempt import Attempt
 
     return Attempt(folder)
 
 
 def forwarded(spec: JobSpec) -> dict[str, str]:
-    """The variables that every rank gets by name, with their values in this shell. The values go
-    into no request, file, command line or log."""
+    """The variables of `forward_env`, with their values in this shell. The values must not be
+    written to any request, file, command line or log."""
     return {name: os.environ[name] for name in spec.forward_env}
 
 
 def slug(text: str) -> str:
-    """Letters, digits and single hyphens, which any platform takes for a name."""
+    """The text as letters, digits and single hyphens, which every platform accepts in a name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
 
 
 def digest(text: str, length: int) -> str:
-    """Hexadecimal digits that tell equal slugs of different texts apart."""
+    """Hexadecimal digits that distinguish different texts with the same slug."""
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
@@ -252,11 +252,11 @@ def digest(text: str, length: int) -> str:
 
 
 def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
-    """Yields at once, and then after a pause each time.
+    """Yields at once, and then again after each pause.
 
     Args:
-        shortest: Seconds of the first pause.
-        longest: The pauses grow up to so many seconds; by default they do not grow.
+        shortest: The first pause, in seconds.
+        longest: The pauses grow up to this many seconds; by default they do not grow.
     """
     pause = shortest
     yield
@@ -267,45 +267,45 @@ def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
 
 
 def wait_until_ended(job: Job, seconds: float) -> JobState:
-    """Looks at a job of this machine every so many seconds until it has ended."""
+    """Polls a job on this machine, every `seconds` seconds, until it has ended."""
     while not (state := job.state()).ended:
         time.sleep(seconds)
     return state
 
 
 class Forgotten(UserError):
-    """The platform does not know the job, or not any more."""
+    """The platform does not know the job, or no longer knows it."""
 
 
 class AskedJob(ABC):
-    """Base of jobs whose platform answers over a network, about one job or about many at once.
+    """Base class of jobs whose platform is queried over a network, for one job or for many at once.
 
-    A subclass says how the platform is asked (`_look`, `_listed`), and what an answer means.
+    A subclass defines the queries (`_look`, `_listed`) and what an answer means (`_meaning`).
     """
 
-    why = ""  # the last `state` was UNKNOWN
+    why = ""  # the reason if the last `state` was UNKNOWN
     poll_seconds: float = 5.0
-    # For so many seconds `wait` takes no answer for an outage.
+    # `wait` tolerates an outage of this many seconds.
     patience: ClassVar[float] = math.inf
-    _answer: Any = None  # of the last `ask`, for the next `state`
+    _answer: Any = None  # stored by `ask` for the next `state`
 
     @abstractmethod
     def _look(self) -> Any:
         """The platform's answer about this job.
 
         Raises:
-            Forgotten: It knows no such job.
-            UserError: It cannot be asked.
+            Forgotten: It does not know the job.
+            UserError: It cannot be queried.
         """
 
     @classmethod
     @abstractmethod
     def _listed(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
-        """Answers about several jobs, asked at once. A job without one is asked by itself later; an
-        exception among the answers is raised then.
+        """Queries several jobs at once. A job without an answer is queried on its own later. If the
+        answer is an exception, the job's next `state` is UNKNOWN.
 
         Raises:
-            UserError: The platform cannot be asked so.
+            UserError: The platform cannot answer such a query.
         """
 
     @abstractmethod
@@ -313,7 +313,7 @@ class AskedJob(ABC):
 
     @classmethod
     def ask(cls, jobs: Sequence[Self]) -> None:
-        """Asks about several jobs at once; the next `state` of each is the answer to that."""
+        """Queries several jobs at once; the next `state` of each job uses that answer."""
         for job, answer in cls._listed(jobs):
             job._answer = answer
 
@@ -328,11 +328,11 @@ class AskedJob(ABC):
             return JobState.UNKNOWN
 
     def wait(self) -> JobState:
-        """Until it has ended.
+        """Waits until the job has ended.
 
         Raises:
-            Forgotten: The platform knows no such job.
-            UserError: It has not answered for as long as `patience`.
+            Forgotten: The platform does not know the job.
+            UserError: The platform has not answered for `patience` seconds.
         """
         answered = time.monotonic()
         for _ in pace(self.poll_seconds):
@@ -352,12 +352,12 @@ class AskedJob(ABC):
 def from_pages(
     jobs: Mapping[str, T], pages: Iterable[Iterable[tuple[str, Any]]]
 ) -> Iterator[tuple[T, Any]]:
-    """Pairs jobs with what a platform's list says of them, the newest jobs first. No more pages
-    are read than there are jobs: asked one by one they would not take more requests.
+    """Pairs jobs with their entries in a platform's list, which has the newest jobs first. It reads
+    no more pages than there are jobs: beyond that, one query per job needs fewer requests.
 
     Args:
-        jobs: By name.
-        pages: Names and answers.
+        jobs: Jobs by name.
+        pages: Pages of (name, answer) pairs.
     """
     missing = dict(jobs)
     for page in islice(pages, len(jobs)):
@@ -373,30 +373,30 @@ def from_pages(
 
 @dataclass(frozen=True)
 class FarFile:
-    """A file of a store elsewhere: its size in bytes, and when it was written (Unix time)."""
+    """A file in a remote store: its size in bytes, and when it was written (Unix time)."""
 
     size: int
     modified: float
 
 
 def manifests_last(names: Iterable[str]) -> list[str]:
-    """Names of files in the order to copy them: a checkpoint exists once its manifest does."""
+    """File names in copying order: manifests last, since a manifest marks a complete checkpoint."""
     return sorted(names, key=lambda name: (name.endswith(".manifest.json"), name))
 
 
 def fetch_files(
     to: Path, files: Mapping[str, FarFile], download: Callable[[str, Path], object]
 ) -> int:
-    """Copies a run's files into a folder. What is there in the same size and not older is kept, and
-    so are the run's own files (`distdl.util.safe_paths`).
+    """Copies a run's files into a folder. It skips a file that exists with the same size and is not
+    older, and the run's own files (`OWN` in `distdl.util.safe_paths`).
 
     Args:
         to: The folder.
-        files: By their names, relative to the store.
-        download: Writes the file of a name to a path.
+        files: Remote files by name, relative to the store.
+        download: Downloads the file with a name to a path.
 
     Returns:
-        How many were copied.
+        The number of files copied.
     """
     from distdl.util.safe_paths import places
 

@@ -1,4 +1,4 @@
-"""Ranks that somebody else started (`torchrun -m distdl ...`): nothing is left to launch."""
+"""Ranks that were started from outside (`torchrun -m distdl ...`): nothing is left to launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExternalRequest:
 
 
 class ExternalLauncher:
-    """Describes a job whose processes exist; `distdl.launch.external` lets them work."""
+    """Describes a job whose processes already run; `distdl.launch.external` runs their work."""
 
     def request(self, spec: JobSpec) -> ExternalRequest:
         return ExternalRequest(spec)

@@ -1,4 +1,4 @@
-"""This machine: one device runs in this very process, several under torch's elastic agent."""
+"""This machine: one device runs in this process, several run under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdl.util.errors import UserError
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """What will run: the worker's command line and how many of it."""
+    """What will run: the worker's command line and the number of processes."""
 
     spec: JobSpec
     grace_seconds: int
@@ -43,8 +43,8 @@ class LocalRequest:
 
 
 class LocalLauncher(LauncherSettings):
-    """Runs a job here, in the foreground. Here every variable is inherited, also others than those
-    of `forward_env`; `max_attempts` is for the command line, which counts them."""
+    """Runs a job on this machine, in the foreground. The ranks inherit every variable, not only
+    those of `forward_env`. The command line, which counts attempts, uses `max_attempts`."""
 
     foreground: ClassVar = True
 
@@ -58,7 +58,7 @@ class LocalLauncher(LauncherSettings):
         return LocalJob(request.spec.folder, request)
 
     def attach(self, handle: str) -> LocalJob:
-        """The job of an attempt, `local:///.../attempts/001`: to be looked at, or cancelled."""
+        """The job of an attempt (`local:///.../attempts/001`), to query or cancel it."""
         folder = Path(handle.removeprefix("local://"))
         if not (folder / "launch.yaml").exists():
             raise UserError.at(handle, "there is no attempt of a run there")
@@ -66,7 +66,7 @@ class LocalLauncher(LauncherSettings):
 
 
 class LocalJob:
-    """A job in the foreground: it begins when it is waited for, and ends with this process."""
+    """A foreground job: `wait` starts it, and it ends with this process."""
 
     url = None
 
@@ -84,12 +84,12 @@ class LocalJob:
         return self._attempt.state()
 
     def wait(self) -> JobState:
-        """Runs it; a job of another shell is waited for."""
+        """Runs the job; if it belongs to another shell, only waits for its end."""
         if self._request is None:
             return wait_until_ended(self, 0.5)
         try:
             return self._here() if self._request.in_process else self._under_agent()
-        except KeyboardInterrupt as interrupt:  # before anything of it listened
+        except KeyboardInterrupt as interrupt:  # before the job had installed its own handlers
             from distdl.ranks import stopping
 
             return self._ended(-stopping.number_of(interrupt))
@@ -102,9 +102,9 @@ class LocalJob:
             yield from tail(path, lambda: follow and not self.state().ended)
 
     def cancel(self) -> None:
-        """As Ctrl-C in the shell it runs in would."""
+        """Does what Ctrl-C in the job's shell would do."""
         pid = self._attempt.status().get("pid")
-        # It comes from a file: 0 and what is below are groups of processes, and 1 is init.
+        # The pid comes from a file: 0 and below would signal process groups, and 1 is init.
         if isinstance(pid, int) and pid > 1 and self.state() is JobState.RUNNING:
             os.kill(pid, signal.SIGINT)
 

@@ -1,1 +1,1 @@
-"""`launcher=azureml`: the run as an Azure ML command job on AmlCompute or serverless compute."""
+"""`launcher=azureml`: a run as an Azure ML command job on AmlCompute or serverless compute."""

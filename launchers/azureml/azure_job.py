@@ -1,4 +1,4 @@
-"""A job on Azure ML: its state, its log, its end. Needs nothing but its handle."""
+"""A job on Azure ML: its state, log and end. Its handle is all that is needed to find it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ EXPLAINED = {
     "CancelRequested": "being cancelled",
 }
 QUEUED_LONG = 120  # seconds, after which the likely reason is shown
-SHORTEST, LONGEST = 1.0, 10.0  # seconds between two looks at the log
-MISSES = 20  # looks in a row without an answer, after which following ends
+SHORTEST, LONGEST = 1.0, 10.0  # seconds between two polls of the log
+MISSES = 20  # consecutive polls without an answer, after which following ends
 
 
 class AzureMLJob(AskedJob):
@@ -47,8 +47,9 @@ class AzureMLJob(AskedJob):
 
     Args:
         connection: To its workspace.
-        name: The job's.
-        member: Of a sweep: which one. Its trial has a name only once it has started.
+        name: The job's name.
+        member: The member of a sweep job; None for any other job. Azure names a member's trial only
+            when the trial starts.
     """
 
     def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
@@ -67,7 +68,7 @@ class AzureMLJob(AskedJob):
 
     @classmethod
     def _listed(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
-        """Trials are in none of the workspace's lists."""
+        """As in the base class, but skips trials: the workspace's lists do not contain them."""
         workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
         for job in jobs:
             if job._member is None:
@@ -75,7 +76,7 @@ class AzureMLJob(AskedJob):
         for named in workspaces.values():
             client = next(iter(named.values()))._connection.client
             with azure_errors():
-                pages = (  # None: the SDK knows no such kind of job
+                pages = (  # the SDK lists a job of an unknown kind as None
                     [(job.name, {"status": job.status}) for job in page if job]
                     for page in client.jobs.list().by_page()
                 )
@@ -87,7 +88,7 @@ class AzureMLJob(AskedJob):
         if run is not None:
             return self._history.details(run)
         sweep = self._history.details(self._name)
-        # Its trial may start as long as the sweep runs.
+        # The trial can still start while the sweep runs.
         ended = self._meaning(sweep).ended
         return {"status": "Canceled" if ended else "Queued", "error": sweep.get("error")}
 
@@ -95,7 +96,7 @@ class AzureMLJob(AskedJob):
         return STATES.get(answer["status"], JobState.UNKNOWN)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """Rank 0's output, and what Azure itself reports; of a failed job every rank's."""
+        """Rank 0's output and Azure's own reports; if the job failed, every rank's output."""
         file, steps, misses = LogFile(self._history), pace(SHORTEST, LONGEST), 0
         status, since, explained = "", time.monotonic(), False
         while True:
@@ -104,7 +105,7 @@ class AzureMLJob(AskedJob):
                 ranks = by_rank(details.get("logFiles") or {})
                 lines = file.new(ranks[0]) if 0 in ranks else []
             except UserError as error:
-                # The job runs without us: a network that is gone for a minute is no reason to end.
+                # The job runs without us, so a short network outage must not end the command.
                 misses += 1
                 if not follow or misses > MISSES:
                     raise
@@ -141,14 +142,14 @@ class AzureMLJob(AskedJob):
                 self._connection.client.jobs.begin_cancel(run)
 
     def fetch(self, to: Path) -> None:
-        """Copies the store (checkpoints, logs, status) here; what is here already is kept."""
+        """Copies the store (checkpoints, logs, status) here; `fetch_files` says what it skips."""
         with azure_errors(self.handle):
             path = str(self._connection.client.jobs.get(self._name).outputs["store"].path)
         address = f"{path.rstrip('/')}/{self._member}" if self._member else path
         datastore.fetch(self._connection, address, Path(to))
 
     def _run(self) -> str | None:
-        """Azure's name for it; None for a member of a sweep that has not started."""
+        """Azure's name of the job or trial; None for a member of a sweep that has not started."""
         if self._member is None:
             return self._name
         if self._trial is None:
@@ -159,7 +160,8 @@ class AzureMLJob(AskedJob):
         return self._trial
 
     def _failure(self, details: dict[str, Any], ranks: dict[int, str]) -> Iterator[str]:
-        """Rank 0 often fails because of another; the others wrote errors only."""
+        """The other ranks' output, and Azure's message. Rank 0 often fails because another rank
+        did, and the other ranks print errors only."""
         for rank, address in ranks.items():
             if rank:
                 file = LogFile(self._history)

@@ -1,4 +1,4 @@
-"""The connection to a workspace: its names, who is signed in, Azure's errors in one sentence."""
+"""The connection to a workspace: its names, its credential, and Azure's errors as UserErrors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distdl.util.errors import Problem, UserError
 class Cloud(NamedTuple):
     """Host names of one of Azure's clouds."""
 
-    login: str  # who signs in
+    login: str  # the authority for signing in
     manager: str  # the resource manager
     vaults: str  # Key Vault's domain
     studio: str  # Azure ML's pages
@@ -40,14 +40,14 @@ US_GOVERNMENT = Cloud(
     *("vault.usgovcloudapi.net", "ml.azure.us"),
 )
 CLOUDS = {"AzureCloud": PUBLIC, "AzureUSGovernment": US_GOVERNMENT, "AzureChinaCloud": CHINA}
-# What names a workspace: a variable, and a key of config.json, which Azure's portal offers.
+# Part of a workspace's name -> its variable, and its key in config.json (from Azure's portal).
 NAMED_BY = {
     "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
     "resource_group": ("AZURE_RESOURCE_GROUP", "resource_group"),
     "workspace": ("AZUREML_WORKSPACE_NAME", "workspace_name"),
 }
-OLD_NAME = "AZURE_WORKSPACE_NAME"  # of the workspace's variable
-# A name that becomes part of an address: what Azure allows in any of them, and no `..`.
+OLD_NAME = "AZURE_WORKSPACE_NAME"  # the older name of the workspace's variable
+# A name that becomes part of an address: characters that some Azure name allows, but no `..`.
 PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.()-]+"
 HANDLE = re.compile(
     rf"azureml://subscriptions/({PART})/resourceGroups/({PART})/workspaces/({PART})"
@@ -57,10 +57,10 @@ HANDLE = re.compile(
 
 @dataclass(frozen=True)
 class Workspace:
-    """A workspace by the names that Azure has for it.
+    """A workspace, identified by its names in Azure.
 
     Raises:
-        UserError: One of them cannot be part of an address.
+        UserError: A name cannot be part of an address.
     """
 
     subscription: str  # its id
@@ -82,10 +82,10 @@ class Workspace:
     def find(
         cls, subscription: str | None, resource_group: str | None, workspace: str | None
     ) -> Workspace:
-        """The workspace as set; what is None comes from the environment, else from config.json.
+        """The workspace; names that are None come from the environment, else from config.json.
 
         Raises:
-            UserError: One of the three names is nowhere.
+            UserError: At least one of the three names is not set anywhere.
         """
         exported, file = from_environment(), config_file()
         names = zip(NAMED_BY, (subscription, resource_group, workspace), strict=True)
@@ -116,20 +116,20 @@ class Workspace:
         return f"/{self.group}/providers/{kind}/{self.name}"
 
     def handle(self, job: str, member: str | None = None) -> str:
-        """Names a job to a later shell."""
+        """The handle by which a later shell finds a job."""
         text = f"azureml://{self.group}/workspaces/{self.name}/jobs/{job}"
         return f"{text}/members/{member}" if member else text
 
 
 def from_environment() -> dict[str, str]:
-    """What variables say of a workspace: `subscription`, `resource_group`, `workspace`."""
+    """A workspace's names from variables: `subscription`, `resource_group`, `workspace`."""
     names = {key: os.environ.get(variable) for key, (variable, _) in NAMED_BY.items()}
     names["workspace"] = names["workspace"] or os.environ.get(OLD_NAME)
     return {key: name for key, name in names.items() if name}
 
 
 def config_file() -> dict[str, str]:
-    """The nearest config.json here or above, as the SDK looks for it; empty without one."""
+    """The nearest config.json in this folder or above it, as the SDK finds it; empty if none."""
     for folder in (Path.cwd(), *Path.cwd().parents):
         for path in (folder / "config.json", folder / ".azureml" / "config.json"):
             with suppress(OSError, ValueError):
@@ -140,10 +140,10 @@ def config_file() -> dict[str, str]:
 
 
 def parse(handle: str) -> tuple[Workspace, str, str | None]:
-    """Workspace, job and the sweep's member of a handle.
+    """Splits a handle into workspace, job and sweep member.
 
     Raises:
-        UserError: It is no handle of Azure ML's.
+        UserError: It is not a handle of Azure ML.
     """
     match = HANDLE.fullmatch(handle)
     if match is None:
@@ -154,10 +154,10 @@ def parse(handle: str) -> tuple[Workspace, str, str | None]:
 
 
 class Connection:
-    """A workspace, as whoever is signed in. Nothing is imported or sent before it is used.
+    """Access to a workspace as the signed-in user. It imports and sends nothing before it is used.
 
     Args:
-        workspace: Which one.
+        workspace: The workspace.
         cloud: Its cloud; None for the SDK's own choice, which follows ARM_CLOUD_METADATA_URL.
     """
 
@@ -189,28 +189,28 @@ class Connection:
 
     @property
     def scope(self) -> str:
-        """What tokens for Azure ML's own services are asked for."""
+        """The scope of tokens for Azure ML's own services."""
         elsewhere = urlsplit(os.environ.get("ARM_CLOUD_METADATA_URL", ""))
         if elsewhere.netloc and self.cloud not in CLOUDS:
             return f"{elsewhere.scheme}://{elsewhere.netloc}/.default"
         return f"https://{self._hosts.manager}/.default"
 
     def page(self, job: str) -> str:
-        """The job in Azure ML's studio."""
+        """The address of the job's page in Azure ML's studio."""
         group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
         return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
     def look(self) -> None:
-        """Asks for the workspace, and for nothing else.
+        """Checks that the workspace can be read; it changes nothing.
 
         Raises:
-            UserError: There is none of this name, or nobody here may see it.
+            UserError: The workspace does not exist, or the signed-in user may not see it.
         """
         with azure_errors():
             self.client.workspaces.get(self.workspace.name)
 
     def vault(self, key_vault: str | None) -> str:
-        """The https address of a Key Vault; None means the workspace's own."""
+        """The https address of a Key Vault; None selects the workspace's own."""
         if key_vault and key_vault.startswith("https://"):
             return key_vault.rstrip("/")
         with azure_errors():
@@ -219,31 +219,31 @@ class Connection:
 
 
 def sign_in(cloud: str | None = None) -> Any:
-    """A credential of whoever is signed in: variables, managed identity, `az login`, in that order.
+    """A credential from variables, a managed identity or `az login`, in this order.
 
     Raises:
         UserError: Azure's packages are not installed.
     """
     with azure_errors():
         from azure.identity import DefaultAzureCredential
-    # It warns of each way that is not there; the error says it once.
+    # It warns about each unavailable method; the final error lists them once.
     logging.getLogger("azure").setLevel(logging.ERROR)
     options = {"authority": CLOUDS[cloud].login} if cloud in CLOUDS else {}
     return DefaultAzureCredential(**options)
 
 
 def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> Any:
-    """An azure.core.PipelineClient, which tries again where that may help.
+    """An azure.core.PipelineClient that retries where that may help.
 
     Args:
-        credential: Whose token goes with each request; None: none does.
-        scope: What the token is for.
-        base_url: What addresses are relative to.
+        credential: The credential whose token each request carries; None for no token.
+        scope: The token's scope.
+        base_url: The base of relative addresses.
     """
     from azure.core import PipelineClient
     from azure.core.pipeline import policies
 
-    # A poller asks for the first of them.
+    # Pollers need the RequestIdPolicy.
     chain: list[Any] = [policies.RequestIdPolicy(), policies.UserAgentPolicy("distdl")]
     chain.append(policies.RetryPolicy())
     if credential is not None:
@@ -253,21 +253,21 @@ def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The SDK prints progress to stderr, and colour codes even where there is no terminal."""
+    """Silences stderr without a terminal: there the SDK still prints progress and colour codes."""
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
 def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> Iterator[None]:
-    """What Azure's packages raise, as something a person can act on.
+    """Turns the exceptions of Azure's packages into UserErrors with a remedy.
 
     Args:
-        path: Of the Problem.
-        remedies: Azure's code of an error -> what to do about it.
+        path: The path of the Problem.
+        remedies: Azure's error code -> what to do about it.
 
     Raises:
-        UserError: Instead of theirs, which is its cause.
+        UserError: Instead of Azure's exception, which becomes its cause.
     """
     try:
         from azure.core import exceptions as core
@@ -290,14 +290,14 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
     except core.AzureError as error:
         raise UserError.at(path, f"Azure does not answer: {brief(error)}") from error
     except Exception as error:
-        # The SDK's own exceptions have no common base outside it, and importing it takes seconds.
+        # The SDK's exceptions have no common base class outside it, and importing it takes seconds.
         if type(error).__module__.startswith(("azure.", "marshmallow")):
             raise UserError.at(path, f"Azure's SDK refuses: {brief(error)}") from error
         raise
 
 
 def code_of(error: BaseException | None) -> str:
-    """Azure's word for an error, such as AuthorizationFailed; empty where there is none."""
+    """Azure's error code, such as AuthorizationFailed; empty if there is none."""
     return str(getattr(getattr(error, "error", None), "code", None) or "")
 
 
@@ -307,7 +307,7 @@ def no_extra(error: ImportError) -> UserError:
 
 
 def brief(error: object) -> str:
-    """The first lines of what may be pages, without what repeats."""
+    """The first lines of a long error message, without repeated lines and secrets."""
     from distdl.util.redact import redact
 
     text = re.sub(r"\x1b\[\d*m", "", str(error))  # the SDK colours its messages

@@ -1,7 +1,7 @@
-"""What a job on Azure needs and costs, and what would be better: shown by `dry_run=true`.
+"""Quota, prices and advice for a job on Azure, shown by `dry_run=true`.
 
-Everything here is known offline. The tiers of a registry and of a storage account, which only Azure
-knows, come from the settings `registry_sku` and `storage_sku`.
+It works offline. The tiers of the registry and the storage account, which only Azure knows, come
+from the settings `registry_sku` and `storage_sku`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from distdl.launchers.azureml.vm_sizes import VmSize
 
 PRICES = "azure.microsoft.com/pricing/details/machine-learning"
 HOURS_PER_MONTH = 730
-# A bigger VM that costs up to this factor is "a similar price".
+# Bigger VMs up to this factor of the price are suggested.
 SIMILAR = 1.25
-# From so many nodes on, which pull the image at once, a registry's tier matters.
+# With at least this many nodes, which pull the image at once, a registry's tier matters.
 MANY_NODES = 4
-# Slow to fast; a size with a weaker GPU is no replacement.
+# From slow to fast; a size with a slower GPU is not a replacement.
 GPUS = ("K80", "P40", "T4", "P100", "A10", "V100", "A100", "H100", "H200")
 
 
 class CostAdvice(NamedTuple):
-    """One thing that could be better; the topic is a short name for tests."""
+    """One piece of advice; `topic` is a short name for tests."""
 
     topic: str
     what: str
@@ -35,12 +35,12 @@ class CostAdvice(NamedTuple):
 
 
 def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
-    """Needs, prices and advice as text.
+    """Quota, prices and advice as text.
 
     Args:
-        settings: The launcher's.
+        settings: The launcher's settings.
         resources: The size of the run.
-        jobs: Members of the sweep that this job is for.
+        jobs: The number of sweep members that this job runs.
     """
     size = vm_sizes.find(settings.vm_size)
     if size is None:
@@ -57,14 +57,14 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
 
 
 def advice(settings: AzureSettings, resources: Resources, jobs: int = 1) -> list[CostAdvice]:
-    """The advice alone; arguments as of `table`."""
+    """Only the advice; for the arguments see `table`."""
     size = vm_sizes.find(settings.vm_size)
     return list(_SizedJob(settings, resources, jobs, size).advice()) if size else []
 
 
 @dataclass(frozen=True)
 class _SizedJob:
-    """A job on VMs of a known size; arguments as of `table`."""
+    """A job on VMs of a known size; for the fields see `table`."""
 
     settings: AzureSettings
     run: Resources
@@ -125,7 +125,7 @@ class _SizedJob:
             yield from part()
 
     def _replacements(self) -> list[VmSize]:
-        """Sizes of today that are as good."""
+        """Current sizes whose GPUs are at least as fast and have at least as much memory."""
         return [
             other
             for other in vm_sizes.all()
@@ -137,11 +137,11 @@ class _SizedJob:
         ]
 
     def _nodes(self, size: VmSize) -> int:
-        """How many VMs of a size have a GPU for each rank."""
+        """The number of VMs of a size that gives each rank a GPU."""
         return math.ceil(self.run.world_size / size.gpus)
 
     def _cost(self, size: VmSize) -> float:
-        """USD per hour of so many VMs."""
+        """USD per hour for that number of VMs."""
         return self._nodes(size) * (size.price_per_hour or math.inf)
 
     def _retired(self) -> Iterator[CostAdvice]:
@@ -247,5 +247,5 @@ class _SizedJob:
 
 
 def money(amount: float) -> str:
-    """USD, without cents where they do not matter."""
+    """An amount in USD, without cents from 100 USD on."""
     return f"{amount:,.0f} USD" if amount >= 100 else f"{amount:,.2f} USD"

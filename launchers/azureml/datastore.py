@@ -1,4 +1,4 @@
-"""The store of a run on Azure ML: a folder of a datastore, as a `distdl.stores.Store`."""
+"""The store of a run on Azure ML: a folder in a datastore, as a `distdl.stores.Store`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from distdl.stores.store import StoreError
 from distdl.util.errors import UserError
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
-PATIENCE = 30.0  # seconds to keep trying while Azure does not answer: somebody is waiting
+PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, as a user is waiting
 
 
 class DatastoreFolder(BlobStore):
-    """A folder, opened by the datastore's own credential, or as whoever is signed in.
+    """A folder, opened with the datastore's own credential, else as the signed-in user.
 
     Args:
         connection: To its workspace.
-        address: `azureml://datastores/NAME/paths/FOLDER`, or the same with the workspace before.
+        address: `azureml://datastores/NAME/paths/FOLDER`, or the same with its workspace.
 
     Raises:
-        UserError: The datastore is none of blobs, or Azure refuses.
+        UserError: The datastore does not store blobs, or Azure rejects the request.
     """
 
     def __init__(self, connection: Connection, address: str) -> None:
@@ -52,21 +52,21 @@ class DatastoreFolder(BlobStore):
         return self._secret
 
     def files(self) -> dict[str, FarFile]:
-        """All of them, by their names in the folder."""
+        """All files, by their names relative to the folder."""
         start = f"{self._folder}/"
         listed = lambda: list(self.client.list_blobs(start, include=["metadata"]))  # noqa: E731
         return {
             blob.name.removeprefix(start): FarFile(blob.size, blob.last_modified.timestamp())
             for blob in self.retried("", listed)
-            if not (blob.metadata or {}).get("hdi_isfolder")  # how mounts mark a folder
+            if not (blob.metadata or {}).get("hdi_isfolder")  # mounts mark folders so
         }
 
 
 def fetch(connection: Connection, address: str, to: Path) -> int:
-    """Copies a folder of a datastore; returns how many files were copied (see `fetch_files`).
+    """Copies a datastore's folder; returns the number of files copied (see `fetch_files`).
 
     Raises:
-        UserError: There is nothing, or Azure refuses.
+        UserError: The folder is empty, or Azure rejects the request.
     """
     with store_errors():
         folder = DatastoreFolder(connection, address)
@@ -77,15 +77,15 @@ def fetch(connection: Connection, address: str, to: Path) -> int:
 
 
 def send(connection: Connection, address: str, files: Mapping[str, Path]) -> int:
-    """Copies files that the folder lacks; returns how many.
+    """Uploads the files that the folder lacks; returns how many.
 
     Args:
         connection: To the workspace.
-        address: Of the folder.
-        files: Name in the folder -> file. Their order is kept: manifests come last.
+        address: The folder's address.
+        files: Name in the folder -> file, uploaded in this order: put manifests last.
 
     Raises:
-        UserError: Azure refuses.
+        UserError: Azure rejects the request.
     """
     with store_errors():
         folder = DatastoreFolder(connection, address)

@@ -1,10 +1,10 @@
-"""What Azure ML starts for each rank: prepares its environment, then becomes the worker.
+"""What Azure ML starts for each rank: it sets up the environment, then becomes the worker.
 
     python -m distdl.launchers.azureml.entry BUNDLE STORE --attempt N
         --input imagenet=/mnt/... --secret HF_TOKEN=<name in the Key Vault> [--identity user]
 
-A job's definition has the names of secrets only. Their values are read here, as the identity that
-the job has, and exist in this process's environment alone.
+A job's definition has only the names of secrets. Their values are read here, with the job's
+identity, and exist only in this process's environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distdl.job import EXIT_REFUSED
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Never returns: the process becomes the worker, or ends with exit code 2."""
+    """Never returns: the process becomes the worker, or exits with EXIT_REFUSED."""
     parser = argparse.ArgumentParser("python -m distdl.launchers.azureml.entry")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("store")
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--identity", choices=("managed", "user"), default="managed")
     options = parser.parse_args(argv)
     code = Path("code").absolute()
-    os.environ["PYTHONPATH"] = str(code)  # also for those who change the folder
+    os.environ["PYTHONPATH"] = str(code)  # absolute, for processes that change their folder
     for name, _, path in (given.partition("=") for given in options.input):
         os.environ[f"DISTDL_INPUT_{name.upper()}"] = path
     try:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def share_code(bundle: Path, code: Path) -> None:
-    """The members of a sweep have one copy of the code; a bundle has its own."""
+    """Links the code into the bundle of a sweep's member: the members share one copy of it."""
     if not (bundle / "code").exists():
         with suppress(FileExistsError):  # another rank of this node was faster
             (bundle / "code").symlink_to(code)
@@ -76,7 +76,7 @@ def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
 
 
 def credential(identity: str) -> Any:
-    """The user who submitted, or the managed identity of the cluster."""
+    """The credential of the user who submitted, or of the cluster's managed identity."""
     if identity == "user":
         return OnBehalfOf(os.environ["OBO_ENDPOINT"])
     from azure.identity import ManagedIdentityCredential
@@ -86,10 +86,10 @@ def credential(identity: str) -> Any:
 
 
 class OnBehalfOf:
-    """Tokens of the user from the endpoint that `identity: user` gives a job.
+    """The user's tokens, from the endpoint that `identity: user` gives a job.
 
-    As `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, which would bring the whole SDK into the
-    image.
+    It does the same as `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, which would bring the
+    whole SDK into the image.
     """
 
     def __init__(self, endpoint: str) -> None:

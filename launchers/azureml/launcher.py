@@ -1,4 +1,4 @@
-"""`launcher=azureml`: what is asked for, and how it is sent."""
+"""`launcher=azureml`: builds the request of a job and submits it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AzureMLLauncher(AzureSettings):
 
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
-        """What one node of the VM size has: `(GPUs, "gpu")`, or `(1, "cpu")` for one without."""
+        """One node's devices: `(GPUs, "gpu")`, or `(1, "cpu")` without GPUs; None if unknown."""
         vm = vm_sizes.find(str(node.get("vm_size")))
         if vm is None:
             return None
@@ -35,7 +35,7 @@ class AzureMLLauncher(AzureSettings):
 
     @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
-        """What is sent as the user wrote it, and could not be checked."""
+        """Notes on values that could not be checked and are sent as they are."""
         if note := vm_sizes.unknown(str(node.get("vm_size"))):
             yield note
 
@@ -43,7 +43,7 @@ class AzureMLLauncher(AzureSettings):
         return self._request((spec,), requests.command_job(self, spec))
 
     def request_sweep(self, specs: Sequence[JobSpec]) -> AzureMLRequest | None:
-        """One Azure ML sweep job with `sweep=azureml`; None to send one job each."""
+        """With `sweep=azureml` one sweep job of Azure ML; else None, for one job per member."""
         if self.sweep != "azureml":
             return None
         members = tuple(specs)
@@ -71,7 +71,7 @@ class AzureMLLauncher(AzureSettings):
         self._chosen().look()
 
     def submit(self, request: AzureMLRequest) -> Any:
-        """Sends it: an `AzureMLJob`, or for a sweep job one per member."""
+        """Submits the job. Returns an `AzureMLJob`; for a sweep job a list, one per member."""
         values = forwarded(request.specs[0])
         connection, job = self._chosen(), request.job
         if request.compute is not None:

@@ -1,6 +1,6 @@
-"""What is sent to Azure ML, as YAML that `az ml` and `azure.ai.ml.load_*` read.
+"""The documents for Azure ML, as YAML that `az ml` and `azure.ai.ml.load_*` read.
 
-The SDK reads the very text that `dry_run` prints.
+The SDK reads the same text that `dry_run` prints.
 Schemas: https://learn.microsoft.com/azure/machine-learning/reference-yaml-job-command
 """
 
@@ -23,25 +23,25 @@ from distdl.launchers.common import digest, slug
 SCHEMAS = "https://azuremlschemas.azureedge.net/latest"
 IMAGE = Path(__file__).parent / "image"
 ENTRY = "python -m distdl.launchers.azureml.entry"
-# Variables that are no DATASET_MOUNT_<KEY>.
+# Mount settings whose variable is not named DATASET_MOUNT_<KEY>.
 OTHER_MOUNT_VARIABLES = {
     "reserved_free_disk_space": "DATASET_RESERVED_FREE_DISK_SPACE",
     "unmount_timeout_seconds": "DATASET_UNMOUNT_TIMEOUT_SECONDS",
 }
-MEMBERS = "members"  # of a sweep: the folder of the snapshot that holds each one's frozen files
+MEMBERS = "members"  # a sweep's folder in the snapshot, with the frozen files of each member
 
 
 @dataclass(frozen=True)
 class AzureMLRequest:
-    """One job, and what must be there before it.
+    """One job, and what must exist before it.
 
     Args:
         specs: The attempt; several are the members of one sweep job.
         job: The job, as in az ml's YAML. Its `code` is the bundle, or for a sweep a folder that
             `submit` fills.
-        environment: The environment to register, None where the job names one that exists.
+        environment: The environment to register, None if the job names an existing one or an image.
         compute: The cluster to create if it is absent, None for serverless.
-        may_create: Whether it may be created.
+        may_create: Whether the cluster may be created.
         secrets: Variable -> the name of its secret in the Key Vault.
         advice: Quota, prices and advice, as text.
     """
@@ -55,7 +55,7 @@ class AzureMLRequest:
     advice: str
 
     def render(self) -> str:
-        """YAML documents with comments: each could be given to `az ml ... create --file`."""
+        """YAML documents with comments: `az ml ... create --file` accepts each of them."""
         made = "Its name is given at submission"
         if self.job["type"] == "sweep":
             made += f", and its code: the code once, and in {MEMBERS}/ each run's frozen files"
@@ -76,7 +76,7 @@ class AzureMLRequest:
         return "---\n".join(part for part in parts if part)
 
     def files(self) -> dict[str, str]:
-        """Name -> what `az ml environment|compute|job create --file` takes, in this order."""
+        """Name -> YAML for `az ml environment|compute|job create --file`, in this order."""
         documents = {
             "environment": self.environment,
             "compute": self.compute if self.may_create else None,
@@ -102,10 +102,8 @@ def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
 
 
 def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
-    """One sweep job whose only parameter is the name of the member: its trials are the runs.
-
-    The members keep their frozen configs: Azure's page lists them by name with their metrics, and
-    each run says what it is.
+    """One sweep job whose trials are the runs. Its only parameter is the member's name, so that the
+    members keep their frozen configs; Azure's page lists them by name with their metrics.
     """
     first, sweep = specs[0], settings.sweep_job
     common, member = first.name.rpartition("/")[0], "${{search_space.member}}"
@@ -135,7 +133,7 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
 def process(
     settings: AzureSettings, spec: JobSpec, arguments: list[str], code: str
 ) -> dict[str, Any]:
-    """What runs: the command with its code, in which environment, on how many nodes."""
+    """The part of a job that runs: command, code, environment, variables and nodes."""
     resources = {
         "instance_count": spec.resources.num_nodes,
         "instance_type": None if settings.compute else settings.vm_size,
@@ -173,7 +171,7 @@ def member_of(spec: JobSpec) -> str:
 
 
 def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
-    """How people find it. Azure takes letters, digits, - and _ for an experiment's name."""
+    """Names and tags for people. An experiment's name may have letters, digits, - and _."""
     experiment = settings.experiment_name or run.partition("/")[0]
     return {
         "display_name": settings.display_name or run,
@@ -183,10 +181,10 @@ def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
 
 
 def sources(settings: AzureSettings, spec: JobSpec) -> list[str]:
-    """Arguments of the entry: where inputs are mounted, and the names of secrets.
+    """Arguments of the entry point: where inputs are mounted, and the names of secrets.
 
-    Azure replaces `${{...}}` by an address before a shell reads the command: the address is inside
-    quotes by then, and the settings refuse one that has a quote.
+    Azure replaces `${{...}}` with an address before a shell reads the command. The address is then
+    inside quotes, so the settings reject an address that contains a quote.
     """
     words = [f"--input={name}=${{{{inputs.{name}}}}}" for name in settings.inputs]
     words += [f"--secret={name}={secret}" for name, secret in secret_names(spec).items()]
@@ -194,9 +192,9 @@ def sources(settings: AzureSettings, spec: JobSpec) -> list[str]:
 
 
 def secret_names(spec: JobSpec) -> dict[str, str]:
-    """Variable -> the name of its secret: letters, digits and hyphens, at most 127 of them.
+    """Variable -> the name of its secret: at most 127 letters, digits and hyphens.
 
-    All members of a sweep use the names of the first.
+    All members of a sweep use the first member's names.
     Source: https://learn.microsoft.com/azure/key-vault/general/about-keys-secrets-certificates
     """
     run = f"{slug(spec.name)[:60]}-{digest(spec.name, 8)}"
@@ -204,7 +202,7 @@ def secret_names(spec: JobSpec) -> dict[str, str]:
 
 
 def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
-    """Variables of every rank, none of them secret."""
+    """The variables of every rank; none of them is secret."""
     values = {"DISTDL_LAUNCHER": "azureml", "PYTHONPATH": "code", "PYTHONUNBUFFERED": "1"}
     if spec.resources.devices > 1:
         values["OMP_NUM_THREADS"] = "1"  # as under launcher=local: the ranks share the cores
@@ -217,13 +215,14 @@ def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
 
 
 def output(settings: AzureSettings, run: str) -> dict[str, Any]:
-    """A path of the run's own: Azure's default one changes with each job, so none could resume."""
+    """A path that belongs to the run. Azure's default path changes with each job, so that no later
+    job could resume from it."""
     path = f"azureml://datastores/{settings.datastore}/paths/distdl/{run}"
     return {"type": "uri_folder", "path": path, "mode": "rw_mount"}
 
 
 def environment(settings: AzureSettings) -> dict[str, Any] | None:
-    """The environment to register: its version is a hash of what it is built from."""
+    """The environment to register; its version is a hash of its build context."""
     if settings.environment or settings.image:
         return None
     folder = Path(settings.build_context or IMAGE).expanduser()
@@ -236,7 +235,7 @@ def environment(settings: AzureSettings) -> dict[str, Any] | None:
 
 
 def version_of(folder: Path) -> str:
-    """Changes with any file of a build context, and with nothing else."""
+    """A hash of all files of a build context, which depends on nothing else."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = [
         (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
@@ -247,7 +246,7 @@ def version_of(folder: Path) -> str:
 
 
 def compute(settings: AzureSettings, num_nodes: int) -> dict[str, Any] | None:
-    """The cluster as it would be created; None for serverless."""
+    """The cluster as the launcher would create it; None for serverless."""
     if settings.compute is None:
         return None
     nodes_are: dict[str, Any] | None = None
@@ -278,7 +277,7 @@ def to_yaml(value: Mapping[str, Any]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Escapes what a line cannot show: PyYAML writes U+0085 so that it reads a blank."""
+        """Escapes unprintable characters: PyYAML writes U+0085 such that it reads back a blank."""
 
     def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
         style = '"' if unprintable(value) else None
@@ -289,5 +288,5 @@ def to_yaml(value: Mapping[str, Any]) -> str:
 
 
 def tidy(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys that are not set."""
+    """The mapping without keys whose value is None or {}."""
     return {k: v for k, v in node.items() if v is not None and v != {}}

@@ -1,7 +1,7 @@
-"""The log files of a job while it writes them, by the same REST calls as the SDK's `jobs.stream`.
+"""Reads a running job's log files with the same REST calls as the SDK's `jobs.stream`.
 
-`jobs.stream` prints to stdout, downloads each file again and again, and says nothing while a job is
-queued (https://github.com/Azure/azure-cli/issues/27363).
+`jobs.stream` itself prints to stdout, downloads each file repeatedly, and prints nothing while a
+job is queued (https://github.com/Azure/azure-cli/issues/27363).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors, rest_client
 
-# user_logs/std_log_process_00.txt of rank 0, ..01.txt of rank 1; std_log.txt of one process.
+# user_logs/std_log_process_00.txt is rank 0's, ..01.txt rank 1's; std_log.txt of a single process.
 USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
 
 
 class RunHistory:
-    """Azure ML's service that knows a job's status and where its log files are.
+    """Azure ML's service for a job's status and the addresses of its log files.
 
     Raises:
-        UserError: From each method: Azure refuses, or is out of reach.
+        UserError: From each method: Azure rejects the request, or cannot be reached.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -29,7 +29,7 @@ class RunHistory:
 
     @functools.cached_property
     def _runs(self) -> str:
-        """The address below which the workspace's runs are."""
+        """The base address of the workspace's runs."""
         client, workspace = self._connection.client, self._connection.workspace
         discovery = client.workspaces.get(workspace.name).discovery_url
         service = self._get(self._files, discovery).json()["api"].rstrip("/")
@@ -37,12 +37,12 @@ class RunHistory:
 
     @functools.cached_property
     def _service(self) -> Any:
-        """For requests as whoever is signed in."""
+        """The client for requests as the signed-in user."""
         return rest_client(self._connection.credential, self._connection.scope)
 
     @functools.cached_property
     def _files(self) -> Any:
-        """For addresses that carry their own signature."""
+        """The client for addresses that contain their own signature."""
         return rest_client()
 
     @staticmethod
@@ -60,7 +60,7 @@ class RunHistory:
             return self._get(self._service, f"{self._runs}/{job}/details").json()
 
     def children(self, job: str) -> Iterator[dict[str, Any]]:
-        """The trials of a sweep that have begun: `runId`, `status`, `tags`."""
+        """The trials of a sweep that have started: `runId`, `status`, `tags`."""
         with azure_errors():
             address: str | None = f"{self._runs}/{job}/children"
         while address:
@@ -70,19 +70,19 @@ class RunHistory:
             address = answer.get("nextLink")
 
     def read(self, address: str, start: int) -> bytes | None:
-        """What a file has from a byte on; None if it is shorter than that by now."""
+        """A file's content from byte `start` on; None if the file is now shorter than that."""
         with azure_errors():
             response = self._get(self._files, address, {"Range": f"bytes={start}-"})
         if response.status_code == 416:
             size = response.headers.get("Content-Range", "").rpartition("/")[2]
             return None if size.isdigit() and int(size) < start else b""
         content: bytes = response.read()
-        # A server that does not know ranges sends everything.
+        # A server without support for ranges sends the entire file.
         return content if response.status_code == 206 else content[start:]
 
 
 class LogFile:
-    """One growing file; `new` gives the lines that have been finished since the last time."""
+    """A growing file; `new` returns the lines completed since the last call."""
 
     def __init__(self, history: RunHistory) -> None:
         self._history = history
@@ -90,7 +90,7 @@ class LogFile:
 
     def new(self, address: str) -> list[str]:
         content = self._history.read(address, self._position)
-        if content is None:  # Azure started the job again, and its log from the beginning
+        if content is None:  # Azure restarted the job, and its log starts from the beginning
             self._position, self._rest = 0, b""
             content = self._history.read(address, 0) or b""
         self._position += len(content)
@@ -98,12 +98,12 @@ class LogFile:
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
 
     def rest(self) -> list[str]:
-        """A last line that was never finished."""
+        """The last line, if it has no end of line."""
         rest, self._rest = self._rest, b""
         return [rest.decode(errors="replace")] if rest else []
 
 
 def by_rank(files: dict[str, str]) -> dict[int, str]:
-    """rank -> address of its output."""
+    """Rank -> address of its output."""
     matches = ((USER_LOG.fullmatch(name), address) for name, address in files.items())
     return dict(sorted((int(match[1] or 0), address) for match, address in matches if match))

@@ -1,7 +1,7 @@
-"""The settings of `launcher=azureml`, and what is wrong with them, found without an account.
+"""The settings of `launcher=azureml`, and their validation, which works without an account.
 
-The SDK's own validation lets an undefined input, a negative number of nodes and most wrong words
-pass: Azure would refuse them, some of them after an hour in the queue.
+The SDK's own validation accepts undefined inputs, negative node counts and most wrong words. Azure
+would reject them later, some of them after an hour in the queue.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
 
 
 def _vm_size(name: Any) -> Any:
-    """A size that is not in the table may exist all the same, see `AzureMLLauncher.notes`."""
+    """Accepts well-formed names that are not in the table: Azure may have that size (see
+    `AzureMLLauncher.notes`)."""
     if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
         what = f"{name!r} is no name of a VM size" if name else "missing"
         raise Refused(what, vm_sizes.suggest(str(name or "")))
@@ -126,7 +127,7 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
 
 
 class JobService(BaseModel, extra="allow", strict=True):
-    """A way into a running job: a value of `launcher.services`."""
+    """Interactive access to a running job: a value of `launcher.services`."""
 
     type: Literal["ssh", "tensor_board", "jupyter_lab", "vs_code"]
     ssh_public_keys: str | None = None
@@ -143,7 +144,7 @@ def _mapping(value: Any) -> Any:
 
 
 class AzureSettings(LauncherSettings):
-    """Each is explained in conf/launcher/azureml.yaml."""
+    """The settings, which conf/launcher/azureml.yaml explains."""
 
     subscription: str | None = None
     resource_group: str | None = None
@@ -236,7 +237,7 @@ class AzureSettings(LauncherSettings):
             yield Problem("public_ip", what, "write launcher.vnet=... launcher.subnet=...")
 
     def _images(self) -> list[str]:
-        """The settings that say what the job runs in, if it is not distdl's own image."""
+        """The settings that replace distdl's own image, of those that are set."""
         keys = ("environment", "image", "build_context")
         return [key for key in keys if getattr(self, key)]
 
@@ -256,7 +257,7 @@ class AzureSettings(LauncherSettings):
                 yield Problem(f"services.{name}.ssh_public_keys", what, "the text of your *.pub")
 
     def _references(self) -> Iterator[Problem]:
-        """`${{inputs.NAME}}` of settings that Azure fills in: NAME must be in launcher.inputs."""
+        """Undefined `${{inputs.NAME}}` or `${{outputs.NAME}}` in settings, which Azure fills in."""
         known = {"inputs": list(self.inputs), "outputs": ["store"]}
         for path, text in _strings(self.model_dump(), ""):
             for kind, name in REFERENCE.findall(text):
@@ -267,7 +268,7 @@ class AzureSettings(LauncherSettings):
                     yield Problem(path, what, remedy)
 
     def _files(self) -> Iterator[Problem]:
-        """What is made at submission cannot be a file."""
+        """Settings that need an action at submission, which `launcher.files` cannot write down."""
         if self.files and self.forward_env:
             what = "the values of launcher.forward_env go to the Key Vault when distdl submits"
             remedy = "launcher.forward_env=[], and pass them to the job yourself"

@@ -1,4 +1,4 @@
-"""The side effects of a submission, one function each: what is absent is created, then the job."""
+"""The side effects of a submission, one function each: they create what is absent, then the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of,
 from distdl.launchers.common import newest_checkpoint, slug
 from distdl.util.errors import Problem, UserError
 
-# What a cluster was made with, and what the launcher would make it with.
+# Property of an existing cluster -> the launcher setting that it is compared with.
 COMPARED = {
     "tier": "launcher.tier",
     "min_instances": "launcher.min_nodes",
@@ -31,15 +31,15 @@ def say(text: str) -> None:
 
 
 def as_file(document: Mapping[str, Any]) -> io.StringIO:
-    """As the SDK's loaders read it."""
+    """A document as a file for the SDK's loaders."""
     return io.StringIO(to_yaml(document))
 
 
 def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
-    """Creates the cluster if it is absent. One that exists is compared, and never changed.
+    """Creates the cluster if it is absent. An existing cluster is compared, but never changed.
 
     Raises:
-        UserError: It cannot run this job, or may not be created.
+        UserError: The cluster cannot run this job, or may not be created.
     """
     wanted, num_nodes = request.compute, request.specs[0].resources.num_nodes
     assert wanted is not None
@@ -61,7 +61,7 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
 
 
 def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
-    """Prints how a cluster differs from what was asked for.
+    """Prints how a cluster differs from the settings.
 
     Raises:
         UserError: The job could never start on it.
@@ -87,14 +87,14 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
 
 
 def same(left: Any, right: Any) -> bool:
-    """120.0 and 120, LowPriority and low_priority."""
+    """Equality in which 120.0 is 120, and LowPriority is low_priority."""
     if isinstance(left, str):
         left, right = (text.lower().replace("_", "") for text in (left, right))
     return bool(left == right)
 
 
 def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> None:
-    """Registers an environment, unless this version exists: then nothing is built again."""
+    """Registers an environment, unless this version exists; Azure then rebuilds nothing."""
     name, version = wanted["name"], wanted["version"]
     with azure_errors("launcher.environment"):
         from azure.ai.ml import load_environment
@@ -110,10 +110,10 @@ def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> Non
 
 
 def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
-    """Puts the values of forwarded variables into a Key Vault, over those of an earlier attempt.
+    """Writes the forwarded variables' values to a Key Vault, replacing those of earlier attempts.
 
     Raises:
-        UserError: The vault refuses.
+        UserError: The vault rejects the request, or the address is not that of a Key Vault.
     """
     with azure_errors("launcher.forward_env"):
         from azure.keyvault.secrets import SecretClient
@@ -122,12 +122,12 @@ def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) 
         try:
             for name, value in values.items():
                 client.set_secret(name, value, content_type="distdl: a forwarded variable of a run")
-        except ValueError as error:  # what answers there is no Key Vault
+        except ValueError as error:  # the server at this address is not a Key Vault
             raise UserError.at("launcher.key_vault", f"{vault}: {brief(error)}") from error
 
 
 def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None:
-    """A run that began elsewhere takes its newest checkpoint along."""
+    """Uploads a resumed run's newest local checkpoint, for a run that began elsewhere."""
     if spec.attempt == 1:
         return
     newest = newest_checkpoint(Path(spec.store))
@@ -137,7 +137,7 @@ def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None
 
 
 def new_name(request: AzureMLRequest) -> str:
-    """A readable name for a job that no other has had, as Azure wants it."""
+    """A readable, unique job name that fits Azure's rules."""
     run = request.job["tags"]["distdl.run"]
     return f"{slug(run)[:80]}-{request.specs[0].attempt:03d}-{secrets.token_hex(3)}"
 
@@ -146,7 +146,7 @@ def create_job(connection: Connection, job: Mapping[str, Any], name: str) -> Non
     """Uploads the snapshot and creates the job.
 
     Raises:
-        UserError: Azure refuses it.
+        UserError: Azure rejects it.
     """
     with azure_errors():
         from azure.ai.ml import load_job
@@ -157,14 +157,14 @@ def create_job(connection: Connection, job: Mapping[str, Any], name: str) -> Non
 
 
 def with_variable(job: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
-    """A copy of a job (or of a sweep's trial) with one more environment variable."""
+    """A copy of a job with one more environment variable (of its trial, for a sweep job)."""
     if "trial" in job:
         return {**job, "trial": with_variable(job["trial"], name, value)}
     return {**job, "environment_variables": {**job["environment_variables"], name: value}}
 
 
 def sweep_snapshot(request: AzureMLRequest, folder: Path) -> Path:
-    """The snapshot of a sweep: the code once, and the frozen files of each member."""
+    """Fills a sweep's snapshot folder: one copy of the code, and each member's frozen files."""
     shutil.copytree(Path(request.specs[0].bundle) / "code", folder / "code")
     for spec in request.specs:
         member = folder / MEMBERS / member_of(spec)

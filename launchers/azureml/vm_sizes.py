@@ -1,4 +1,4 @@
-"""What distdl knows about Azure's VM sizes; the facts and their sources are in vm_sizes.yaml."""
+"""Azure's VM sizes that distdl knows; the facts and their sources are in vm_sizes.yaml."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 import re
 from dataclasses import dataclass
 
-# CUDA 13, with which torch's wheels of the image are built, knows nothing older than Turing.
+# The image's torch wheels are built with CUDA 13, which supports nothing older than Turing.
 # https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
 TOO_OLD = ("K80", "P40", "P100", "V100")
-# Azure retired low-priority VMs on 2026-03-31, and gives spot VMs to those who ask for them: by the
-# second name, which its API keeps. https://github.com/MicrosoftDocs/azure-ai-docs/pull/806
+# Azure retired low-priority VMs on 2026-03-31. Its API keeps the name low_priority, which now means
+# spot VMs. https://github.com/MicrosoftDocs/azure-ai-docs/pull/806
 SPOT = ("spot", "low_priority")
 # https://learn.microsoft.com/azure/virtual-machines/vm-naming-conventions
 NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGNORECASE)
@@ -18,7 +18,7 @@ NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGN
 
 @dataclass(frozen=True, kw_only=True)
 class VmSize:
-    """One size. Prices are in USD, East US, indicative; None where unknown."""
+    """One VM size. Prices are in USD for East US, and indicative; None if unknown."""
 
     name: str  # as Azure spells it
     series: str  # with its GPU, for people
@@ -34,7 +34,7 @@ class VmSize:
     spot_price_per_hour: float | None = None
     price_date: str = ""
     quota_family: str  # the name of the quota for its cores
-    retired: str | None = None  # the date (YYYY-MM-DD) since when it cannot be used
+    retired: str | None = None  # the date (YYYY-MM-DD) from which it cannot be used
     note: str = ""
 
     @property
@@ -43,7 +43,7 @@ class VmSize:
         return bool(self.infiniband_gbps)
 
 
-# Names in the file that are shorter.
+# Shorter names in the file -> field names.
 SHORT = {"price": "price_per_hour", "spot": "spot_price_per_hour"}
 
 
@@ -64,12 +64,12 @@ def all() -> tuple[VmSize, ...]:
 
 
 def find(name: str) -> VmSize | None:
-    """The size of this name, in capitals or not, None for one that is not in the file."""
+    """The size of this name (case-insensitive); None if it is not in the file."""
     return next((size for size in all() if size.name.lower() == str(name).lower()), None)
 
 
 def unknown(name: str) -> str:
-    """A note about a size that Azure may have and the table has not; "" for any other name."""
+    """A note about a size that Azure may have but the table lacks; "" for any other name."""
     if not NAME.fullmatch(name) or find(name):
         return ""
     meant = f" ({near})" if (near := did_you_mean(name)) else ""
@@ -77,7 +77,7 @@ def unknown(name: str) -> str:
 
 
 def did_you_mean(name: str) -> str:
-    """`did you mean Standard_NC24rs_v3?`; "" where none is close."""
+    """`did you mean Standard_NC24rs_v3?`; "" if no name is close."""
     from distdl.util.suggest import closest
 
     short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
@@ -87,6 +87,6 @@ def did_you_mean(name: str) -> str:
 
 
 def suggest(name: str) -> str:
-    """What may have been meant by a name that is not in the table, else the sizes of today."""
+    """The closest name for one that is not in the table, else the list of current sizes."""
     today = ", ".join(size.name for size in all() if not size.retired)
     return did_you_mean(name) or f"known sizes: {today}"

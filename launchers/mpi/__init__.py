@@ -1,7 +1,7 @@
-"""Machines that are reached by ssh: one mpirun, one rank per device.
+"""Machines reached over ssh: one mpirun, one rank per device.
 
-`flavours` knows the four mpiruns, `hosts` the machines; `supervisor` watches mpirun in the
-background, `rank` is each rank's parent, `mpi_job` is how a later shell finds them.
+`flavours` covers the four mpiruns, and `hosts` the machines. `supervisor` watches mpirun in the
+background, `rank` is each rank's parent process, and `mpi_job` lets a later shell find the job.
 """
 
 from distdl.launchers.mpi.mpi_launcher import MpiLauncher

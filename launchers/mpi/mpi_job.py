@@ -1,4 +1,4 @@
-"""An mpirun in the background, as a later shell on the same machine finds it."""
+"""A background mpirun, which a later shell on the same machine can find."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from distdl.launchers.mpi.supervisor import LOG, RECORD
 from distdl.util.errors import UserError
 from distdl.util.processes import is_alive
 
-INTERVAL = 0.2  # seconds between two looks
+INTERVAL = 0.2  # seconds between two polls
 
 
 class MpiJob:
-    """One attempt whose mpirun has a supervisor; all that is known stands in its folder.
+    """One attempt whose mpirun has a supervisor. Its state is read from the attempt's folder.
 
     Args:
-        folder: The attempt's.
+        folder: The attempt's folder.
     """
 
     url = None
-    # It was started by a command on this machine, and is ended by what ends that command.
+    # A command on this machine started it; a SIGTERM to that command also cancels the job.
     ends_with_shell = True
 
     def __init__(self, folder: Path) -> None:
@@ -39,10 +39,10 @@ class MpiJob:
 
     @classmethod
     def attach(cls, handle: str) -> MpiJob:
-        """The job of `mpi://host/folder of the attempt`.
+        """The job of a handle `mpi://<host>/<attempt folder>`.
 
         Raises:
-            UserError: It is no such handle, or nothing was started there.
+            UserError: It is not such a handle, or no job on that host was started in that folder.
         """
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
@@ -62,7 +62,7 @@ class MpiJob:
         return f"mpi://{self.record().get('host', '')}{self.folder}"
 
     def record(self) -> dict[str, Any]:
-        """What the supervisor wrote; empty if there is nothing, or something else."""
+        """The supervisor's record; empty if the file is absent or has other content."""
         try:
             record = json.loads((self.folder / RECORD).read_text())
         except (OSError, ValueError):
@@ -83,7 +83,7 @@ class MpiJob:
             return JobState.PENDING
         if self._is_supervised(record):
             return JobState.RUNNING
-        if self.record() != record:  # its end was written just now
+        if self.record() != record:  # the supervisor has just recorded its end
             return self.state()
         self.killed = f"mpirun's supervisor (pid {record['pid']} on {record['host']}) was killed"
         return JobState.FAILED
@@ -97,7 +97,7 @@ class MpiJob:
         yield from tail(self.folder / LOG, lambda: follow and not self.state().ended)
 
     def cancel(self) -> None:
-        """Asks every rank for a checkpoint, and ends what is left after the time of grace.
+        """Asks every rank for a checkpoint, and ends what still runs after `grace_seconds`.
 
         Raises:
             UserError: It was started on another machine.
@@ -112,8 +112,8 @@ class MpiJob:
             os.kill(record["pid"], signal.SIGTERM)
 
     def _is_supervised(self, record: dict[str, Any]) -> bool:
-        """Whether the supervisor lives: the very process, not a later one with its number."""
+        """Whether the supervisor runs: that same process, not a later one with the same pid."""
         pid = record["pid"]
-        if not isinstance(pid, int) or pid <= 1:  # 0 and below are groups of processes
+        if not isinstance(pid, int) or pid <= 1:  # 0 and below would address process groups
             return False
         return is_alive(pid, record.get("birth"))

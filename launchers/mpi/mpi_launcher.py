@@ -1,4 +1,4 @@
-"""mpirun over ssh, in the background: the request, and how it is started."""
+"""The launcher of mpirun over ssh, in the background: it builds the request and starts it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from distdl.launchers.mpi.hosts import OPTIONS, SSH_SCRIPT, Reach, is_here, pars
 from distdl.launchers.mpi.mpi_job import MpiJob
 from distdl.util.errors import Problem, UserError
 
-# Below the ports that Linux gives to outgoing connections (32768 and up).
+# Below the ports that Linux assigns to outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 15000, 10000
-# What mpirun and ssh themselves need. Of this shell's other variables a rank sees those that are
-# forwarded by name and no others: then it is the same on this machine and on the others.
+# Variables that mpirun and ssh need. Apart from these, ranks get only the shell variables that are
+# forwarded by name, so that ranks on this machine and on the others see the same environment.
 KEPT = {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR"}
 KEPT |= {"SSH_AUTH_SOCK", "KRB5CCNAME", "OPAL_PREFIX"}
 KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_")
@@ -39,12 +39,12 @@ class MpiRequest:
     """One mpirun.
 
     Args:
-        spec: What it is for.
+        spec: The attempt.
         flavour: One of FLAVOURS.
-        start: What mpirun starts, where.
-        processes: The command line of each process, in groups that belong together.
-        env: Their variables, none of them secret.
-        ssh: How the hosts are reached.
+        start: What mpirun starts, and on which hosts.
+        processes: The command line of each process, in groups of related words.
+        env: The processes' variables; none of them is secret.
+        ssh: The ssh command line.
         python: The interpreter on every host.
         copy_bundle: Whether the bundle is copied to each host that lacks it.
     """
@@ -80,10 +80,10 @@ class MpiRequest:
 
 
 class MpiLauncher(LauncherSettings):
-    """Starts a job on machines that ssh reaches, with whichever mpirun is installed."""
+    """Starts a job on machines reached over ssh, with the installed mpirun."""
 
     in_turn: ClassVar = True
-    # Settings that name what a dry run starts, to ask which mpirun it is; and their defaults.
+    # Settings (with defaults) that name a program which a dry run executes, to ask its version.
     programs: ClassVar = {"mpirun": "mpirun"}
 
     hosts: ListOf[Any] = []
@@ -103,7 +103,7 @@ class MpiLauncher(LauncherSettings):
     extra_args: ListOf[str] = []
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
-        """For hosts that do not fit the size of the run, and for what this machine lacks."""
+        """Problems of hosts that do not fit the run's size, and of what this machine lacks."""
         nodes, devices = context["num_nodes"], context["devices"]
         if self.flavour == "auto":
             try:
@@ -141,10 +141,10 @@ class MpiLauncher(LauncherSettings):
             yield Problem(key, what, "one rank per device: make the two equal on every host")
 
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
-        """Where a job runs, in the order of its ranks.
+        """The hosts that a job runs on, in rank order.
 
         Raises:
-            UserError: What is written names no hosts.
+            UserError: The setting or the hostfile is invalid.
         """
         if self.hostfile:
             return read_hostfile(self.hostfile, devices)
@@ -155,7 +155,7 @@ class MpiLauncher(LauncherSettings):
         spec.refuse(r"\s:", "mpirun splits it there")
         flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
         hosts = self.chosen_hosts(spec.resources.devices)
-        if self.agent:  # one process on each, which starts the others
+        if self.agent:  # one process per host, which starts that host's ranks
             hosts = tuple(replace(host, slots=1) for host in hosts)
         sockets = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.interface else ()
         env = {
@@ -163,7 +163,7 @@ class MpiLauncher(LauncherSettings):
             "PYTHONPATH": f"{spec.bundle}/code",
             "MASTER_ADDR": hosts[0].name,
             "MASTER_PORT": str(self.port or derived_port(spec)),
-            "OMP_NUM_THREADS": "1",  # unless asked: what torchrun does
+            "OMP_NUM_THREADS": "1",  # torchrun's default; the settings below override it
             **flavours.environment(flavour),
             **dict.fromkeys(sockets, str(self.interface)),
             **({} if self.infiniband else {"NCCL_IB_DISABLE": "1"}),
@@ -184,7 +184,7 @@ class MpiLauncher(LauncherSettings):
         return MpiRequest(spec, flavour, start, processes, env, ssh, python, self.copy_bundle)
 
     def _processes(self, spec: JobSpec, python: str) -> tuple[tuple[str, ...], ...]:
-        """What mpirun starts: a parent for each rank, or for each host's agent."""
+        """What mpirun starts: a parent process for each rank, or for each host's agent."""
         parent = f"{spec.bundle}/code/distdl/launchers/mpi/rank.py"
         if not self.agent:
             return (python, parent, f"{spec.folder}/errors"), (python, *spec.worker())
@@ -198,7 +198,7 @@ class MpiLauncher(LauncherSettings):
         Reach(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
 
     def submit(self, request: MpiRequest) -> MpiJob:
-        """Starts mpirun's supervisor in a session of its own; mpirun is under way on return."""
+        """Starts mpirun's supervisor in its own session; returns once the supervisor runs."""
         spec, hosts = request.spec, request.start.hosts
         Reach(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
         env = {**forwarded(spec), **request.env}
@@ -207,7 +207,7 @@ class MpiLauncher(LauncherSettings):
         folder = spec.folder
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         script, lost = Path(request.start.ssh), shlex.quote(str(folder / supervisor.LOST))
-        ssh = shlex.join(shlex.split(request.ssh))  # as `Reach` reads it
+        ssh = shlex.join(shlex.split(request.ssh))  # split as in `Reach`
         script.write_text(SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
         script.chmod(0o755)
         record = {
@@ -227,7 +227,7 @@ class MpiLauncher(LauncherSettings):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # MPICH 4.0's -genvlist loses the last variable there is on the other hosts.
+                # MPICH 4.0's -genvlist drops the environment's last variable on other hosts.
                 env={**kept, **env, "DISTDL_END": ""},
                 start_new_session=True,
             )
@@ -241,12 +241,13 @@ class MpiLauncher(LauncherSettings):
 
 
 def derived_port(spec: JobSpec) -> int:
-    """The same for the same attempt, and different for another run: two jobs do not meet."""
+    """The same port for the same attempt, but (most likely) another one for another run, so that
+    two jobs do not collide."""
     return FIRST_PORT + zlib.crc32(str(spec.folder).encode()) % PORTS
 
 
 def free_port(wanted: int) -> int:
-    """The first port from `wanted` on that nobody listens on."""
+    """The first free port from `wanted` on, of 100; `wanted` itself if none is free."""
     for port in range(wanted, wanted + 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

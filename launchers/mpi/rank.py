@@ -1,10 +1,10 @@
-"""What mpirun starts: the parent of one rank, `python rank.py ERRORS COMMAND...`.
+"""The parent process of one rank, started by mpirun: `python rank.py ERRORS COMMAND...`.
 
-It hands signals on, logs one line on how the rank ended if it ended badly, and ends in a way that
-ends the job on every MPI: hydra (MPICH, Intel MPI) lets the others run on after a plain exit, and
-Intel's also after a kill, unless it gets PMI's own `abort`. Where ssh started it, it also ends the
-rank once the supervisor's host is silent: hydra's proxy would wait.
-Standard library only: it runs before anything is known to be importable.
+It forwards signals to the rank. If the rank fails, it logs one line on how the rank ended and ends
+the job on every MPI. For hydra (MPICH, Intel MPI) that takes PMI's `abort`: after a plain exit, and
+with Intel MPI also after a kill, hydra lets the other ranks run on. If ssh started this process, it
+also ends the rank when the supervisor's host stops answering, because hydra's proxy would wait.
+It uses the standard library only: it runs before any package is known to be importable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import FrameType
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 READ_SECONDS = 3.0  # for hydra to read a rank's last lines
-# Seconds: the supervisor's host is taken for lost after 20 + 3 x 5; then the rank has time to end.
+# The supervisor's host counts as lost after 20 + 3 x 5 s; the rank then has END_SECONDS to end.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 END_SECONDS = 15.0
 
@@ -51,7 +51,7 @@ def main(errors: str, command: list[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    # A session of its own: mpirun signals the group, and the rank is to get each signal once.
+    # In its own session, because mpirun signals the whole group: the rank gets each signal once.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_me)
     for each in early:
         child.send_signal(each)
@@ -63,15 +63,15 @@ def main(errors: str, command: list[str]) -> int:
         code = code if code > 0 else 128 - code
         abort(code)
     if lost.is_set() and os.getppid() == parent:
-        # The daemon that started us: its report would keep it for as long as TCP tries.
+        # Kill the daemon that started us: it would report to the lost host until TCP gives up.
         os.kill(parent, signal.SIGKILL)
     return code
 
 
 def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
-    """Ends the rank once the host that ssh came from does not answer, and reports it.
+    """Ends the rank when the host that ssh came from stops answering, and sets `lost`.
 
-    Returns at once where ssh did not start us, or where that host cannot be reached from here.
+    Returns at once if ssh did not start us, or if that host cannot be reached from here.
     """
     client, port = os.environ.get("SSH_CONNECTION", ""), os.environ.get("DISTDL_KEEPER_PORT", "")
     if not (client and port):
@@ -91,7 +91,7 @@ def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
             return  # the supervisor has ended, and mpirun with it
         except ConnectionError:
             return
-        except OSError:  # of time, or of no route: nothing answers
+        except OSError:  # a timeout, or no route: the host does not answer
             lost.set()
     child.send_signal(signal.SIGTERM)
     try:
@@ -101,7 +101,7 @@ def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
 
 
 def obituary(errors: str, code: int) -> str:
-    """How the rank ended, in one line; the supervisor reads it."""
+    """One line on how the rank ended, which the supervisor parses."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
     rank = next((os.environ[name] for name in names if name in os.environ), "0")
     how = f"exit code {code}" if code > 0 else f"signal {-code}"
@@ -114,7 +114,7 @@ def obituary(errors: str, code: int) -> str:
 
 
 def abort(code: int) -> None:
-    """Asks hydra to end the job with this exit code; the wire protocol of PMI 1.
+    """Asks hydra to end the job with this exit code, by the wire protocol of PMI 1.
 
     Source: https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_13.html
     """
@@ -122,20 +122,20 @@ def abort(code: int) -> None:
         await_read()
         try:
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
-        except OSError:  # mpirun is gone, and so will be the others
+        except OSError:  # mpirun has ended, so the other ranks will end too
             return
 
 
 def await_read() -> None:
-    """Waits until what was printed has been read: hydra drops what is in its pipes at an abort, and
-    with it the line that says why."""
+    """Waits until hydra has read all output. At an abort it drops what is still in its pipes, which
+    may be the line that explains the failure."""
     deadline = time.monotonic() + READ_SECONDS
     while any(map(unread, (1, 2))) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def unread(number: int) -> int:
-    """Bytes in a pipe that nobody has read yet; 0 for anything else."""
+    """The number of unread bytes in a pipe; 0 if the descriptor is not a pipe."""
     try:
         if not stat.S_ISFIFO(os.fstat(number).st_mode):
             return 0

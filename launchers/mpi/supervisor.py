@@ -1,18 +1,18 @@
 """Supervises one mpirun in the background: `python supervisor.py ATTEMPT_FOLDER`.
 
-It is what `jobs cancel` signals, and it records how mpirun ended, in `mpirun.json` of the attempt.
-Run by its path; of distdl it needs what needs nothing else.
+`jobs cancel` signals this process. It records how mpirun ended in the attempt's `mpirun.json`. It
+is run by its path, and imports only modules of distdl that import nothing else.
 
-- SIGTERM: mpirun gets SIGUSR1, which all flavours hand on to the ranks and which asks them for a
-  checkpoint. (SIGTERM itself: Open MPI kills the ranks after one second or less, and with its
-  `odls_base_sigkill_timeout` every failure takes four times that long.) What is left after
-  `grace_seconds` is killed.
-- A host whose connection is lost: the ssh script notes it. Open MPI then ends by itself, hydra
-  (MPICH, Intel MPI) never does: mpirun is killed, and its proxies on the other hosts end with it.
-- A host from which this one is out of reach: hydra's proxy there would wait as long as TCP does.
-  Each rank's parent holds a connection to a port of the supervisor, and ends its rank when nothing
-  answers there any more (see rank.py).
-- When mpirun is gone, whatever it left running on this machine goes too.
+- On SIGTERM it sends SIGUSR1 to mpirun. All flavours forward that signal to the ranks, which then
+  write a checkpoint. What still runs after `grace_seconds` is terminated, then killed. (It does not
+  forward SIGTERM itself: Open MPI then kills the ranks within a second, and setting its
+  `odls_base_sigkill_timeout` makes every failure take four times that timeout.)
+- The ssh script records a host whose connection is lost. Open MPI then ends by itself, but hydra
+  (MPICH, Intel MPI) does not. So mpirun is killed, and its proxies on the other hosts end with it.
+- If a host can no longer reach this one, hydra's proxy there would wait until TCP gives up. So each
+  rank's parent holds a connection to the supervisor's port, and ends its rank when the supervisor's
+  host stops answering (see rank.py).
+- When mpirun has ended, every process that it left running on this machine is killed too.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, 
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 PORT = "DISTDL_KEEPER_PORT"
-MOST_RANKS = 4096  # connections that wait; Linux allows no more
+MOST_RANKS = 4096  # pending connections; Linux's limit
 OBITUARY = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
     r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
 )
-# Seconds: mpirun has to end by itself once a host is lost, or once it got a signal.
+# Seconds that mpirun gets to end by itself after a host is lost, or after a signal.
 LOST_SECONDS, TERM_SECONDS = 8.0, 10.0
 
-# What to do about mpirun next, and how long to wait before the step after.
+# The next signal for mpirun (or none), and the seconds to wait before the step after it.
 Steps = Iterator[tuple[signal.Signals | None, float]]
 
 
 class Supervisor:
-    """One mpirun, from its start to the record of its end."""
+    """Runs one mpirun and records how it ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,10 +57,10 @@ class Supervisor:
         prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this process
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
-        # Not SIG_IGN, which mpirun and the ranks would inherit.
+        # Not SIG_IGN: mpirun and the ranks would inherit it.
         signal.signal(signal.SIGHUP, lambda *_: None)
         self.write(pid=os.getpid(), birth=birth(os.getpid()), started=time.time())
-        listener = listen()  # until this process ends
+        listener = listen()  # stays open until this process ends
         try:
             mpirun = subprocess.Popen(
                 self.record["command"],
@@ -75,7 +75,7 @@ class Supervisor:
         code = self.watch(mpirun)
         remove_orphans()
         killed = ""
-        if code < 0 and not self.ending:  # and by that its ranks: none of them is to blame
+        if code < 0 and not self.ending:  # its ranks died with it, so no rank is the cause
             killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
         elif code and not self.cancelled:
             self.blame()
@@ -86,7 +86,7 @@ class Supervisor:
         self.cancelled = True
 
     def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
-        """Waits for mpirun, and takes one step after the other once it has to end."""
+        """Waits for mpirun. After a cancel or a lost host, it also takes the steps that end it."""
         steps: Steps | None = None
         lost = False
         deadline = float("inf")
@@ -105,23 +105,23 @@ class Supervisor:
         return mpirun.wait()
 
     def blame(self) -> None:
-        """Records the rank that ended the job, unless it did so itself: it was killed, or its host
-        vanished, or its store is on that host."""
+        """Records the error of the rank that ended the job, unless that rank recorded it. It could
+        not if it was killed, if its host vanished, or if its store is on that host."""
         first = self.obituary() or self.loss()
         if first is None:
             return
         file = self.folder / "errors" / f"rank_{first['rank']}.json"
         others = [json.loads(other.read_text()) for other in file.parent.glob("rank_*.json")]
-        # An agent ends as its first rank did: what that rank recorded is why.
+        # An agent ends with its first failed rank's exit code: that rank's record is the cause.
         same = [all(e.get(key) == first[key] for key in ("host", "exit_code")) for e in others]
         if file.exists() or (self.record["agent"] and any(same)):
             return
-        # What the others recorded before (a connection that broke) is its consequence.
+        # Errors that others recorded earlier (a broken connection) are consequences of this one.
         first["time"] = min([time.time(), *(other["time"] - 0.001 for other in others)])
         write_json(file, {**first, "traceback": ""})
 
     def obituary(self) -> dict[str, Any] | None:
-        """The line of the log by the parent of the rank that ended first (see rank.py)."""
+        """The first line in the log by which a rank's parent reports its end (see rank.py)."""
         log = (self.folder / LOG).read_text(errors="replace")
         first = OBITUARY.search(log)
         if first is None:
@@ -163,7 +163,7 @@ class Supervisor:
 
 
 def listen() -> socket.socket:
-    """A port where the kernel answers for as long as this host can be reached; nobody accepts."""
+    """A listening socket, never accepted from: the kernel answers while this host is reachable."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=MOST_RANKS, dualstack_ipv6=both)
@@ -183,7 +183,7 @@ def after_loss() -> Steps:
 
 
 def remove_orphans(seconds: float = 3.0) -> None:
-    """Leaves what mpirun left behind a moment to end, then kills it."""
+    """Gives the processes that mpirun left behind time to end, then kills them."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     deadline = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""launcher=sagemaker: a training job of Amazon SageMaker, by boto3 and our own entry point."""
+"""launcher=sagemaker: a training job on Amazon SageMaker, with boto3 and our own entry point."""
 
 from distdl.launchers.sagemaker.sagemaker_launcher import SageMakerLauncher
 

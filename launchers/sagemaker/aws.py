@@ -1,4 +1,4 @@
-"""boto3's clients, and what its errors mean to a person."""
+"""boto3 clients, and readable messages for boto3's errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGN_IN = (
     "launcher",
     "aws configure, aws sso login, or set AWS_PROFILE; launcher.profile names one",
 )
-# Errors of botocore -> the setting they are about, and what to do.
+# Errors of botocore -> the setting they are about, and the remedy.
 ABOUT = {
     "NoCredentialsError": _SIGN_IN,
     "PartialCredentialsError": _SIGN_IN,
@@ -26,10 +26,10 @@ ABOUT = {
 
 @dataclass
 class Aws:
-    """Clients of one account and region, created when they are first used.
+    """Clients of one account and region, each created at its first use.
 
     Args:
-        region, profile: None leaves it to AWS's own variables and files.
+        region, profile: None uses AWS's own variables and files.
     """
 
     region: str | None = None
@@ -40,7 +40,7 @@ class Aws:
         """The client of a service.
 
         Raises:
-            UserError: boto3 is not installed, or there is no such region or profile.
+            UserError: boto3 is not installed, or the region or profile does not exist.
         """
         if service not in self.clients:
             with explained():
@@ -56,13 +56,13 @@ class Aws:
 
 
 def code_of(error: Exception) -> str:
-    """AWS's code of an error, such as ResourceInUse; empty for one of the network."""
+    """AWS's error code, such as ResourceInUse; empty for a network error."""
     return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What boto3 raises becomes a UserError, since the user can repair it."""
+    """Turns boto3's errors into UserErrors, since the user can fix them."""
     try:
         import boto3  # noqa: F401
         from boto3.exceptions import Boto3Error

@@ -1,8 +1,8 @@
-"""What SageMaker starts in the container of every host, as a module of the bundle.
+"""The entry point that SageMaker starts in the container of every host, from the bundle.
 
-It reads who takes part, fetches the forwarded secrets, starts this host's ranks by `distdl.agent`,
-and ends with the other hosts. The code is that of the bundle; SageMaker keeps /opt/ml/checkpoints,
-the store, equal to the run's prefix in S3.
+It reads the list of hosts, fetches the forwarded secrets, starts this host's ranks with
+`distdl.agent`, and ends when the other hosts end. SageMaker syncs the store, /opt/ml/checkpoints,
+with the run's prefix in S3.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from distdl.launchers.sagemaker.sagemaker_request import REGION, SECRETS
 from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
 
-ROOT = "DISTDL_SAGEMAKER_ROOT"  # in place of /opt/ml
+ROOT = "DISTDL_SAGEMAKER_ROOT"  # a folder to use instead of /opt/ml
 RESOURCES = "input/config/resourceconfig.json"  # below /opt/ml
-PORT = 29500  # where the primary host keeps the ranks' store
+PORT = 29500  # of the ranks' rendezvous store on the primary host
 POLL_SECONDS = 0.2
-# SageMaker leaves 120 s from SIGTERM to SIGKILL; in less than that a host reports how it ended.
+# SageMaker sends SIGKILL 120 s after SIGTERM; the difference lets a host report how it ended.
 GRACE_SECONDS = 100
-# After another host has failed, its ranks are missing: the others only have to notice.
+# After a host has failed, its ranks are gone: the other ranks only need time to fail as well.
 FAILED_GRACE_SECONDS = 5
 SETTLE_SECONDS = 3  # after a failure, for the others to report how they ended
 MOST_OF_A_FAILURE = 1024  # characters that SageMaker shows of /opt/ml/output/failure
@@ -43,7 +43,7 @@ AGREED = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
 
 @dataclass(frozen=True)
 class Hosts:
-    """Who takes part, and who this is. The first host is the primary one: rank 0 lives there."""
+    """All hosts of the job, and the current one. The first is the primary host: it runs rank 0."""
 
     names: tuple[str, ...]
     current: str
@@ -52,7 +52,7 @@ class Hosts:
 
     @classmethod
     def read(cls, root: Path) -> Hosts:
-        """From resourceconfig.json below `root`.
+        """Reads resourceconfig.json below `root`.
 
         Source: "Distributed training configuration" of
         https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -60,7 +60,7 @@ class Hosts:
         config = json.loads((root / RESOURCES).read_text())
 
         def by_number(name: str) -> list[int | str]:
-            # algo-10 comes after algo-2: every host must see the same order.
+            # Numerically, so that algo-10 comes after algo-2; the order is the same on every host.
             return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
 
         return cls(
@@ -79,7 +79,7 @@ class Hosts:
         return self.names[0]
 
     def environment(self) -> dict[str, str]:
-        """How the libraries that carry gradients are to talk; a variable that is set already wins.
+        """Network variables for NCCL and Gloo; variables that are already set take precedence.
 
         EFA: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html
         """
@@ -89,7 +89,7 @@ class Hosts:
         return dict.fromkeys(names, self.interface) | ({"FI_PROVIDER": "efa"} if efa else {})
 
     def await_primary(self, seconds: float = 300) -> None:
-        """DNS may know the name of the other host a little later than this one runs."""
+        """Waits until DNS resolves the primary host's name, which may lag behind the start."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -102,7 +102,7 @@ class Hosts:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one host's share of an attempt and returns the container's exit code."""
+    """Runs this host's ranks of an attempt and returns the container's exit code."""
     parser = argparse.ArgumentParser("python -m distdl.launchers.sagemaker.entry")
     parser.add_argument("--devices", type=int, required=True, help="ranks on this host")
     parser.add_argument("--attempt", type=int, required=True)
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """Values of the forwarded variables, read as the job's role. They are printed nowhere."""
+    """The forwarded variables' values, read with the job's role. They must not be printed."""
     names = json.loads(env.get(SECRETS) or "{}")
     if not names:
         return {}
@@ -166,7 +166,7 @@ class HostRanks:
         return [sys.executable, "-m", "distdl.agent", *options, "--", *worker]
 
     def run(self, env: dict[str, str]) -> HostEnd:
-        """Returns how this host ended; its code is an exit code."""
+        """Runs the ranks; returns how this host ended, with an exit code."""
         self.store.mkdir(parents=True, exist_ok=True)
         heartbeat = Heartbeat(self.hosts.names, self.hosts.current)
         agent = subprocess.Popen(self.command(), env=env)
@@ -184,14 +184,14 @@ class HostRanks:
             agent.send_signal(number)
 
     def watch(self, agent: subprocess.Popen[bytes], heartbeat: Heartbeat) -> HostEnd:
-        """Until the ranks here have ended, or another host ends them."""
+        """Waits until this host's ranks have ended, or ends them because another host has ended."""
         since: dict[str, float] = {}
         while (code := agent.poll()) is None:
             for name, end in heartbeat.ends().items():
                 since.setdefault(name, time.monotonic())
                 if end.code == 0 and name != self.hosts.primary:
-                    continue  # only the primary host's success is everybody's end
-                # One that ended as agreed leaves the others time to finish.
+                    continue  # only the primary host's success ends the other hosts
+                # After a host that ended as agreed, the others get time to finish.
                 agreed = end.code in AGREED or self.stopping
                 grace = GRACE_SECONDS if agreed else FAILED_GRACE_SECONDS
                 if time.monotonic() - since[name] > grace:
@@ -202,7 +202,7 @@ class HostRanks:
         return self.first_error(code if code >= 0 else 128 - code)
 
     def first_cause(self, mine: HostEnd, heartbeat: Heartbeat) -> HostEnd:
-        """Ranks fail because another one did: name the one that began it."""
+        """This host's exit code, and the earliest failure of all hosts: it made the others fail."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and len(heartbeat.ends()) < len(self.hosts.names) - 1:
             time.sleep(POLL_SECONDS)
@@ -211,15 +211,16 @@ class HostRanks:
         return HostEnd(mine.code, first.why, first.time)
 
     def end(self, agent: subprocess.Popen[bytes]) -> None:
-        """Ranks die with their agent: nothing that waits for a lost host can be saved here."""
+        """Kills the agent, and its ranks with it: ranks that wait for a lost host cannot save."""
         agent.kill()
         agent.wait()
 
     def stopped(self) -> int:
-        """The agent ends with 1 for any signal; the primary host's status.json knows better."""
+        """The exit code after a signal. The agent exits with 1 for every signal, so the primary
+        host takes the code from status.json; the others assume a preemption."""
         try:
             status = attempt_at(self.folder).status()
-        except UserError:  # cut while it was written
+        except UserError:  # status.json was truncated while being written
             status = {}
         known = self.hosts.number == 0 and status.get("ended")
         return int(status["exit_code"]) if known else EXIT_PREEMPTED
@@ -229,7 +230,7 @@ class HostRanks:
         return self.store / "attempts" / f"{self.number:03d}"
 
     def first_error(self, code: int) -> HostEnd:
-        """The earliest failure of a rank on this host, redacted when it was written."""
+        """The earliest failure of a rank on this host; its message was redacted when written."""
         if code == 0:
             return HostEnd(0)
         first = attempt_at(self.folder).first_error()

@@ -1,8 +1,8 @@
-"""A heartbeat between the hosts of a job: each sends a line every second, and at last how it ended.
+"""A heartbeat between a job's hosts: each sends a line per second, and finally how it ended.
 
-Ranks wait for each other in collective operations, up to half an hour. So a host must learn
-otherwise that another one has failed, or has vanished without a word. The primary host listens, the
-others connect to it; on each connection both sides write lines: `beat`, or `end` and how in JSON.
+Ranks wait for each other in collective operations for up to half an hour. So a host needs another
+way to learn that a host has failed or vanished. The other hosts connect to the primary host. Both
+sides of a connection send lines: `beat`, or `end` with a HostEnd as JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 PORT = 29400
 BEAT_SECONDS = 1.0
-PATIENCE_SECONDS = 15.0  # of silence, until a host counts as vanished
+PATIENCE_SECONDS = 15.0  # of silence, after which a host counts as vanished
 CONNECT_SECONDS = 900.0  # hosts pull their image and inputs at different speeds
-VANISHED = -1  # in place of an exit code
+VANISHED = -1  # used instead of an exit code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,8 @@ class HostEnd:
     Args:
         code: Its exit code, or VANISHED.
         why: The first cause, as far as that host knows; empty if nothing went wrong.
-        time: When that happened. What follows from a host that vanished happens later: 0.
+        time: When that happened. 0 for a host that vanished, so that it precedes the failures that
+            follow from it.
     """
 
     code: int
@@ -38,12 +39,12 @@ class HostEnd:
 
 
 class Heartbeat:
-    """This host's signs of life to the others, and theirs.
+    """Sends this host's heartbeat to the others, and receives theirs.
 
     Args:
-        names: All hosts, the primary one first. Alone, there is nothing to do.
+        names: All hosts, the primary one first. With one host it does nothing.
         current: This host.
-        port: Of the primary host.
+        port: The primary host's port.
     """
 
     def __init__(self, names: Sequence[str], current: str, port: int = PORT) -> None:
@@ -58,7 +59,7 @@ class Heartbeat:
             threading.Thread(target=main, daemon=True).start()
 
     def ends(self) -> dict[str, HostEnd]:
-        """Hosts that have ended, by name."""
+        """How hosts have ended, by name; only hosts that have ended."""
         with self._lock:
             return dict(self._ends)
 
@@ -79,7 +80,7 @@ class Heartbeat:
                 threading.Thread(target=self._greet, args=(link,), daemon=True).start()
 
     def _greet(self, link: socket.socket) -> None:
-        """Reads which host connects. Anybody else (a port scanner) is disconnected."""
+        """Reads which host has connected, and disconnects any other client (a port scanner)."""
         link.settimeout(PATIENCE_SECONDS)
         reader = link.makefile("r")
         with contextlib.suppress(OSError, ValueError):
@@ -105,7 +106,7 @@ class Heartbeat:
             return
 
     def _talk(self, link: socket.socket, name: str) -> None:
-        """Sends the heartbeat in a thread, and reads until the other has ended."""
+        """Sends the heartbeat in a thread, and reads until the other host has ended."""
         link.settimeout(PATIENCE_SECONDS)
         with self._lock:
             self._links.append(link)

@@ -1,4 +1,4 @@
-"""A training job that exists: its state, its logs in CloudWatch, its store in S3."""
+"""A submitted training job: its state, its logs in CloudWatch, its store in S3."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distdl.util.errors import Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
-# By TrainingJobStatus, and where that is too coarse by SecondaryStatus. A word that is in neither
-# table leaves the state UNKNOWN.
+# STATES is by TrainingJobStatus. Where that is too coarse, FURTHER is by SecondaryStatus. A word in
+# neither table means UNKNOWN.
 # https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_DescribeTrainingJob.html
 STATES = {
     "Completed": JobState.SUCCEEDED,
@@ -33,7 +33,7 @@ FURTHER = {
     "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker finds another
     **dict.fromkeys(("Training", "Updating", "Uploading"), JobState.RUNNING),
     "Stopped": JobState.CANCELLED,
-    # Its time was up: it saved a checkpoint, and another attempt can resume.
+    # The time limit ended it: it saved a checkpoint, and another attempt can resume.
     **dict.fromkeys(("MaxRuntimeExceeded", "MaxWaitTimeExceeded"), JobState.PREEMPTED),
 }
 
@@ -45,10 +45,10 @@ def state_of(described: Mapping[str, Any]) -> JobState:
 
 
 class SageMakerJob(AskedJob):
-    """One of them, by its name. CloudWatch is some seconds behind.
+    """A training job, by its name. CloudWatch's logs lag by some seconds.
 
     Args:
-        name: The training job's.
+        name: The training job's name.
         aws: Clients of its region.
     """
 
@@ -72,8 +72,8 @@ class SageMakerJob(AskedJob):
         """The answer of `describe_training_job`.
 
         Raises:
-            Forgotten: SageMaker knows no such job.
-            UserError: AWS cannot be asked.
+            Forgotten: SageMaker does not know the job.
+            UserError: AWS cannot be queried.
         """
         with explained():
             try:
@@ -112,20 +112,21 @@ class SageMakerJob(AskedJob):
             )
             with explained():
                 for job, answer in from_pages(wanted, answers):
-                    if state_of(answer) is not JobState.UNKNOWN:  # else the job itself may tell
+                    if state_of(answer) is not JobState.UNKNOWN:  # else query the job itself later
                         yield job, answer
 
     def failure(self) -> str:
-        """SageMaker's reason; empty if it did not fail."""
+        """SageMaker's failure reason; empty if the job did not fail."""
         return str(self.describe().get("FailureReason", ""))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """Lines of all hosts; those of other hosts than the first carry the host's name."""
-        tokens: dict[str, str] = {}  # stream -> up to where it was read
+        """Lines of all hosts; lines of hosts other than the first start with the host's name."""
+        tokens: dict[str, str] = {}  # stream -> position up to which it was read
         while True:
-            ended = not follow or self.state().ended  # asked before: the last lines are read, too
+            # Asked before reading, so that the last lines are read too.
+            ended = not follow or self.state().ended
             if ended and follow:
-                time.sleep(self.poll_seconds)  # what was written last is not in CloudWatch yet
+                time.sleep(self.poll_seconds)  # the last lines are not in CloudWatch yet
             for stream in self._streams():
                 host = stream.rpartition("/")[2]
                 label = "" if host.startswith("algo-1-") else f"[{re.sub('-[0-9]+$', '', host)}] "
@@ -146,7 +147,7 @@ class SageMakerJob(AskedJob):
             try:
                 return [s["logStreamName"] for page in pages for s in page["logStreams"]]
             except client.exceptions.ResourceNotFoundException:
-                return []  # the first job of an account creates the group
+                return []  # the log group exists only after the account's first job
 
     def _new_lines(self, stream: str, tokens: dict[str, str]) -> Iterator[str]:
         while True:
@@ -157,12 +158,12 @@ class SageMakerJob(AskedJob):
                 )
             yield from (event["message"].rstrip("\n") for event in page["events"])
             token = page["nextForwardToken"]
-            if token == tokens.get(stream):  # nothing more has come so far
+            if token == tokens.get(stream):  # no new lines so far
                 return
             tokens[stream] = token
 
     def cancel(self) -> None:
-        """SageMaker sends SIGTERM to every host, and leaves it 120 s."""
+        """Stops the job. SageMaker sends SIGTERM to every host, and SIGKILL 120 s later."""
         with explained():
             try:
                 self.aws("sagemaker").stop_training_job(TrainingJobName=self.name)
@@ -171,11 +172,10 @@ class SageMakerJob(AskedJob):
                     raise
 
     def fetch(self, to: Path) -> None:
-        """Copies the run's store from S3 into a folder; what is there already is left alone, and so
-        are the run's own files (`distdl.util.safe_paths`).
+        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips.
 
         Raises:
-            UserError: SageMaker knows no such job, or AWS refuses it.
+            UserError: SageMaker does not know the job, it has no store, or AWS rejects the request.
         """
         from distdl.launchers.sagemaker.uploads import objects
 

@@ -1,4 +1,4 @@
-"""A training job of Amazon SageMaker: `create_training_job`, and nothing of the sagemaker SDK."""
+"""A training job on Amazon SageMaker: `create_training_job`, without the sagemaker SDK."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, ins
 from distdl.util.errors import UserError
 
 SCHEME = "sagemaker://"
-LONGEST_VALUE = 512  # characters of a variable
+LONGEST_VALUE = 512  # characters of a variable's value
 
 
 class SageMakerLauncher(SageMakerSettings):
-    """Trains on instances that SageMaker starts for the job and takes away after it."""
+    """Trains on instances that SageMaker starts for the job and removes after it."""
 
     @functools.cached_property
     def aws(self) -> Aws:
@@ -28,12 +28,12 @@ class SageMakerLauncher(SageMakerSettings):
 
     @functools.cached_property
     def _regions(self) -> dict[str, Aws]:
-        """Clients are slow to create: those of the jobs that were attached to, by region."""
+        """AWS clients of attached jobs, by region; cached because they are slow to create."""
         return {}
 
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
-        """What one host of the type has; None for a type that is not in our file."""
+        """The devices and accelerator of one host; None if its type is not in our file."""
         instance = instances().get(str(node.get("instance_type")))
         if instance is None:
             return None
@@ -48,7 +48,7 @@ class SageMakerLauncher(SageMakerSettings):
         return request
 
     def reach(self, request: SageMakerRequest) -> None:
-        """Who we are needs no permission: what fails is the region, the network or the sign-in."""
+        """Checks region, network and sign-in: `get_caller_identity` needs no permission."""
         self.aws.found_region()
         with explained():
             self.aws("sts").get_caller_identity()
@@ -57,8 +57,8 @@ class SageMakerLauncher(SageMakerSettings):
         from distdl.launchers.sagemaker import uploads
 
         region = self.aws.found_region()
-        # A run that was removed here and starts anew has the name of the old one, which SageMaker
-        # never gives again.
+        # If a run was deleted here and starts again, its job name is already taken, and SageMaker
+        # never frees a name.
         while SageMakerJob(request.name, self.aws).exists():
             request = dataclasses.replace(request, again=request.again + 1)
         uploads.upload(request, self.aws)

@@ -1,4 +1,4 @@
-"""The request: what `create_training_job` gets, and what is uploaded before.
+"""The request: the arguments of `create_training_job`, and the names of uploads and secrets.
 
 Source of names, limits and meanings:
 https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
@@ -24,15 +24,15 @@ from distdl.launchers.sagemaker.sagemaker_settings import (
     mode_of,
 )
 
-# Folders of a container that SageMaker fixes.
+# Folders of a container; SageMaker defines the first two.
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
 INPUTS = "/opt/ml/input/data"
-STORE = "/opt/ml/checkpoints"  # kept equal to a prefix in S3, and filled from it at the start
+STORE = "/opt/ml/checkpoints"  # filled from a prefix in S3 at the start, then synced to it
 UNPACKED = "/opt/ml/distdl"
 ARCHIVE = "bundle.tar.gz"
 
-# Nothing of distdl is in the image: its code comes with the bundle. The image has a shell, Python
-# and what distdl depends on. `exec`, so that SIGTERM reaches our entry point.
+# The image does not contain distdl: its code comes with the bundle. The image has a shell, Python
+# and distdl's dependencies. `exec`, so that SIGTERM reaches our entry point.
 ENTRY = (
     f"python -m tarfile --filter data -e {INPUTS}/{BUNDLE}/{ARCHIVE} {UNPACKED} && "
     f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
@@ -49,7 +49,7 @@ class SageMakerRequest:
     Args:
         spec: The attempt.
         settings: `launcher.*`.
-        again: Which try at a free name this is: SageMaker never gives a name twice.
+        again: How many earlier job names were taken already: SageMaker never frees a name.
     """
 
     spec: JobSpec
@@ -58,8 +58,8 @@ class SageMakerRequest:
 
     @property
     def name(self) -> str:
-        """Of the job: the run, the attempt, and a hash that tells equal names of runs in other
-        buckets apart. At most 63 letters, digits and single hyphens."""
+        """The job's name: the run, the attempt, and a hash that distinguishes runs of the same name
+        in other buckets or prefixes. At most 63 letters, digits and single hyphens."""
         full = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
         suffix = f"-{self.spec.attempt:03d}-{digest(full, 6)}"
         suffix += f"-{self.again}" if self.again else ""
@@ -67,7 +67,7 @@ class SageMakerRequest:
 
     @property
     def key(self) -> str:
-        """Of everything that this run has in the bucket."""
+        """The prefix of everything that this run has in the bucket."""
         return "/".join(filter(None, [self.settings.prefix.strip("/"), self.spec.name]))
 
     @property
@@ -90,7 +90,7 @@ class SageMakerRequest:
         """The arguments of `create_training_job`.
 
         Args:
-            region: Where it goes; the job asks the same region for its secrets.
+            region: The job's region, which also has its secrets.
         """
         s, size = self.settings, self.spec.resources
         resources: dict[str, Any] = {
@@ -142,8 +142,8 @@ class SageMakerRequest:
         return body
 
     def environment(self, region: str | None) -> dict[str, str]:
-        """The container's variables. Everybody who may describe the job can read them, so they
-        name secrets and hold none."""
+        """The container's variables. Everybody who may describe the job can read them, so they hold
+        the names of secrets only."""
         env = variables(self.settings.env, self.spec.env)
         env["DISTDL_LAUNCHER"] = "sagemaker"
         for name in self.settings.inputs:
@@ -168,7 +168,7 @@ class SageMakerRequest:
         return "\n".join([*lines, body.rstrip()])
 
     def notes(self) -> Iterator[str]:
-        """What is allowed and probably not wanted."""
+        """Notes on settings that are allowed but probably not intended."""
         size, name = self.spec.resources, str(self.settings.instance_type)
         instance = instances().get(name, Instance(name))
         gpus, one_host = instance.gpus, size.num_nodes == 1
@@ -200,7 +200,7 @@ def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     source = {
         "S3DataType": "S3Prefix",
         "S3Uri": str(entry["path"]),
-        # Every host sees all of it: the data module decides which rank reads what.
+        # Every host gets all the data: the data module decides which rank reads what.
         "S3DataDistributionType": "FullyReplicated",
     }
     data = {"DataSource": {"S3DataSource": source}}

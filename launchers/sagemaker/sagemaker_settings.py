@@ -1,4 +1,4 @@
-"""What may stand under `launcher.*` of launcher=sagemaker, and what is known of instance types.
+"""The settings under `launcher.*` with launcher=sagemaker, and the known instance types.
 
 An input is s3://bucket/folder (mode File, which copies it before the start, FastFile or Pipe), or a
 file system inside the VPC (mode ro or rw): efs://fs-0123456789abcdef0/folder, or
@@ -38,7 +38,7 @@ REQUIRED = {
     "instance_type": "launcher.instance_type=ml.g5.12xlarge, for example",
 }
 BUNDLE = "bundle"  # the channel of our code
-MOST_INPUTS = 19  # SageMaker allows 20 channels, and the bundle is one
+MOST_INPUTS = 19  # SageMaker allows 20 channels, and the bundle uses one
 S3_MODES, DISK_MODES = ("File", "FastFile", "Pipe"), ("ro", "rw")
 FILE_SYSTEM = re.compile(r"(efs|fsx)://(fs-[0-9a-f]{8,})(/.*)?")
 DAY = 86400  # seconds
@@ -144,7 +144,7 @@ class SageMakerSettings(LauncherSettings):
 
 
 def is_on_disk(entry: Mapping[str, Any]) -> bool:
-    """Whether an input is a file system that is mounted."""
+    """Whether an input is a mounted file system."""
     return str(entry.get("path")).startswith(("efs:", "fsx:"))
 
 
@@ -154,7 +154,7 @@ def mode_of(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Instance:
-    """One size. `network` is in Gbit/s, `memory` in GiB; 0 where it is not in the file."""
+    """One instance type. `network` is in Gbit/s, `memory` in GiB; 0 if it is not in the file."""
 
     name: str
     gpus: int = 0
@@ -167,7 +167,7 @@ class Instance:
 
 @cache
 def instances() -> dict[str, Instance]:
-    """Name -> instance, as far as instance_types.yaml goes."""
+    """Name -> instance, for all types in instance_types.yaml."""
     import yaml
 
     facts = yaml.safe_load((Path(__file__).parent / "instance_types.yaml").read_text())
@@ -177,7 +177,7 @@ def instances() -> dict[str, Instance]:
 
 
 def _is_newer_than_the_file(name: str) -> bool:
-    """Whether the installed boto3 knows a type that the file does not."""
+    """Whether the installed boto3 knows a type that is not in the file."""
     try:
         from botocore.session import Session
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a job needs before it is created: its bundle and history in S3, its secrets."""
+"""Uploads before a job is created: its bundle and history to S3, and its secrets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distdl.launchers.sagemaker.aws import Aws, code_of, explained
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.util.errors import UserError
 
-# Of a run that has a history here (it began with launcher=local, say): what it resumes from.
+# Folders from which a run resumes that has a history here (it began with launcher=local, say).
 HISTORY = ("checkpoints", "logs", "tracking")
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Packs a folder; the same files give the same bytes, whenever and by whomever."""
+    """Packs a folder reproducibly: the same files always give the same bytes."""
     with (
         archive.open("wb") as raw,
         gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as zipped,
@@ -34,10 +34,10 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def upload(request: SageMakerRequest, aws: Aws) -> None:
-    """Bundle, history and secrets, in this order: a refused upload leaves no secret behind.
+    """Uploads bundle, history and secrets. Secrets come last: a failed upload leaves none behind.
 
     Raises:
-        UserError: AWS refuses it, or another run is there.
+        UserError: AWS rejects it, or the prefix holds another run.
     """
     with explained():
         refuse_another_run(request, aws)
@@ -51,14 +51,15 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
 
 
 def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
-    """Two projects may call their runs the same: training would resume from foreign checkpoints."""
+    """Refuses a prefix that holds another run of the same name, say of another project: training
+    would resume from that run's checkpoints."""
     from botocore.exceptions import ClientError
 
     key, mine = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
     try:
         theirs = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
     except ClientError as error:
-        # Without s3:ListBucket AWS answers 403 for what does not exist.
+        # Without the permission s3:ListBucket, AWS answers 403 for an absent object.
         if code_of(error) in ("NoSuchKey", "404", "AccessDenied", "403"):
             return
         raise
@@ -68,7 +69,7 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
 
 
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:
-    """What the run has here and not yet there, so that it resumes instead of beginning anew."""
+    """Uploads the run's local history that S3 lacks, so that it resumes instead of restarting."""
     s3, bucket, run = aws("s3"), request.settings.bucket, Path(request.spec.store)
     paths = (path for top in HISTORY for path in (run / top).rglob("*"))
     names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
@@ -92,6 +93,6 @@ def put_secret(client: Any, name: str, value: str, run: str) -> None:
 
 
 def objects(s3: Any, bucket: str, prefix: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every object below a prefix: its key, and its entry in S3's list."""
+    """Every object below a prefix: its key, and its entry in S3's listing."""
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     return [(o["Key"], o) for page in pages for o in page.get("Contents", ())]

@@ -14,13 +14,13 @@ from distdl.launchers.common import Forgotten
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
 from distdl.util.errors import UserError
 
-TIMEOUT = 60  # seconds; a command waits for an absent controller for 10 to 20
-# Of the shell's variables, what a batch script and srun need to find their way.
+TIMEOUT = 60  # seconds; without a controller a command waits for 10 to 20
+# The shell variables that a batch script and srun need.
 NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
-# How Slurm's commands find their cluster.
+# The variables by which Slurm's commands find their cluster.
 CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER")
-# A user's defaults, for what the launcher's settings leave open: sbatch prefers a variable
-# to a line of the script.
+# Variables with the user's defaults -> launcher setting. A variable is passed on only if its
+# setting is null, because sbatch prefers a variable to a line of the script.
 DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -29,7 +29,7 @@ DEFAULTS = {
     "SBATCH_TIMELIMIT": "walltime",
     "SBATCH_RESERVATION": "",
 }
-# Words of sbatch's refusal -> which setting it is about, and what to do.
+# Words in sbatch's error -> the setting it is about, and the remedy.
 REFUSALS = {
     "partition": ("launcher.partition", "sinfo -s lists the partitions"),
     "account": ("launcher.account", "sacctmgr show associations user=$USER lists yours"),
@@ -45,28 +45,29 @@ REFUSALS = {
     ),
     "array": ("launcher", "scontrol show config | grep MaxArraySize shows how long one may be"),
 }
-# What any command prints when no controller answers.
+# Parts of the errors that any command prints when no controller answers.
 DOWN = ("unable to contact slurm controller", "process configuration", "configuration source")
 
 
 class Unreachable(UserError):
-    """Slurm did not answer: its commands are not here, or its controller is down."""
+    """Slurm did not answer: its commands are not installed, or its controller is down."""
 
 
 def forgotten(number: str) -> Forgotten:
-    """A job is known for MinJobAge seconds after its end; the accounting may know it for longer."""
+    """The error for an unknown job. Slurm's controller forgets a job MinJobAge seconds after its
+    end; the accounting may keep it longer."""
     what = f"Slurm does not know job {number}, or has forgotten it (MinJobAge)"
     return Forgotten(f"{what}; its log is in the run's attempts/NNN/logs/")
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a job stands.
+    """The status of a job.
 
     Args:
-        state: In Slurm's terms, `RUNNING`.
-        reason: Why it waits or ended, `Resources`; empty if unknown.
-        log: Where its output goes.
+        state: Slurm's state, such as `RUNNING`.
+        reason: Why it waits or ended, such as `Resources`; empty if unknown.
+        log: The file that its output goes to.
     """
 
     state: str
@@ -80,15 +81,16 @@ class Look:
 def environment(
     forwarded: Iterable[str] = (), settings: SlurmSettings | None = None
 ) -> dict[str, str]:
-    """Variables for Slurm's commands, and by sbatch for the job, which inherits them.
+    """Variables for Slurm's commands. A job inherits those of its sbatch.
 
-    Few are chosen, rather than named in `sbatch --export`: that takes SLURM_* variables of an
-    allocation we may stand in, and starts a login shell on the node. What is forwarded goes by this
-    way only, so that its value stands in no script and on no command line.
+    sbatch gets a minimal environment instead of a list in `sbatch --export`. That option would also
+    pass on the SLURM_* variables of an allocation that this shell may be in, and it starts a login
+    shell on the node. Forwarded variables are passed in this way only, so that no script and no
+    command line contains their values.
 
     Args:
-        forwarded: Further names.
-        settings: The launcher's; where one is set, the user's own default for it is left out.
+        forwarded: Names of further variables.
+        settings: The launcher's settings; a user's default is left out if its setting is not null.
     """
     defaults = [name for name, key in DEFAULTS.items() if getattr(settings, key, None) is None]
     names = {*NEEDED, *CLUSTER, *defaults, *forwarded}
@@ -96,10 +98,10 @@ def environment(
 
 
 def reach() -> None:
-    """Whether there is a cluster that takes jobs.
+    """Checks that there is a cluster that takes jobs.
 
     Raises:
-        UserError: Slurm is not here, or its controller does not answer.
+        UserError: Slurm is not installed, or its controller does not answer.
     """
     with from_a_login_node():
         done = run("scontrol", "ping")
@@ -121,11 +123,11 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
     """Submits a script and returns the job's number.
 
     Raises:
-        UserError: Slurm is not here, does not answer, or refuses the job.
+        UserError: Slurm is not installed, does not answer, or rejects the job.
     """
     with from_a_login_node():
         done = run("sbatch", "--parsable", str(path), env=environment(forwarded, settings))
-    # A site's own plugin may print more around it; with several clusters ";name" follows.
+    # A site's plugin may print other lines too; with several clusters ";name" follows the number.
     number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 and number:
         return number[1]
@@ -137,7 +139,7 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
 
 
 def look(number: str) -> Look:
-    """How a job stands.
+    """The status of a job.
 
     Raises:
         Forgotten: Slurm does not know it.
@@ -158,7 +160,7 @@ def look(number: str) -> Look:
 
 
 def look_at(numbers: Sequence[str]) -> dict[str, Look]:
-    """How several jobs stand, asked at once; those that Slurm has forgotten are absent.
+    """The status of several jobs, queried at once; jobs that Slurm has forgotten are absent.
 
     Raises:
         Unreachable: Slurm does not answer.
@@ -175,8 +177,8 @@ def look_at(numbers: Sequence[str]) -> dict[str, Look]:
 
 
 def remembered(numbers: Sequence[str]) -> dict[str, Look]:
-    """What the accounting knows of jobs that the controller has forgotten (MinJobAge, 5 minutes);
-    empty where no accounting is kept. Source: https://slurm.schedmd.com/sacct.html"""
+    """The accounting's entries for jobs that the controller has forgotten (after MinJobAge, 5
+    minutes by default); empty without accounting. Source: https://slurm.schedmd.com/sacct.html"""
     looks = {}
     for some in in_questions(numbers):
         try:
@@ -184,22 +186,22 @@ def remembered(numbers: Sequence[str]) -> dict[str, Look]:
         except Unreachable:
             break
         for line in done.stdout.splitlines() if done.returncode == 0 else ():
-            number, _, state = line.partition("|")  # of one number the last line is the newest
+            number, _, state = line.partition("|")  # the last line of a number is the newest
             if words := state.split():  # "CANCELLED by 1000"
                 looks[number] = Look(words[0])
     return looks
 
 
 def in_questions(numbers: Sequence[str]) -> Iterator[Sequence[str]]:
-    """So many at a time that they have room on a command line."""
+    """Batches of job numbers that fit on a command line."""
     return (numbers[start : start + 1000] for start in range(0, len(numbers), 1000))
 
 
 def cancel(number: str) -> None:
-    """SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 seconds by default).
+    """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default).
 
     Raises:
-        UserError: Slurm does not answer, or the job is somebody else's.
+        UserError: Slurm does not answer, or the job belongs to another user.
     """
     done = run("scancel", number)
     if done.returncode != 0:
@@ -207,10 +209,10 @@ def cancel(number: str) -> None:
 
 
 def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """One of Slurm's commands.
+    """Runs one of Slurm's commands.
 
     Raises:
-        Unreachable: It is not here, or does not come back.
+        Unreachable: It is not installed, does not return in time, or reaches no controller.
     """
     try:
         done = subprocess.run(

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("job.sh.template")
 PLACEHOLDER = re.compile(r"@(\w+)@")
-# Within $'...'
+# Escapes inside $'...'
 ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t"}
-# What a container runtime must hand on although the image may have variables of these names.
+# Variables that a container runtime must pass on, even if the image sets them too.
 CONTAINER_ENV = ("DISTDL_LAUNCHER", "PYTHONPATH", "PYTHONUNBUFFERED", "MASTER_ADDR")
 
 
@@ -27,9 +27,9 @@ def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> st
     """The batch script.
 
     Args:
-        settings: The launcher's.
-        specs: One run, or the members of a sweep, all of one size.
-        array: Whether they are the tasks of a job array.
+        settings: The launcher's settings.
+        specs: One run, or the members of a sweep, all of the same size.
+        array: Whether the specs are the tasks of a job array.
     """
     values = {
         "directives": "\n".join(f"#SBATCH {line}" for line in directives(settings, specs, array)),
@@ -44,7 +44,7 @@ def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> st
         "requeue": requeue(settings),
     }
     lines = TEMPLATE.read_text(encoding="utf-8").splitlines()
-    # A line with nothing to fill in is left out.
+    # Omit a line that consists of a placeholder whose value is empty.
     filled = [
         line for line in lines if not (match := PLACEHOLDER.fullmatch(line)) or values[match[1]]
     ]
@@ -53,7 +53,7 @@ def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> st
 
 
 def quote(text: str) -> str:
-    """For bash, and on one line: what a line cannot show is escaped, byte by byte."""
+    """Quotes text for bash, on one line: unprintable characters are escaped byte by byte."""
     if not unprintable(text):
         return shlex.quote(text)
     return "$'" + "".join(map(escaped, text)) + "'"
@@ -66,7 +66,7 @@ def escaped(character: str) -> str:
 
 
 def sweep_name(specs: Sequence[JobSpec]) -> str:
-    """`<experiment>/<sweep>` of `<experiment>/<sweep>/<member>`."""
+    """`<experiment>/<sweep>`, from `<experiment>/<sweep>/<member>`."""
     return specs[0].name.rpartition("/")[0] or specs[0].name
 
 
@@ -93,7 +93,7 @@ def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -
         at_a_time = f"%{settings.max_parallel}" if settings.max_parallel else ""
         yield f"--array=0-{len(specs) - 1}{at_a_time}"
     yield "--requeue" if settings.requeue else "--no-requeue"
-    # Without "B:" the ranks get it, and the script does not.
+    # Without "B:" the ranks get the signal, but the script does not.
     yield f"--signal=USR1@{settings.grace_seconds}"
     yield f"--output={output(specs, array)}"
     yield "--open-mode=append"
@@ -101,13 +101,13 @@ def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -
 
 
 def limit(seconds: int) -> str:
-    """A time limit in the one form that Slurm reads in one way, `days-hours:minutes:seconds`."""
+    """A time limit as `days-hours:minutes:seconds`, Slurm's only unambiguous form."""
     days, rest = divmod(seconds, 86400)
     return f"{days}-{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
 
 
 def output(specs: Sequence[JobSpec], array: bool) -> str:
-    """Where the log goes, with Slurm's own placeholders; a per cent sign of the path is doubled."""
+    """The log's path, with Slurm's placeholders; a per cent sign in the folder is doubled."""
     folder = array_folder(specs) if array else specs[0].folder / "logs"
     name = "/%a/slurm-%A_%a.log" if array else "/slurm-%j.log"
     path = str(folder).replace("%", "%%") + name
@@ -115,13 +115,13 @@ def output(specs: Sequence[JobSpec], array: bool) -> str:
 
 
 def array_folder(specs: Sequence[JobSpec]) -> Path:
-    """`--output` has one pattern for all tasks of an array, and each task's log belongs into a run
-    of its own: links by the task's number lead there."""
+    """The folder of links, named by task number, to the log folders of an array's runs. They are
+    needed because `--output` has one pattern for all tasks, but each run keeps its own log."""
     return specs[0].folder / "array"
 
 
 def link_logs(specs: Sequence[JobSpec]) -> None:
-    """Makes the links that the pattern of an array's output goes by."""
+    """Creates the links that an array's `--output` pattern uses (see `array_folder`)."""
     folder = array_folder(specs)
     folder.mkdir(exist_ok=True)
     for number, spec in enumerate(specs):
@@ -131,7 +131,7 @@ def link_logs(specs: Sequence[JobSpec]) -> None:
 
 
 def member(spec: JobSpec) -> Iterator[str]:
-    """What differs from run to run."""
+    """The lines of the script that differ from run to run."""
     yield f"attempt={quote(str(spec.folder))}"
     yield f"bundle={quote(spec.bundle)}"
     yield f"worker=({' '.join(map(quote, spec.worker()))})"
@@ -169,8 +169,8 @@ def requeue(settings: SlurmSettings) -> str:
 
 def srun_args(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
     """Options of srun. Source: https://slurm.schedmd.com/srun.html"""
-    # Since 22.05 srun does not take this over from sbatch. Without it each rank and all its
-    # loaders would be bound to a single core.
+    # Since Slurm 22.05 srun does not inherit this from sbatch. Without it each rank and all its
+    # data loader workers would be bound to one core.
     cpus = settings.cpus_per_task
     yield f"--cpus-per-task={cpus}" if cpus else "--cpu-bind=none"
     if settings.container and settings.container_runtime == "pyxis":
@@ -182,7 +182,7 @@ def srun_args(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
 
 
 def program(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
-    """The interpreter, in its container."""
+    """The interpreter's command, including that of its container."""
     if settings.container and settings.container_runtime == "apptainer":
         yield from ("apptainer", "exec")
         if spec.resources.accelerator == "gpu":
@@ -192,8 +192,8 @@ def program(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
 
 
 def mounts(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
-    """Folders of the host that a container sees, each where it is on the host."""
-    # All runs, for the tracking database beside them.
+    """Host folders to mount in the container, by default at the same path as on the host."""
+    # The folder of all runs, because the tracking database is next to them.
     runs = spec.store.removesuffix(f"/{spec.name}")
     inputs = [str(entry.get("path", "")) for entry in settings.inputs.values()]
     folders = [runs, *(path for path in inputs if path.startswith("/")), *settings.container_mounts]

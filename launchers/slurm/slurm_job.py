@@ -1,4 +1,4 @@
-"""A submitted job, as the controller knows it."""
+"""A submitted job: its state, its log and its end, according to Slurm's controller."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ STATES = {
     "REVOKED": JobState.CANCELLED,
     "PREEMPTED": JobState.PREEMPTED,
 }
-# Ends that Slurm brings about, and that a rank at most sees as a signal.
+# States in which Slurm itself ended the job; a rank sees at most a signal.
 KILLS = ("BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
-# In the log, the batch script's line at each start, and srun's line for each task that ends
-# badly, in this order: "srun: error: n2: task 1: Killed".
+# Lines in the log: the batch script's line at each start, and after it srun's line for each task
+# that failed, in the order of failure: "srun: error: n2: task 1: Killed".
 START = re.compile(r"slurm job \d+, start \d+, on ")
 TASK_END = re.compile(
     r"srun: error: (?P<host>[\w.-]+): tasks? (?P<rank>\d{1,7})[\d,-]*: "
@@ -54,8 +54,8 @@ class SlurmJob(AskedJob):
 
     Args:
         number: `123`, or `123_0`.
-        poll_seconds: Between two questions to the controller.
-        log: Where its output goes; None asks the controller.
+        poll_seconds: Seconds between two queries to the controller.
+        log: The file that its output goes to; None asks the controller.
     """
 
     number: str
@@ -63,7 +63,7 @@ class SlurmJob(AskedJob):
     log: Path | None = None
     url: None = field(default=None, init=False)
     killed: str = field(default="", init=False)
-    failed: bool = field(default=False, init=False)  # by itself: Slurm did not end it
+    failed: bool = field(default=False, init=False)  # by itself: not ended by Slurm
 
     @property
     def handle(self) -> str:
@@ -88,15 +88,15 @@ class SlurmJob(AskedJob):
         return STATES.get(answer.state, JobState.UNKNOWN)
 
     def first_end(self, logs: Path) -> tuple[int, int, str] | None:
-        """The rank that ended badly before all others, by srun's line in the log: it ends them
-        with SIGKILL, and a rank that is killed can record nothing.
+        """The rank that failed first, from srun's line in the log. srun then ends the other ranks
+        with SIGKILL, and a killed rank cannot record anything.
 
         Args:
-            logs: Where the log is, unless `launcher.sbatch` sends it elsewhere.
+            logs: The folder of the log.
 
         Returns:
-            The rank, its exit code (-N for signal N) and its host; None if Slurm ended the job, or
-            the log does not name one.
+            The rank, its exit code (-N for signal N) and its host; None if the job did not fail by
+            itself, or if the log names no rank.
         """
         log = logs / f"slurm-{self.number}.log"
         if not self.failed or not log.is_file():
@@ -111,14 +111,14 @@ class SlurmJob(AskedJob):
         return (int(first["rank"]), code, first["host"]) if code else None
 
     def wait(self) -> JobState:
-        """Until it has ended, or Slurm has forgotten it (UNKNOWN)."""
+        """Waits until the job has ended; UNKNOWN if Slurm has forgotten it."""
         try:
             return super().wait()
         except Forgotten:
             return JobState.UNKNOWN
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The log; with `follow` also why the job waits, and Slurm's word for how it ended.
+        """The log; with `follow` also why the job waits, and Slurm's state at its end.
 
         Raises:
             UserError: Slurm does not answer, or has forgotten the job.
@@ -142,7 +142,8 @@ class SlurmJob(AskedJob):
         commands.cancel(self.number)
 
     def _under_way(self) -> Callable[[], bool]:
-        """Whether it may still write; asks the controller only now and then."""
+        """A function that tells whether the job may still write to its log. It queries the
+        controller at most every `poll_seconds`."""
         asked, ended = time.monotonic(), False
 
         def under_way() -> bool:

@@ -1,4 +1,4 @@
-"""The launcher: a script rendered from its settings, submitted by sbatch."""
+"""The launcher: it renders a script from its settings and submits it with sbatch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from distdl.util.errors import UserError
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What sbatch gets.
+    """The script for sbatch.
 
     Args:
-        specs: The run; or the members of a sweep, each a task of one array.
-        text: The script.
+        specs: The run; or the members of a sweep, each one a task of the array.
+        text: The script's text.
         array: Whether the specs are the tasks of an array.
     """
 
@@ -31,7 +31,7 @@ class SlurmRequest:
 
     @property
     def path(self) -> Path:
-        """Where the script is kept: in the attempt, the first one's for an array."""
+        """Where the script is kept: in the attempt's folder (for an array, the first attempt's)."""
         return self.specs[0].folder / "job.sh"
 
     def render(self) -> str:
@@ -45,7 +45,7 @@ class SlurmLauncher(SlurmSettings):
         return self._request([spec], array=False)
 
     def request_sweep(self, specs: Sequence[JobSpec]) -> SlurmRequest | None:
-        """One array for all members, if they are of one size and get the same variables."""
+        """One array for all members, if they have the same size and forwarded variables."""
         if len({(spec.resources, tuple(spec.forward_env)) for spec in specs}) != 1:
             return None
         return self._request(specs, array=True)
@@ -66,10 +66,10 @@ class SlurmLauncher(SlurmSettings):
         """Writes the script into the attempt and submits it.
 
         Returns:
-            The job, or those of an array's tasks, one for each spec.
+            The job; for an array a list of jobs, one for each spec.
 
         Raises:
-            UserError: There is no Slurm here, or it refuses the job.
+            UserError: Slurm is not installed, or it rejects the job.
         """
         logs = [spec.folder / "logs" for spec in request.specs]
         for folder in logs:

@@ -1,4 +1,4 @@
-"""What may stand under `launcher.*` of launcher=slurm."""
+"""The settings under `launcher.*` with launcher=slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distdl.launchers.common import (
 )
 from distdl.util.errors import Problem
 
-# Options of sbatch that have a key of their own, or that the launcher itself depends on.
+# sbatch options that have their own launcher key, or that the launcher itself depends on.
 OWNED = {
     **{name: f"launcher.{name}" for name in ("mem", "partition", "account", "qos", "constraint")},
     "cpus-per-task": "launcher.cpus_per_task",
@@ -44,7 +44,7 @@ SHORT |= {"J": "job-name", "W": "wait", "M": "clusters"}
 
 
 def _not_owned(option: str) -> str:
-    """Refuses what would contradict what the launcher writes itself."""
+    """Rejects an option that the launcher writes itself."""
     short = re.match(r"-(\w)", option)
     name = re.split("[= ]", option.lstrip("-"))[0]
     name = SHORT.get(short[1], name) if short else name
@@ -63,7 +63,7 @@ SbatchOption = Annotated[
 SrunOption = Annotated[
     str, matching(_OPTION, "an option of srun, such as --label"), AfterValidator(_not_owned)
 ]
-_WORD = r"""[^\s"'\\#]+"""  # what can stand in a #SBATCH line as it is
+_WORD = r"""[^\s"'\\#]+"""  # needs no quotes in a #SBATCH line
 Word = Annotated[str, matching(_WORD, "one word without quotes")]
 Line = Annotated[str, matching(r".*\S.*", "one line of text")]
 Module = Annotated[str, matching(_WORD, "the name of a module")]
@@ -100,7 +100,7 @@ class SlurmSettings(LauncherSettings):
     srun_args: ListOf[SrunOption] = []
     requeue: bool = True
     requeue_at_time_limit: bool = False
-    # At most what sbatch --signal takes.
+    # The upper limit is that of sbatch --signal.
     grace_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
     max_parallel: Positive | None = None
     poll_seconds: AboveZero = 5

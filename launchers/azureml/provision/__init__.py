@@ -1,1 +1,1 @@
-"""`python -m distdl provision azureml`: a workspace for training, with all that it needs."""
+"""`python -m distdl provision azureml`: a workspace for training, with all its resources."""

@@ -1,4 +1,4 @@
-"""As much of Azure's resource API as provisioning needs: read, create, change. It cannot delete."""
+"""The part of Azure's resource API that provisioning needs: read, create, change; no delete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from distdl.launchers.azureml.client import azure_errors, rest_client, sign_in
 
-# Azure's word for an error -> what to do about it.
+# Azure's error code -> what to do about it.
 REMEDIES = {
     "AuthorizationFailed": "the role Owner on the resource group is enough (or Contributor, and "
     "User Access Administrator for role assignments)",
@@ -18,7 +18,7 @@ REMEDIES = {
     "SubscriptionNotFound": "az account list; subscription=ID",
     "InvalidAuthenticationTokenTenant": "az login --tenant TENANT",
 }
-POLLING_INTERVAL = 5  # seconds between two questions about what Azure is creating
+POLLING_INTERVAL = 5  # seconds between two polls of a running operation
 
 
 class Arm:
@@ -26,11 +26,11 @@ class Arm:
 
     Args:
         endpoint: Its https address.
-        credential: What azure-identity calls a TokenCredential; None: whoever is signed in here.
+        credential: A TokenCredential of azure-identity; None for the signed-in user.
 
     Raises:
-        UserError: Azure's packages are not installed; from the methods: Azure refuses, or does
-            not answer.
+        UserError: Azure's packages are not installed. From the methods: Azure rejects the request,
+            or does not answer.
     """
 
     def __init__(self, endpoint: str, credential: Any = None) -> None:
@@ -38,7 +38,7 @@ class Arm:
         self._client = rest_client(credential or sign_in(), scope, endpoint)
 
     def get(self, path: str, api: str) -> dict[str, Any] | None:
-        """A resource, None where there is none."""
+        """A resource; None if it does not exist."""
         with azure_errors(path, REMEDIES):
             response = self._send("GET", path, api).http_response
             if response.status_code == 404:
@@ -47,18 +47,18 @@ class Arm:
             return dict(response.json())
 
     def list(self, path: str, api: str) -> Iterator[dict[str, Any]]:
-        """Every item of a list, over all its pages."""
+        """Every item of a list, from all its pages."""
         page = self.get(path, api) or {}
         yield from page.get("value", [])
-        while address := page.get("nextLink"):  # has its version in it
+        while address := page.get("nextLink"):  # which contains the API version
             page = self.get(address, "") or {}
             yield from page.get("value", [])
 
     def send(self, method: str, path: str, api: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Creates (PUT) or changes (PUT, PATCH) a resource, and waits until Azure has done so.
+        """Creates (PUT) or changes (PUT, PATCH) a resource, and waits until Azure has finished.
 
         Returns:
-            The resource as it is then.
+            The resource as it is afterwards.
         """
         assert method in ("PUT", "PATCH")
         with azure_errors(path, REMEDIES):

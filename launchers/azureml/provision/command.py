@@ -1,4 +1,4 @@
-"""`python -m distdl provision azureml`: prints a plan, asks, and does only that."""
+"""`python -m distdl provision azureml`: prints a plan, asks, and then executes that plan."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from distdl.util.errors import Problem, UserError
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
-    """The whole command.
+    """Runs the command.
 
     Args:
-        overrides: Dotted key -> value; provision.yaml has all keys.
-        credential: Whose access, None for whoever is signed in.
+        overrides: Dotted key -> value; provision.yaml lists all keys.
+        credential: The credential to use, None for the signed-in user's.
 
     Returns:
-        0 when everything is as wanted; 1 when Azure failed on the way or the answer was no.
+        0 if everything is as wanted; 1 if a step failed or the user did not answer yes.
 
     Raises:
-        UserError: Settings, sign-in or what exists forbid it; nothing was created.
+        UserError: Settings, sign-in or existing resources forbid it; nothing was created.
     """
-    overrides = {**from_environment(), **overrides}  # the names that the launcher takes from there
+    overrides = {**from_environment(), **overrides}  # the launcher's variables for these names
     settings = all_settings.read(overrides)
     for size in (settings.compute.vm_size, settings.build_compute.vm_size):
         if note := vm_sizes.unknown(size):
@@ -60,7 +60,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
 
 
 def render(settings: ProvisionSettings) -> str:
-    """The resources as YAML documents. Azure is not asked."""
+    """The resources as YAML documents, made offline."""
     import yaml
 
     wanted = resources(settings)
@@ -88,10 +88,11 @@ def only_subscription(arm: Arm) -> str:
 def look(
     settings: ProvisionSettings, arm: Arm
 ) -> tuple[list[ResourceStep], dict[str, Any], list[str]]:
-    """What exists.
+    """Queries what exists.
 
     Returns:
-        A step per resource, what Azure answered by ARM id, and names of others in the group.
+        A step per resource, Azure's answers by ARM id, and the names of the group's other
+        resources.
     """
     ids = Ids(settings)
     subscription = arm.get(ids.subscription, "2022-12-01")
@@ -103,7 +104,7 @@ def look(
     exists = arm.get(group.id, group.api) is not None
     steps = []
     for resource in wanted:
-        # Without its group nothing else can exist.
+        # Nothing else can exist without the group.
         actual = arm.get(resource.id, resource.api) if exists else None
         if actual is not None:
             known[resource.id] = actual
@@ -119,7 +120,7 @@ def look(
 
 
 def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Sequence[str]) -> str:
-    """The plan."""
+    """The plan as text."""
     text = [
         f"Workspace {settings.workspace} in resource group {settings.resource_group}, "
         f"{settings.location}, subscription {settings.subscription}",
@@ -144,7 +145,7 @@ def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Seq
 
 
 def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
-    """Stops before anything is created, where something exists that Azure cannot change."""
+    """Raises, before anything is created, if a resource differs in what Azure cannot change."""
     problems = []
     for resource, difference in [(s.resource, d) for s in steps for d in s.fixed]:
         what = f"{difference}: Azure sets this once, when it makes a {resource.kind}"
@@ -155,7 +156,7 @@ def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
 
 
 def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool:
-    """Creates and changes, one after the other, up to the first failure; False if there was one."""
+    """Creates and changes resources one by one until the first failure; returns False after one."""
     for number, each in enumerate(todo, start=1):
         resource, started = each.resource, time.monotonic()
         doing = "creating" if each.action is Action.CREATE else "changing"
@@ -169,7 +170,7 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
                 raise UserError(f"Azure did not say what is {unknown[0]}")
             known[resource.id] = arm.send(method, resource.id, resource.api, body)
         except UserError as error:
-            # Somebody has granted this by hand, under another GUID.
+            # The role was granted by hand, under another GUID.
             if code_of(error.__cause__) == "RoleAssignmentExists":
                 print(" is there already")
                 continue
@@ -183,7 +184,7 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
 
 
 def next_command(settings: ProvisionSettings) -> str:
-    """What to type now."""
+    """The command to run next."""
     text = f"""\
 Everything is as wanted. Data go to the container data, which jobs read as
 azureml://datastores/distdl_data/paths/FOLDER. Next, in the same environment:

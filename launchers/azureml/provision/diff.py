@@ -1,4 +1,4 @@
-"""How what exists differs from what should exist, and the smallest request that ends it."""
+"""Compares existing with wanted resources, and builds the smallest request for the change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from distdl.launchers.azureml.provision.values import Ref, Resource
 
 ISO_DURATION = TypeAdapter(timedelta)
-# What Azure adds to every resource, and does not take back.
+# Keys that Azure adds to every resource, but does not accept in a request.
 READ_ONLY = ("id", "name", "type", "systemData", "etag")
 
 
@@ -26,7 +26,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """A value, at a dotted path of the body, that is not the wanted one."""
+    """A value in a body, at a dotted path, that differs from the wanted one."""
 
     path: tuple[str, ...]
     now: Any
@@ -38,12 +38,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class ResourceStep:
-    """What is to be done about one resource.
+    """What to do about one resource.
 
     Args:
-        resource: As it should be.
-        actual: As Azure has it, None where it does not exist.
-        differences: Between the two, of the keys that distdl names.
+        resource: The wanted resource.
+        actual: The existing resource as Azure describes it, None if it does not exist.
+        differences: The differences between the two, of the keys that distdl names.
     """
 
     resource: Resource
@@ -65,13 +65,13 @@ class ResourceStep:
         return Action.CHANGE if self.differences else Action.UNCHANGED
 
     def request(self, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Method and body.
+        """The request's method and body.
 
-        Creation sends what is wanted. A change keeps what others have set: PATCH sends the
-        sections that differ, PUT everything that exists, each with our values put in.
+        To create a resource, the body is the wanted one. A change keeps settings made by others:
+        PATCH sends the sections that differ, PUT the existing body, each merged with our values.
 
         Args:
-            known: ARM id -> what Azure answered about it, to resolve references.
+            known: ARM id -> Azure's answer about it, to resolve references.
         """
         wanted = resolve(self.resource.body, known)
         if self.actual is None:
@@ -92,7 +92,7 @@ class ResourceStep:
 def step(
     resource: Resource, actual: Mapping[str, Any] | None, known: Mapping[str, Any]
 ) -> ResourceStep:
-    """Compares one resource."""
+    """Compares one resource with what exists."""
     if actual is None:
         return ResourceStep(resource, None)
     wanted = resolve(resource.body, known)
@@ -100,7 +100,7 @@ def step(
 
 
 def resolve(body: Any, known: Mapping[str, Any]) -> Any:
-    """A body with the known value of each reference; the other references stay."""
+    """A body with references replaced by their known values; unknown references stay."""
 
     def value_of(ref: Ref) -> Any:
         value: Any = known.get(ref.id)
@@ -112,7 +112,7 @@ def resolve(body: Any, known: Mapping[str, Any]) -> Any:
 
 
 def replaced(body: Any, replacement: Callable[[Ref], Any]) -> Any:
-    """A body with `replacement(reference)` instead of each reference."""
+    """A body with each reference replaced by `replacement(reference)`."""
     if isinstance(body, Mapping):
         return {key: replaced(item, replacement) for key, item in body.items()}
     if isinstance(body, list):
@@ -121,9 +121,9 @@ def replaced(body: Any, replacement: Callable[[Ref], Any]) -> Any:
 
 
 def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
-    """Only of keys in `wanted`: defaults of the server are no difference.
+    """Yields differences in the keys of `wanted`; other keys, such as server defaults, are ignored.
 
-    Each wanted item of a list must be in the other list, which may have more.
+    Each item of a wanted list must be in the actual list, which may have more items.
     """
     if isinstance(wanted, Mapping):
         if isinstance(actual, Mapping):
@@ -140,7 +140,7 @@ def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterato
 
 
 def same(wanted: Any, actual: Any) -> bool:
-    """Equality as Azure means it: it answers in other capitals, units and spellings."""
+    """Equality except for Azure's changes of case, blanks and units of time."""
     if isinstance(wanted, str) and isinstance(actual, str):
         left, right = (text.replace(" ", "").casefold() for text in (wanted, actual))
         return left == right or (_duration(wanted) or wanted) == (_duration(actual) or actual)
@@ -148,8 +148,8 @@ def same(wanted: Any, actual: Any) -> bool:
 
 
 def merge(actual: Any, wanted: Any) -> Any:
-    """What exists with what is wanted put in; nothing is taken away."""
-    if wanted == {}:  # a mark, such as an identity's: what Azure adds inside is its own
+    """The actual value, updated with the wanted one; nothing is removed."""
+    if wanted == {}:  # a marker, such as an identity: its content is Azure's own
         return {}
     if isinstance(wanted, Mapping) and isinstance(actual, Mapping):
         merged = dict(actual)
@@ -174,7 +174,7 @@ def _contains(items: list[Any], wanted: Any) -> bool:
 
 
 def _namesake(wanted: Any, items: list[Any]) -> int | None:
-    """The index of the item of the same name, in lists whose items have names."""
+    """The index of the item with the same name, in lists of named items."""
     if not isinstance(wanted, Mapping) or "name" not in wanted:
         return None
     names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
@@ -182,14 +182,14 @@ def _namesake(wanted: Any, items: list[Any]) -> int | None:
 
 
 def _spelling(actual: Mapping[str, Any], key: str) -> str:
-    """ARM ids are keys too (userAssignedIdentities), in capitals that Azure chooses."""
+    """The actual spelling of a key: some keys are ARM ids, whose case Azure may change."""
     if key in actual or not key.startswith("/"):
         return key
     return next((other for other in actual if other.casefold() == key.casefold()), key)
 
 
 def _duration(text: str) -> timedelta | None:
-    """Of ISO 8601, in which PT300S and PT5M are the same."""
+    """An ISO 8601 duration, so that PT300S equals PT5M; None for other text."""
     try:
         return ISO_DURATION.validate_python(text) if text.startswith("P") else None
     except ValidationError:

@@ -1,4 +1,4 @@
-"""The virtual network, its way out, and private endpoints with the DNS that leads to them.
+"""The virtual network, its NAT gateway, and private endpoints with their DNS zones.
 
 Sources: learn.microsoft.com/azure/machine-learning/how-to-secure-training-vnet (no public address,
 outbound), .../how-to-configure-private-link and learn.microsoft.com/azure/private-link/
@@ -17,7 +17,7 @@ BLOB = "privatelink.blob.core.windows.net"
 
 
 def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """One network with a subnet for nodes and one for endpoints."""
+    """A network with one subnet for nodes and one for endpoints."""
     wanted, location = settings.network, {"location": settings.location}
     outbound: dict[str, Any] = {}
     if wanted.nat_gateway:
@@ -32,7 +32,8 @@ def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     space = {"addressSpace": {"addressPrefixes": [wanted.address_space]}}
     body = {**location, "properties": space}
     yield Resource("virtual network", ids.network, "2024-05-01", body, named_by="network.name")
-    # Subnets are resources of their own here: a PUT of the network lists, and so removes, none.
+    # Subnets are separate resources here: the network's own body lists no subnets, and so cannot
+    # remove any.
     for name, prefix, more in (
         ("compute", wanted.compute_subnet, outbound),
         ("endpoints", wanted.endpoint_subnet, {}),
@@ -42,9 +43,9 @@ def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 
 
 def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """Endpoints of what the workspace needs; they come before it."""
+    """Endpoints of the resources that the workspace needs; they are created before it."""
     yield from endpoint(ids, settings, ids.data, "blob", BLOB)
-    # The zone of blobs is there already.
+    # The zone of blobs has just been created.
     yield from endpoint(ids, settings, ids.results, "blob", BLOB, make_zones=False)
     yield from endpoint(ids, settings, ids.results, "file", "privatelink.file.core.windows.net")
     yield from endpoint(ids, settings, ids.vault, "vault", "privatelink.vaultcore.azure.net")
@@ -52,7 +53,7 @@ def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 
 
 def of_workspace(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """The endpoint by which people and nodes reach the workspace."""
+    """The endpoint through which people and nodes reach the workspace."""
     zones = ("privatelink.api.azureml.ms", "privatelink.notebooks.azure.net")
     yield from endpoint(ids, settings, ids.workspace, "amlworkspace", *zones)
 
@@ -65,7 +66,7 @@ def endpoint(
     *zones: str,
     make_zones: bool = True,
 ) -> Iterator[Resource]:
-    """A private endpoint, and the private DNS zones by which the target's name leads there."""
+    """A private endpoint, and private DNS zones that resolve the target's name to it."""
     zone_ids = [ids.of(f"{NETWORK}/privateDnsZones", zone) for zone in zones]
     for zone in zone_ids if make_zones else ():
         yield Resource("private DNS zone", zone, "2020-06-01", {"location": "global"})

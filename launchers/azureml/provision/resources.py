@@ -1,6 +1,6 @@
-"""The resources of a workspace in the order in which they must be made. Pure and offline.
+"""The resources of a workspace, in the order in which they must be created. Pure and offline.
 
-Bodies name only what distdl decides; everything else stays as Azure or somebody else has set it.
+Bodies contain only what distdl decides; all other settings stay as they are in Azure.
 Sources: learn.microsoft.com/azure/templates (bodies), and for access without keys
 learn.microsoft.com/azure/machine-learning/how-to-identity-based-service-authentication.
 """
@@ -29,7 +29,7 @@ ROLES = {
 
 
 def resources(settings: ProvisionSettings) -> list[Resource]:
-    """Each after those it needs."""
+    """All resources, each after those that it needs."""
     s, ids = settings, Ids(settings)
     group = Resource("resource group", ids.group, "2024-03-01", {"location": s.location})
     return [
@@ -47,7 +47,7 @@ def resources(settings: ProvisionSettings) -> list[Resource]:
 
 
 def internet(settings: ProvisionSettings) -> str:
-    """Whether anybody may come over the internet, in Azure's word."""
+    """Azure's value for whether access from the internet is allowed."""
     return "Disabled" if settings.private else "Enabled"
 
 
@@ -64,7 +64,7 @@ def accounts(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
         "tenantId": Ref(ids.subscription, "tenantId"),
         "sku": {"family": "A", "name": "standard"},
         "enableRbacAuthorization": True,
-        "accessPolicies": [],  # must be there, and stays empty: access is by roles
+        "accessPolicies": [],  # required, but empty: access is by roles
         **public_access(settings),
     }
     body = {**location, "properties": properties}
@@ -80,7 +80,7 @@ def accounts(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 
 
 def storage(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """An account for data and one for results, each with a container of that name."""
+    """One account for data and one for results, each with a container named `data` or `results`."""
     for key, account, sku in (
         ("data", ids.data, settings.storage.data_sku),
         ("results", ids.results, settings.storage.results_sku),
@@ -91,7 +91,7 @@ def storage(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
             "sku": {"name": sku},
             "kind": "BlockBlobStorage" if premium else "StorageV2",
             "properties": {
-                "allowSharedKeyAccess": False,  # identities only
+                "allowSharedKeyAccess": False,  # access by identity only
                 "allowBlobPublicAccess": False,
                 "minimumTlsVersion": "TLS1_2",
                 "supportsHttpsTrafficOnly": True,
@@ -142,7 +142,7 @@ def datastores(ids: Ids) -> Iterator[Resource]:
 
 
 def roles(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """What jobs may do, and what the people may do who submit them."""
+    """The roles of jobs, and of the users who submit them."""
     jobs = Ref(ids.identity, "properties.principalId")
     for scope, role in (
         (ids.data, "Storage Blob Data Reader"),
@@ -163,7 +163,7 @@ def roles(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 
 
 def _role(ids: Ids, scope: str, role: str, who: str, principal: Ref | str, kind: str) -> Resource:
-    # Azure wants a GUID for a name: the same one for the same grant.
+    # Azure requires a GUID as the name; here the same grant always gets the same GUID.
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{scope}|{role}|{who}".lower())
     definitions = f"{ids.subscription}/providers/Microsoft.Authorization/roleDefinitions"
     properties = {

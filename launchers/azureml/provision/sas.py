@@ -1,8 +1,7 @@
-"""`python -m distdl provision azureml sas`: a link to one container that reads, lists and expires.
+"""`python -m distdl provision azureml sas`: an expiring link to read and list one container.
 
-For people and platforms without an identity in the workspace's directory. It is signed with a key
-of the user's own identity (a user delegation key): no account key is used, and the link loses its
-rights when the user does.
+It is for people and platforms without an identity in the workspace's directory. A user delegation
+key signs it, and no account key is used. So the link loses its rights when the user loses them.
 learn.microsoft.com/rest/api/storageservices/create-user-delegation-sas
 """
 
@@ -43,14 +42,14 @@ class SasSettings(BaseModel, extra="forbid", strict=True):
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
-    """Prints the address on stdout, and what it is on stderr.
+    """Prints the address on stdout, and a description on stderr.
 
     Args:
         overrides: Keys of `HELP`.
-        credential: Whose rights, None for whoever is signed in.
+        credential: The credential to sign with, None for the signed-in user's.
 
     Raises:
-        UserError: A setting is wrong, nobody is signed in, or Azure refuses.
+        UserError: A setting is wrong, nobody is signed in, or Azure rejects the request.
     """
     try:
         settings = SasSettings(**overrides)
@@ -69,7 +68,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
 
 
 def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, str]:
-    """The address, and when it expires."""
+    """The signed address, and when it expires."""
     from datetime import UTC, datetime, timedelta
 
     from azure.storage.blob import (
@@ -79,7 +78,7 @@ def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, 
     )
 
     now = datetime.now(UTC)
-    # Clocks differ: a link that begins now is refused by a server that is a second behind.
+    # Clocks differ: a server whose clock is a second behind rejects a link that starts now.
     start, expiry = now - timedelta(minutes=5), now + timedelta(days=settings.days)
     client = BlobServiceClient(endpoint, credential=credential)
     signature = generate_container_sas(

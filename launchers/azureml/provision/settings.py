@@ -1,4 +1,4 @@
-"""The settings of `python -m distdl provision azureml`: provision.yaml and what the user gave."""
+"""The settings of `python -m distdl provision azureml`: provision.yaml and the user's overrides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distdl.launchers.azureml.settings import VmSizeName
 from distdl.launchers.common import Count, Positive, Refused, matching, problems
 from distdl.util.errors import Problem, UserError
 
-# learn.microsoft.com/azure/virtual-machines/setup-infiniband: the RDMA network's own addresses.
+# The RDMA network's addresses: learn.microsoft.com/azure/virtual-machines/setup-infiniband
 RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")
 
 
@@ -56,7 +56,7 @@ Sku = Literal["Premium_LRS", "Premium_ZRS", "Standard_LRS", "Standard_ZRS", "Sta
 
 
 class Section(BaseModel, extra="forbid", strict=True):
-    """Exactly these keys, of exactly these types."""
+    """A model with no other keys than its fields, and without type conversion."""
 
 
 class Network(Section):
@@ -118,7 +118,7 @@ class Compute(Section):
 
 
 class ProvisionSettings(Section):
-    """All keys of provision.yaml, where they are explained."""
+    """All keys of provision.yaml, which explains them."""
 
     resource_group: Group
     workspace: WorkspaceName
@@ -146,13 +146,13 @@ class ProvisionSettings(Section):
         return address
 
     def unique_name(self, given: str | None, suffix: str, limit: int) -> str:
-        """A name that was given, or one that nobody else has in all of Azure, in small letters and
-        digits: the workspace's, the suffix, and six digits of a hash of where the workspace is.
+        """The given name; else one that should be unique in all of Azure, in lower-case letters and
+        digits: the workspace's name, the suffix, and six digits of a hash of the workspace's path.
 
         Args:
             given: The setting.
             suffix: What the resource is for.
-            limit: The length of Azure's longest name.
+            limit: Azure's maximum length of the name.
         """
         if given:
             return given
@@ -162,20 +162,20 @@ class ProvisionSettings(Section):
 
 
 def text() -> str:
-    """provision.yaml, which `--help` shows."""
+    """The text of provision.yaml, which `--help` prints."""
     from importlib.resources import files
 
     return files(__package__).joinpath("provision.yaml").read_text(encoding="utf-8")
 
 
 def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
-    """The settings of a command.
+    """Reads the settings of a command.
 
     Args:
-        overrides: Dotted key -> value, as the user gave them.
+        overrides: Dotted key -> value, from the user.
 
     Raises:
-        UserError: All that is wrong with them.
+        UserError: With everything that is wrong with them.
     """
     import yaml
 
@@ -204,7 +204,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
 
 
 def _together(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """What one setting says about another."""
+    """Problems of settings that contradict each other."""
     if values["private"] is not True:
         return
     sku, cluster = values["registry"]["sku"], values["build_compute"]["name"]
@@ -216,7 +216,7 @@ def _together(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys that hold a value."""
+    """Dotted paths of all keys that are not sections."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{key}.")

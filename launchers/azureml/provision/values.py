@@ -1,4 +1,4 @@
-"""What a workspace is made of, as values: ids, resources, and references to what Azure answers."""
+"""A workspace's parts as values: ids, resources, and references to values in Azure's answers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from distdl.launchers.azureml.provision.settings import ProvisionSettings
 
-# For a printed plan, for which no account was asked.
+# For an offline plan without a given subscription.
 UNKNOWN_SUBSCRIPTION = "00000000-0000-0000-0000-000000000000"
 NETWORK, ML = "Microsoft.Network", "Microsoft.MachineLearningServices"
-# Kinds whose own name says little -> where in the id, before the kind, their parent's name is.
+# Kinds whose own name says little -> the index of their parent's name in the id before the kind.
 PARENT = {"subnets": -1, "virtualNetworkLinks": -1, "privateDnsZoneGroups": -1, "containers": -3}
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A value that only Azure knows: `path` in what it answers about the resource `id`."""
+    """A value that only Azure knows: at `path` in its answer about the resource `id`."""
 
     id: str
     path: str
@@ -27,17 +27,17 @@ class Ref:
 
 @dataclass(frozen=True)
 class Resource:
-    """One resource as it should be.
+    """One wanted resource.
 
     Args:
-        kind: What it is, for people.
+        kind: Its kind, for people.
         id: Its ARM path.
         api: The version of Azure's API that `body` is written for.
         body: What distdl decides about it.
-        fixed: Dotted paths of the body that Azure sets once, at creation.
+        fixed: Dotted paths of the body that Azure sets only at creation.
         named_by: The setting that gives it another name.
-        patch: Whether Azure changes it by PATCH, else by PUT of all of it.
-        label: A name for people, where that of the id says nothing.
+        patch: Whether Azure changes it by PATCH, else by a PUT of the complete body.
+        label: A name for people, if the name in the id says nothing.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Resource:
 
     @property
     def name(self) -> str:
-        """What tells it from others of its kind."""
+        """The name that distinguishes it from others of its kind."""
         *parents, kind, name = self.id.split("/")
         return self.label or (f"{parents[PARENT[kind]]}/{name}" if kind in PARENT else name)
 
@@ -60,7 +60,7 @@ class Resource:
 
 
 class Ids:
-    """The ARM paths of everything, from names that were given or made."""
+    """The ARM paths of all resources, from given or generated names."""
 
     def __init__(self, settings: ProvisionSettings) -> None:
         s = settings
