@@ -60,7 +60,7 @@ class Step:
 class Timeline:
     """Records when each phase begins. Phases nest: the outer one's time excludes the inner one's.
 
-    `begin` and `end` have no effect before the first `step_done`, which opens the first step.
+    Phases are timed only after the first `open_window` or `step_done`, which opens a step.
     """
 
     clock: DeviceClock

@@ -208,7 +208,7 @@ def _without_memory(node: DictConfig) -> Any:
 
 
 def _as_fake(module: Any) -> Any:
-    """Replaces all parameters and buffers by fake tensors on a fake CPU."""
+    """Replaces all parameters and buffers with fake tensors on a fake CPU."""
     fakes: dict[int, Tensor] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
@@ -357,7 +357,7 @@ def _largest_unit(module: nn.Module, measured: MeasuredStep) -> int:
     """Bytes of the most weights that FSDP gathers at once (see `distdl.strategies.fsdp.units`)."""
     from distdl.strategies.fsdp import units
 
-    if measured.no_blocks:  # its method may refuse: find units by size
+    if measured.no_blocks:  # pipeline_blocks() may refuse: find units by size
         module = nn.Sequential(*module.children())
     inner = units(module, 1_000_000)
     held = {id(p) for unit in inner for p in unit.parameters()}

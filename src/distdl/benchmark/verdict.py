@@ -98,7 +98,7 @@ def judge(
 
 
 def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
-    """The cheapest first. Only the last one changes what the model learns."""
+    """The cheapest first. Those that enlarge the global batch change what the model learns."""
     name, gathers = setting.get("strategy"), ("fsdp", "deepspeed_zero3")
     remedies = []
     if setting.get("nodes", 1) > 1:

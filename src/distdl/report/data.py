@@ -207,7 +207,7 @@ def _number(value: Any) -> float | None:
 
 def _moment(value: Any) -> float | None:
     moment = _number(value)
-    return moment if moment is not None and abs(moment) < 1e11 else None  # the range of dates
+    return moment if moment is not None and abs(moment) < 1e11 else None  # what a date can show
 
 
 def mapping(value: Any) -> dict[str, Any]:

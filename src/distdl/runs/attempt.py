@@ -144,7 +144,7 @@ class Attempt:
         return state is JobState.RUNNING
 
     def is_mine(self) -> bool:
-        """Whether this very process is starting it, and no other one has taken it over yet."""
+        """Whether this very process is starting it, and no other process has taken it over."""
         status = self.status()
         same = this_process().items() <= status.items()
         return same and status.get("state") == JobState.PENDING and not self.job()

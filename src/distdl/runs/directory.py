@@ -157,7 +157,8 @@ class RunDirectory:
         return next(each for each in reversed(attempts) if each.task == task)
 
     def refuse_under_way(self) -> None:
-        """
+        """Refuses to start a run that is running.
+
         Raises:
             UserError: An attempt of this run is running.
         """

@@ -43,7 +43,8 @@ def record(
     Args:
         folder: The attempt's errors/.
         kind: The exception's type, KILLED or ENDED.
-        more: Further fields, or others than the default: `host`, `time`, `signal`, `lost_peer`.
+        more: Further fields, or other values of the common ones: `host`, `time`, `signal`,
+            `lost_peer`.
 
     Returns:
         Whether this is the rank's first failure.

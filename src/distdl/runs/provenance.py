@@ -1,5 +1,4 @@
-"""Where a run came from: commit, uncommitted diff, command, packages. Redacted; never
-`os.environ`."""
+"""Where a run came from: commit, diff, command, packages. Redacted; never `os.environ`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Sources, by the letters used below:
 
 - [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-  workstations", section 3, https://doi.org/10.1016/j.jpdc.2008.09.002: in a ring of n, each sends 2
-  (n - 1) / n of the bytes, in 2 (n - 1) messages.
+  workstations", section 3, https://doi.org/10.1016/j.jpdc.2008.09.002: in a ring of n, each sends
+  2 (n - 1) / n of the bytes, in 2 (n - 1) messages.
 - [T] Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
   MPICH", sections 3 and 4.5, https://doi.org/10.1177/1094342005051521: seconds = messages x latency
   + bytes / bandwidth; halving and doubling sends as many bytes in 2 log2(n) messages.

@@ -7,9 +7,9 @@ time of the smaller batch.
 
 Sources: `distdl.scaling.links` (collectives, overlap). What each strategy sends, and why ZeRO-1 and
 2 send as much as ZeRO-3, is explained at the top of `distdl.planner.estimate`. The bubble is
-`distdl.strategies.pipeline.balance.bubble`. Waiting for the slowest of n: E max <= sigma sqrt(2 ln
-n) for normal step times (Boucheron, Lugosi and Massart 2013, "Concentration Inequalities", theorem
-2.5).
+`distdl.strategies.pipeline.balance.bubble`. Waiting for the slowest of n:
+E max <= sigma sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013,
+"Concentration Inequalities", theorem 2.5).
 """
 
 from __future__ import annotations

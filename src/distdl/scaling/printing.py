@@ -18,7 +18,7 @@ from distdl.scaling.results import Rented, ScalingRow, dollars
 
 FILE, PLOT = "scale.json", "scale.png"
 
-# Share of one device: if they differ by less than this and the spread, they agree.
+# Measured and predicted efficiency agree if they differ by at most this, plus the spread.
 CLOSE = 0.05
 # Columns that a narrow terminal omits, in this order; scale.json has all of them.
 GIVE_WAY = (

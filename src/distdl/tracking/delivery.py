@@ -54,8 +54,7 @@ class Delivery:
             return True
         lock: Any = contextlib.nullcontext()
         if is_local(self.uri):
-            # Two runs that start together must not both create the tables: the migrations would
-            # race.
+            # Two runs that start together must not both create the tables: migrations race.
             from filelock import FileLock
 
             database = database_path(self.uri)

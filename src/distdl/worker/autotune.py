@@ -118,7 +118,7 @@ def candidates(config: DictConfig) -> Iterator[Setting]:
 
 
 def cut(batch_size: int, accumulate: int, stage: int | None) -> Setting:
-    """One division of the batch, with one ZeRO stage."""
+    """One division of the batch, with a ZeRO stage if given."""
     name = f"data.batch_size={batch_size} x {accumulate} accumulated"
     changes: dict[str, Any] = {
         "data.batch_size": batch_size,

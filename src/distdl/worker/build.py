@@ -234,7 +234,7 @@ def build_trainer(
     loggers: list[Any],
     run: RunDirectory,
 ) -> Trainer:
-    """Lightning's Trainer. distdl sets the parts that `conf/trainer` names."""
+    """Lightning's Trainer. distdl sets its devices, plugins, callbacks and loggers."""
     arguments = dict(make(config.trainer))  # a profiler or a time may be a node
     arguments.pop("use_distributed_sampler", None)  # see below
     arguments.update(

@@ -27,8 +27,7 @@ from distdl.worker.build import Built
 
 log = logging.getLogger(__name__)
 
-# What torch.compile, DistributedDataParallel and `convert --to weights` add to or remove from
-# names.
+# What torch.compile, DistributedDataParallel and `convert --to weights` change in names.
 AFFIX = re.compile(r"^(module|network)\.|_orig_mod\.")
 # Keys that differ between versions of torch. All other keys of a schedule's state show its kind.
 OF_VERSIONS = ("verbose", "default_min_lr")
@@ -143,8 +142,8 @@ def ask_again(
                 if group.get(name) != mine[name]:
                     differences[name] = f"{name} {mine[name]} and not {group.get(name)}"
                     group[name] = mine[name]
-            # A checkpoint of Lightning's shows the rate by its schedule. Without one, the module
-            # may have set it.
+            # Lightning's own checkpoints record the built rate only with a schedule. Without one,
+            # the module may have set the rate.
             was, now = group.get("initial_lr"), mine.get("initial_lr", mine["lr"])
             with suppress(IndexError, TypeError):
                 was = before[number][index]  # type: ignore[index]

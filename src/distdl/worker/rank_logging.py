@@ -71,8 +71,8 @@ def start_logging(attempt: Attempt, rank: int) -> None:
 
 
 def adopt_lightnings_loggers() -> None:
-    """Lightning installs handlers when it is imported. This replaces them by ours, so its warnings
-    are shown and its other messages stay in the file."""
+    """Lightning installs handlers when it is imported. Ours replace them, so its warnings are shown
+    and its other messages stay in the file."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
