@@ -1,4 +1,4 @@
-"""What `task=benchmark` measures with (docs/benchmark.md): clock, device limits, verdict, table."""
+"""The parts of `task=benchmark` (docs/benchmark.md): clock, device limits, verdict, table."""
 
 FILE = "benchmark.json"
 # Parts of a step.

@@ -1,8 +1,8 @@
-"""Where the time of a step goes, on the device's own clock and without stopping the device.
+"""Where the time of a step goes, by the device's own clock and without stopping the device.
 
-On a GPU a mark is a CUDA event in the queue: what lies between two marks is the time that the
-device took to get from one to the other, waiting included. It is read when a window has ended, so
-nothing in a step waits for it. On the CPU a mark is a reading of the clock.
+On a GPU a mark is a CUDA event in the queue. The time between two marks is the time that the device
+took from one to the other, including waiting. Marks are read after a window has ended, so nothing
+in a step waits for them. On the CPU a mark is a reading of the clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distdl.benchmark import OTHER, PHASES
 
 
 class DeviceClock:
-    """Marks on the time line of a device."""
+    """Marks on a device's timeline."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,7 +40,7 @@ class DeviceClock:
         return first.elapsed_time(second) / 1000
 
     def finish(self) -> float:
-        """Waits until the device has done all it was given; then the host's time, in seconds."""
+        """Waits until the device has finished its work; returns the host's time, in seconds."""
         if self._events:
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -50,7 +50,7 @@ class DeviceClock:
 
 @dataclass
 class Step:
-    """Seconds of one optimizer step, and of each of its phases: they add up to it."""
+    """Seconds of one optimizer step and of each of its phases, which add up to it."""
 
     seconds: float
     phases: dict[str, float]
@@ -58,14 +58,14 @@ class Step:
 
 @dataclass
 class Timeline:
-    """Which phase begins when. Phases nest: the inner one's time is not the outer one's.
+    """Records when each phase begins. Phases nest: the outer one's time excludes the inner one's.
 
-    `begin` and `end` do nothing before the first `step_done`, which opens the first step.
+    Phases are timed only after the first `open_window` or `step_done`, which opens a step.
     """
 
     clock: DeviceClock
     _open: list[str] = field(default_factory=list)
-    _marks: list[tuple[Any, str]] = field(default_factory=list)  # from here on, this phase
+    _marks: list[tuple[Any, str]] = field(default_factory=list)  # each starts this phase
     _steps: list[list[tuple[Any, str]]] = field(default_factory=list)
 
     def begin(self, phase: str) -> None:
@@ -73,7 +73,7 @@ class Timeline:
         self._mark()
 
     def end(self) -> None:
-        # A window may be opened inside a phase.
+        # A window may have been opened inside a phase.
         if self._open:
             self._open.pop()
         self._mark()
@@ -96,7 +96,7 @@ class Timeline:
         self._marks = [now]
 
     def close_window(self) -> list[Step]:
-        """The steps since `open_window`. After `clock.finish`."""
+        """The steps since `open_window`. Call it after `clock.finish`."""
         steps = [self._resolved(marks) for marks in self._steps]
         self._steps, self._marks = [], []
         return steps

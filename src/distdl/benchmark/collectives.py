@@ -1,12 +1,12 @@
-"""How long ranks communicate, and how much of that no computation hides: from a trace.
+"""How long ranks communicate, and how much of that is not hidden by computation: from a trace.
 
 torch's profiler records collectives by name (`gloo:all_reduce`, `ncclDevKernel_AllReduce...`)
-beside the operations (on a GPU: kernels). Time in which a collective is under way and nothing is
-computed is *exposed*: the step is longer by it. A collective lasts until the slowest rank has come,
-so it includes waiting for others.
+beside the operations (on a GPU: kernels). Time in which a collective runs and nothing is computed
+is *exposed*: it lengthens the step. A collective lasts until the slowest rank has joined, so its
+time includes waiting for other ranks.
 
-On the CPU, exposed time belongs to the phase in which it lies. On a GPU it belongs to the phase in
-which the host launched the collective, since a kernel runs later than it was launched.
+On the CPU, exposed time is assigned to the phase in which it occurs. On a GPU it is assigned to the
+phase in which the host launched the collective, since a kernel runs later than its launch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from distdl.benchmark.clock import DeviceClock
 from distdl.benchmark.phases import PREFIX
 
 COLLECTIVES = ("gloo:", "nccl", "mpi:", "ucc:")
-# Operations that compute. Others surround them (`autograd::...`, Optimizer.step) or wait.
+# Operations that compute. Others contain them (`autograd::...`, Optimizer.step) or wait.
 OPERATIONS = ("aten::", "mkldnn::", "## Call ")
-# Entries of a device's time line that are no kernels.
+# Entries of a device's timeline that are not kernels.
 NOT_KERNELS = (PREFIX, "ProfilerStep", "## ", "Context Sync", "Stream Sync", "Event Sync")
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """Of one step, in seconds.
+    """Values of one step, times in seconds.
 
     Args:
-        busy: A collective is under way.
-        phases: Of that, what no computation hides, by the phase of the step.
-        calls: Collectives.
+        busy: Time in which a collective runs.
+        phases: The part of it that no computation hides, by the phase of the step.
+        calls: Number of collectives.
     """
 
     busy: float
@@ -49,14 +49,14 @@ class Exposed:
 
 
 class CollectiveTrace:
-    """The profiler around a few steps."""
+    """torch's profiler around a few steps."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
         kinds = [ProfilerActivity.CPU]
         if clock.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
-        # Kineto logs about itself on stderr, and of a machine without a GPU as of an error.
+        # Kineto logs to stderr, and reports a missing GPU as an error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile(activities=kinds)
 
@@ -75,7 +75,7 @@ class CollectiveTrace:
 
 
 def analyse(events: Iterable[Any], steps: int) -> Exposed:
-    """Reads the events of a trace (torch's `_KinetoEvent`) of so many steps."""
+    """Reads the events of a trace (torch's `_KinetoEvent`) of that many steps."""
     events = _finished(list(events))
     host = [e for e in events if _on_host(e)]
     phases = [e for e in host if _begins(e, PREFIX)]
@@ -90,7 +90,7 @@ def analyse(events: Iterable[Any], steps: int) -> Exposed:
         launched = {e.correlation_id(): e.start_ns() for e in host}
     else:
         sent = [e for e in host if _begins(e, COLLECTIVES)]
-        # What gloo's own threads do is communication, too.
+        # The work of gloo's own threads is communication, too.
         threads = {e.start_thread_id() for e in phases}
         computed = [
             e
@@ -108,7 +108,7 @@ def analyse(events: Iterable[Any], steps: int) -> Exposed:
 
     sending: list[Any] = []
     computing: list[Any] = []
-    open_phases: list[Any] = []  # the inner one last
+    open_phases: list[Any] = []  # the innermost one last
     edges = []
     for spans, among in ((sent, sending), (computed, computing), (phases, open_phases)):
         for event in spans:
@@ -123,13 +123,13 @@ def analyse(events: Iterable[Any], steps: int) -> Exposed:
             seconds = (until - at) / 1e9 / steps
             busy += seconds
             if not computing and seconds:
-                # What two collectives share counts once, for the one that began first.
+                # Time that two collectives share counts once, for the one that began first.
                 exposed[phase_of(sending[0])] += seconds
     return Exposed(busy, dict(exposed), len(sent) / steps)
 
 
 def _finished(events: list[Any]) -> list[Any]:
-    """Without collectives that were under way when the trace ended: their end is not in it."""
+    """Drops collectives that were still running when the trace ended: it lacks their end."""
     rest = [e for e in events if not _begins(e, COLLECTIVES)]
     first = min((e.start_ns() for e in rest), default=0)
     last = max(map(_end, rest), default=0)

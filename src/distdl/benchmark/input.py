@@ -1,7 +1,7 @@
-"""The input of a benchmark: the run's own loader, or one of its batches again and again.
+"""The input of a benchmark: the run's own loader, or one held batch again and again.
 
-The held batch is on the device, as the data module's hooks have left it: a step then takes what a
-step takes when input costs nothing, with the very shapes and types of the real input.
+The held batch is on the device, as the data module's hooks returned it. A step on it takes the time
+of a step whose input costs nothing, with exactly the shapes and types of the real input.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-ENDLESS = 10**9  # batches: an epoch does not end in a benchmark
+ENDLESS = 10**9  # batches: an epoch never ends in a benchmark
 
 
 class Input:
-    """The switch between the two, on every rank at the same step."""
+    """Switches between the two, on every rank at the same step."""
 
     def __init__(self) -> None:
         self.held = False
@@ -23,7 +23,7 @@ class Input:
         self._on_device: Any = None
 
     def install(self, trainer: Trainer) -> None:
-        """Puts itself between the trainer's strategy and its loaders."""
+        """Inserts itself between the trainer's strategy and its loaders."""
         strategy: Any = trainer.strategy
         to_device: Callable[..., Any] = strategy.batch_to_device
         process: Callable[[Any], Any] = strategy.process_dataloader
@@ -54,7 +54,7 @@ class Input:
         return max((loader.prefetched() for loader in self.loaders), default=0)
 
     def batches(self) -> int | None:
-        """Of this rank's epoch; None where a loader has no length."""
+        """The number of batches in this rank's epoch; None where a loader has no length."""
         try:
             return max((len(loader.loader) for loader in self.loaders), default=None)
         except TypeError:
@@ -62,7 +62,7 @@ class Input:
 
 
 class EndlessLoader:
-    """A loader that begins again when it ends, in the middle of Lightning's epoch."""
+    """A loader that starts again when it ends, within one epoch of Lightning's."""
 
     def __init__(self, loader: Any, switch: Input) -> None:
         self.loader, self.switch = loader, switch

@@ -1,7 +1,7 @@
-"""What the device can do at most, measured here and now: matrix product, copy, link.
+"""The device's peak rates, measured here and now: matrix product, copy, link.
 
-Every rank measures at the same time, as it trains at the same time: ranks that share a CPU, a power
-budget or a network share it here as well.
+Every rank measures at the same time, as it also trains at the same time. Ranks that share a CPU, a
+power budget or a network therefore share it in the measurement, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one device.
+    """The limits of one device.
 
     Args:
         dtype: Of the matrices.
         matrix_flops: Operations per second of a square matrix product: 2 n^3 for n x n.
         matrix_size: n.
-        copy_bytes: Bytes per second, read and written ones together.
+        copy_bytes: Bytes per second, read and written bytes added.
     """
 
     dtype: str
@@ -49,9 +49,9 @@ def measure(device: torch.device, precision: str) -> Limits:
     """Measures; takes a few seconds.
 
     Args:
-        device: Which; on the CPU with as many threads as this process has.
-        precision: `trainer.precision`: in that type matrices are multiplied. In float32 on a GPU
-            as torch is set (TF32 or not), which is how the training multiplies them.
+        device: On the CPU, with as many threads as this process has.
+        precision: `trainer.precision`, which gives the type of the matrices. Float32 on a GPU uses
+            torch's current setting (TF32 or not), as the training does.
     """
     dtype = DTYPES.get(str(precision)[:2], torch.float32)
     clock = DeviceClock(device)
@@ -72,7 +72,7 @@ def measure(device: torch.device, precision: str) -> Limits:
 
 
 def best(clock: DeviceClock, call: Callable[[], object]) -> float:
-    """Seconds of a call in the fastest of `REPEATS` rounds: what disturbs only makes it slower."""
+    """Seconds of a call in the fastest of `REPEATS` rounds: a disturbance only makes it slower."""
     call()
     clock.finish()
     started = time.perf_counter()
@@ -89,16 +89,16 @@ def best(clock: DeviceClock, call: Callable[[], object]) -> float:
 
 
 def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
-    """What the ranks have between them, as a large and a tiny all-reduce of all of them see it.
+    """The link between the ranks, derived from a large and a tiny all-reduce over all of them.
 
-    By the ring's formula, seconds = 2 (n - 1) (latency + bytes / n / bandwidth) (Patarasuk and Yuan
-    2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3,
-    https://doi.org/10.1016/j.jpdc.2008.09.002), whatever algorithm the back end uses.
+    It uses the ring's formula, seconds = 2 (n - 1) (latency + bytes / n / bandwidth) (Patarasuk and
+    Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3,
+    https://doi.org/10.1016/j.jpdc.2008.09.002), whatever algorithm the backend uses.
 
     Returns:
         None for one rank. Else `ranks` and `nodes` that took part, `bandwidth` (bytes per second
-        that each rank sends), `latency` (seconds of a message), and of the large all-reduce its
-        `bytes` and `seconds`.
+        that each rank sends), `latency` (seconds per message), and the `bytes` and `seconds` of the
+        large all-reduce.
     """
     ranks = process_group.world_size()
     if ranks == 1:
@@ -128,5 +128,5 @@ def _all_reduce(tensor: torch.Tensor, times: int) -> float:
         started = clock.finish()
         dist.all_reduce(tensor)
         seconds.append(clock.finish() - started)
-    # The all-reduce is over when its slowest rank is done.
+    # The all-reduce ends when its slowest rank is done.
     return max(process_group.gather(median(seconds)))

@@ -1,9 +1,9 @@
-"""What a step of this model is, counted and not assumed: operations, bytes, samples.
+"""What a step of this model does, counted and not assumed: operations, bytes, samples.
 
-Counted by `distdl.benchmark.step_profile`, which runs one training step of the run's own config on
-fake tensors under torch.utils.flop_counter: matrix products, convolutions and attention, forward
-and backward; a multiplication and an addition are two operations. It needs no memory, does not
-disturb what is timed, and counts the same under every strategy and with torch.compile.
+`distdl.benchmark.step_profile` counts it: it runs one training step of the run's own config on fake
+tensors under torch.utils.flop_counter. That covers matrix products, convolutions and attention,
+forward and backward. A multiplication and an addition are two operations. Counting needs no memory,
+does not disturb the timing, and gives the same result under every strategy and with torch.compile.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one sample, or of the model.
+    """Counts per sample, or of the whole model.
 
     Args:
         flops_per_sample: Forward and backward.
-        least_bytes_per_sample: What must cross the device's memory at least, weights not counted:
-            all that the backward needs is written once and read once. None: not known.
+        least_bytes_per_sample: Lower bound of the traffic to the device's memory, without weights:
+            everything that the backward needs is written once and read once. None: not known.
         gradient_bytes: Of all gradients, which data parallelism sends.
         weight_bytes: Parameters and buffers.
-        activation_bytes_per_sample: What waits for the backward. None: not known.
+        activation_bytes_per_sample: Memory kept for the backward. None: not known.
     """
 
     flops_per_sample: float
@@ -43,12 +43,12 @@ class Counted:
 def from_a_live_step(
     module: LightningModule, flops: float | None, batch: int
 ) -> tuple[Counted | None, str]:
-    """Of a module with manual optimization, whose step runs inside its trainer alone.
+    """The counts of a module with manual optimization, whose step runs only inside its trainer.
 
     Args:
-        module: As it was trained.
+        module: After training.
         flops: Counted in one of this rank's steps.
-        batch: Samples of it.
+        batch: Samples of that step.
     """
     if not flops:
         return None, "no matrix product, convolution or attention in the step"
@@ -58,7 +58,7 @@ def from_a_live_step(
 
 
 def count(config: DictConfig, global_batch: int) -> tuple[Counted | None, str]:
-    """Counts; (None, why) where the step runs neither on fake tensors nor on the CPU alone."""
+    """The counts, or (None, why) where the step runs neither on fake tensors nor on the CPU."""
     from distdl.benchmark import step_profile
 
     try:
@@ -67,7 +67,7 @@ def count(config: DictConfig, global_batch: int) -> tuple[Counted | None, str]:
             measured = step_profile.measure(config, global_batch)
     except UserError as error:
         return None, error.problems[0].what
-    except Exception as error:  # a step of the user's, away from its trainer
+    except Exception as error:  # the user's step, outside its trainer
         return None, f"{type(error).__name__}: {error}".split("\n")[0][:200]
     if not measured.flops:
         return None, "no matrix product, convolution or attention in the step"

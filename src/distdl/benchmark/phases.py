@@ -1,8 +1,8 @@
-"""Which part of Lightning's loop is which phase of a step, under any strategy.
+"""Which part of Lightning's loop belongs to which phase of a step, under any strategy.
 
-Lightning reports the name of every hook that it calls to its profiler; this one uses a few of
-them. A pipeline's forward and backward are one hook to Lightning: there the stage's own calls
-distinguish them.
+Lightning reports the name of every hook that it calls to its profiler. This profiler uses a few of
+them. To Lightning, a pipeline's forward and backward are one hook, so there the stage's own calls
+separate them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning.pytorch.profilers import Profiler
 from distdl.benchmark import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER
 from distdl.benchmark.clock import Timeline
 
-# The end of the name of a hook of Lightning (2.6) -> phase.
+# The end of a hook's name in Lightning (2.6) -> phase.
 HOOKS = {
     ".train_dataloader_next": DATA,
     ".batch_to_device": DATA,
@@ -27,13 +27,13 @@ HOOKS = {
     ".backward": BACKWARD,
     ".optimizer_step": OPTIMIZER,
 }
-# Only these concern the step as such; a module's own hook is called inside.
+# Only these contain the whole phase; a module's own hook is called inside them.
 OWNERS = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]")
 PREFIX = "distdl::"
 
 
 class PhaseProfiler(Profiler):
-    """As `trainer.profiler`: reports phases to a Timeline, and to a trace while one runs."""
+    """For `trainer.profiler`: reports phases to a Timeline, and to a trace while one runs."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class PhaseProfiler(Profiler):
     def _phase(self, action: str) -> str | None:
         if action not in self._known:
             ours = (phase for end, phase in HOOKS.items() if action.endswith(end))
-            # A data module has a hook of the same name as the strategy's.
+            # A data module has a hook of the same name as the strategy.
             self._known[action] = next(ours, None) if action.startswith(OWNERS) else None
         return self._known[action]
 
 
 @contextmanager
 def pipeline_phases(timeline: Timeline) -> Iterator[None]:
-    """A pipeline's forward and backward, and as communication what lies between them: messages
-    and waiting for the neighbours, which is the bubble."""
+    """Times a pipeline's forward and backward. The time between them counts as communication:
+    messages, and waiting for the neighbours, which is the bubble."""
     from distdl.strategies.pipeline.engine import Engine, Stage
     from distdl.strategies.pipeline.reduction import GradientReducer
 

@@ -1,4 +1,4 @@
-"""The numbers of a benchmark: from each rank's windows to one JSON file."""
+"""The numbers of a benchmark, from each rank's windows to one JSON file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from distdl.config.recipe import plain
 from distdl.worker.build import Built
 
 SCHEMA = 1
-# What `status.json` and the last lines on the screen show; MLflow gets the rest, too.
+# `status.json` and the last lines on the screen show these; MLflow gets the others, too.
 MAIN = ("images_per_second", "step_ms", "share_data", "share_communication", "mfu")
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Samples of a batch, how many ranks (or pipelines) take different ones, batches of a step."""
+    """Samples per batch, ranks (or pipelines) with different data, and batches per step."""
 
     batch: int
     shares: int
@@ -41,7 +41,7 @@ class BatchSize:
 
 
 def batch_size(context: Built, timing: Timing) -> BatchSize:
-    """Of the run; a batch is measured where the data does not say how large it is."""
+    """The run's batch size. It is measured where the data does not state it."""
     resources = context.run.last_attempt().resources()  # type: ignore[union-attr]
     batch, shares, accumulate = batches.factors(context.config, resources)
     return BatchSize(batch or timing.batch_size or 1, shares, accumulate)
@@ -51,7 +51,7 @@ def of_rank(timing: Timing, device: torch.device) -> dict[str, Any]:
     """What this rank measured, in plain values."""
     threads = torch.get_num_threads()
     name = f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
-    # On the CPU, the process's largest resident size.
+    # On the CPU: the process's peak resident size.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = peak / (2**30 if sys.platform == "darwin" else 2**20)
     if device.type == "cuda":
@@ -79,14 +79,15 @@ def assemble(
     link: Mapping[str, float] | None,
     counted: tuple[Counted | None, str],
 ) -> dict[str, Any]:
-    """The JSON file. Times are seconds, sizes bytes, shares 0 to 1 where a name says nothing else.
+    """The contents of the JSON file. Times are in seconds, sizes in bytes, and shares from 0 to 1,
+    unless a name says otherwise.
 
     Args:
         context: The built run.
         timing: Of this rank.
-        ranks: What `of_rank` gives on each, with `limits`.
+        ranks: What `of_rank` returns on each rank, with `limits`.
         link: See `limits.measure_link`.
-        counted: The model, or why it could not be counted.
+        counted: The model's counts, or why it could not be counted.
     """
     config, sizes = context.config, batch_size(context, timing)
     attempt = context.run.last_attempt()
@@ -133,7 +134,7 @@ def assemble(
 
 
 def strategy_name(config: Any, world_size: int) -> str:
-    """The option of the group `strategy`, as far as its node shows; what `auto` comes to."""
+    """The option of the group `strategy`, derived from its node; `auto` is resolved."""
     node = plain(config.strategy)
     name = str(node.get("_target_", "")).split(".")[-1]
     known = {
@@ -156,7 +157,7 @@ def side(
     """One kind of input over all ranks: a step lasts as long as on its slowest rank.
 
     Args:
-        exposed: See `communication`; it is taken out of the phases in which it was.
+        exposed: See `communication`; it is subtracted from the phases in which it occurred.
     """
     windows = [[w for w in rank["windows"] if w["input"] == kind] for rank in ranks]
     together = list(zip(*windows, strict=True))
@@ -168,7 +169,7 @@ def side(
     split = {p: fmean(w["phases"][p] for ws in together for w in ws) for p in PHASES}
     for phase, seconds in (exposed["exposed"] if exposed else {}).items():
         if phase != COMMUNICATION:
-            # The traced steps were slower: never more than there is.
+            # The traced steps were slower, so never move more than the phase has.
             moved = min(seconds, split[phase])
             split[phase] -= moved
             split[COMMUNICATION] += moved
@@ -186,7 +187,7 @@ def side(
 
 
 def communication(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What the traces saw, as the mean of the ranks."""
+    """What the traces show, averaged over the ranks."""
     parts = [rank["exposed"] for rank in ranks]
     if None in parts:
         return None
@@ -200,7 +201,7 @@ def communication(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def device_use(
     counted: tuple[Counted | None, str], rate: float, limits: dict[str, Any]
 ) -> dict[str, Any]:
-    """How much of the device the model uses, at `rate` samples per second on each.
+    """How well the model uses the device, at `rate` samples per second on each device.
 
     `mfu`: model FLOPs over the measured matrix rate (Chowdhery et al. 2022, "PaLM", appendix B,
     https://arxiv.org/abs/2204.02311, with a measured rate instead of the advertised one).
@@ -222,7 +223,7 @@ def judged(result: dict[str, Any], context: Built) -> verdict.Verdict:
     total = sum(held["split"].values())
     data = context.config.get("data") or {}
     return verdict.judge(
-        # Medians of steps: one that was disturbed does not decide.
+        # Medians, so that one disturbed step does not decide.
         lost_to_data=1 - held["step_seconds"]["median"] / real["step_seconds"]["median"],
         waiting=real["split"][DATA] / sum(real["split"].values()),
         communication=held["split"][COMMUNICATION] / total if verdict.traced(result) else None,
@@ -240,7 +241,7 @@ def judged(result: dict[str, Any], context: Built) -> verdict.Verdict:
 
 
 def metrics(result: dict[str, Any], names: Iterable[str] | None = None) -> dict[str, float]:
-    """For MLflow: what one compares between runs; of `names` only, where they are given."""
+    """For MLflow: the numbers to compare between runs; only those in `names`, if given."""
     real, held = result["real"], result["held"]
     total = sum(real["split"].values())
     shares = {f"share_{phase}": real["split"][phase] / total for phase in PHASES}

@@ -1,4 +1,4 @@
-"""A benchmark's result in words, for the screen and for a report. Imports no torch."""
+"""A benchmark's result as text, for the screen and for a report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
+    # A log is not as narrow as a terminal, and a truncated column is useless.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(f"\n{setting_text(result)}")
     table = Table("", box=None, pad_edge=False)
@@ -45,7 +45,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def setting_text(result: dict[str, Any]) -> str:
-    """What was measured on what."""
+    """The measured strategy, devices, precision and batch."""
     setting = result["setting"]
     return (
         f"{setting['strategy']} on {setting['nodes']} x {setting['devices_per_node']} "
@@ -55,7 +55,7 @@ def setting_text(result: dict[str, Any]) -> str:
 
 
 def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and text: memory, limits, use of the device, communication."""
+    """Name and text of each line: memory, limits, use of the device, communication."""
     limits, model = result["limits"], result["model"]
     link, traced = result.get("link"), result.get("communication")
     lines = [

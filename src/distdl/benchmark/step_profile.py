@@ -1,12 +1,12 @@
-"""What one training step needs, measured without a GPU and without its memory.
+"""What one training step needs, measured without a GPU and without allocating its memory.
 
-The model is built without memory and its step runs on fake tensors (torch's FakeTensorMode), which
-have shapes, types and lifetimes, but no values. So what is counted is what the step itself would
-allocate at the full batch, in the run's precision. A step that looks at values cannot run so: it
-then runs on the CPU with a few samples, and is scaled.
+The model is built without memory. Its step runs on fake tensors (torch's FakeTensorMode), which
+have shapes, types and lifetimes, but no values. So the bytes counted are those that the step itself
+would allocate at the full batch, in the run's precision. A step that reads values cannot run this
+way. It runs on the CPU with a few samples instead, and the result is scaled.
 
-Not counted: what kernels take for themselves (cuDNN's workspaces), the allocator's fragments, and
-the CUDA context. `_plan_estimate.USABLE` leaves room for them.
+Not counted: memory that kernels allocate for themselves (cuDNN's workspaces), the allocator's
+fragmentation, and the CUDA context. `distdl.planner.estimate.USABLE` leaves room for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distdl.util.errors import UserError
 from distdl.validation.meta import WEIGHTS
 from distdl.worker.build import configures_optimizers, make
 
-SAMPLES = 4  # that are loaded; fake ones fill the batch
+SAMPLES = 4  # loaded ones; fake ones fill the batch
 AUTOCAST = ("16-mixed", "bf16-mixed", "16", "bf16", "transformer-engine-float16")
 HALF = ("16-true", "bf16-true", "transformer-engine")
 
@@ -45,8 +45,8 @@ class MeasuredBlock:
     Args:
         weights: Bytes of its parameters and buffers.
         gradients: Bytes.
-        activations: Bytes that wait for the backward, of the whole batch.
-        output: Bytes that it gives to the next block, of the whole batch.
+        activations: Bytes kept for the backward, for the whole batch.
+        output: Bytes that it passes to the next block, for the whole batch.
         flops: Of its forward.
     """
 
@@ -64,16 +64,17 @@ class MeasuredStep:
     Args:
         batch_size: Samples of the step.
         weights: Parameters and buffers.
-        buffers: Of those, the buffers.
-        gradients: Of what is trained.
+        buffers: The buffers alone.
+        gradients: Of the trained parameters.
         optimizer: Its state.
-        activations: What is there at the end of the forward besides weights: what the backward
-            needs, and the batch.
-        transient: What the backward has more at its worst moment, gradients not counted.
+        activations: Memory at the end of the forward besides weights: what the backward needs, and
+            the batch.
+        transient: Additional memory of the backward at its peak, without gradients.
         flops: Floating-point operations of forward and backward.
         unit: Weights of the largest part that FSDP gathers at once.
-        blocks: Between which a pipeline can cut; if it cannot, `no_blocks` says why.
-        notes: How it was measured, where not as the module says.
+        blocks: The blocks between which a pipeline can cut. If it cannot, `no_blocks` gives the
+            reason.
+        notes: How it was measured, where this differs from the module's docstring.
     """
 
     batch_size: int
@@ -91,7 +92,7 @@ class MeasuredStep:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are alive and were made under it, real or fake."""
+    """Bytes of the live tensors that were created while this mode was active, real or fake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
             self.most_beside_gradients = max(self.most_beside_gradients, self.now - self.gradients)
 
     def ignore(self, tensor: Tensor) -> None:
-        """Does not count a tensor that was there before."""
+        """Excludes a tensor that existed before."""
         self._known.add(tensor.untyped_storage()._cdata)
 
     def count_gradient(self, parameter: Tensor) -> None:
@@ -133,7 +134,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
 
     Args:
         config: As composed.
-        global_batch: For optimizers whose rate follows it; no byte depends on it.
+        global_batch: For optimizers whose rate depends on it. It affects no byte count.
 
     Raises:
         UserError: The data gives no batch here, or the step fails on the CPU as well.
@@ -152,7 +153,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake = tree_map_only(Tensor, stretched, batch)
             return _step(_as_fake(module), fake, size, config, global_batch)
-    except Exception as error:  # it looks at values, or builds itself in its own way
+    except Exception as error:  # it reads values, or is built in an unusual way
         why = f"{type(error).__name__}: {_first_line(error)}"
     try:
         measured = _extrapolated(batch, samples, size, config, global_batch)
@@ -164,7 +165,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
 
 
 def a_batch(config: DictConfig) -> tuple[int, Any]:
-    """How many samples were loaded, and they themselves, as the training step gets them."""
+    """The number of samples loaded, and the batch as the training step receives it."""
     from distdl.callbacks.metrics import batch_size_of
 
     try:
@@ -189,10 +190,10 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
 
 
 def _without_memory(node: DictConfig) -> Any:
-    """The module on the meta device, if it can be built there; else as it is, on the CPU."""
+    """The module on the meta device, if it can be built there; else on the CPU."""
 
     def stripped(value: Any) -> Any:
-        """Without what would download weights."""
+        """Without the arguments that would download weights."""
         if isinstance(value, dict):
             return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
         return value
@@ -202,12 +203,12 @@ def _without_memory(node: DictConfig) -> Any:
     try:
         with torch.device("meta"):
             return make(bare)
-    except Exception:  # timm, for one, reads values while it builds
+    except Exception:  # timm, for example, reads values while building
         return make(bare)
 
 
 def _as_fake(module: Any) -> Any:
-    """Replaces all parameters and buffers by fake tensors on a fake CPU."""
+    """Replaces all parameters and buffers with fake tensors on a fake CPU."""
     fakes: dict[int, Tensor] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
@@ -233,11 +234,12 @@ def _in_precision(module: Any, config: DictConfig) -> Any:
 def _extrapolated(
     batch: Any, samples: int, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
-    """A real step with few samples and with half of them: some bytes depend on their number."""
+    """Extrapolates from a real step with few samples and one with half of them, since only some
+    bytes depend on the number of samples."""
     few = max(1, samples // 2)
 
     def first(tensor: Tensor) -> Tensor:
-        # A view would keep all samples in memory, and counted.
+        # A view would keep all samples in memory, and they would be counted.
         return tensor[:few].clone() if tensor.dim() and len(tensor) == samples else tensor
 
     less, more = (
@@ -299,7 +301,7 @@ def _step(
 def _blocks_watched(
     module: Any, measured: MeasuredStep, before: int, live: LiveBytes, counter: FlopCounterMode
 ) -> Iterator[None]:
-    """Fills `measured.blocks` while the forward runs; there are `before` bytes when it begins."""
+    """Fills `measured.blocks` while the forward runs. `before`: bytes at its start."""
     from distdl.strategies.pipeline.splitting import blocks_in
 
     try:
@@ -325,7 +327,7 @@ def _blocks_watched(
             tensors = [t for part in stage.modules for t in (*part.parameters(), *part.buffers())]
             block = MeasuredBlock(_total(tensors), _total(t for t in tensors if t.requires_grad))
             measured.blocks.append(block)
-            # Steps without a name (a flatten) are no modules of the network: nobody calls them.
+            # Steps without a name (a flatten) are not modules of the network, so no hook runs.
             last = [part for name, part in stage.parts if name is not None][-1]
             stack.callback(last.register_forward_hook(watch(block)).remove)
         yield
@@ -352,10 +354,10 @@ def _optimizer_state(
 
 
 def _largest_unit(module: nn.Module, measured: MeasuredStep) -> int:
-    """The most weights that FSDP gathers at once (of `distdl.strategies.fsdp.units`)."""
+    """Bytes of the most weights that FSDP gathers at once (see `distdl.strategies.fsdp.units`)."""
     from distdl.strategies.fsdp import units
 
-    if measured.no_blocks:  # it may have the method, which then refuses: found by size instead
+    if measured.no_blocks:  # pipeline_blocks() may refuse: find units by size
         module = nn.Sequential(*module.children())
     inner = units(module, 1_000_000)
     held = {id(p) for unit in inner for p in unit.parameters()}
@@ -368,7 +370,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _total(tensors: Any) -> int:
-    """Bytes of tensors, each once."""
+    """Bytes of tensors, each counted once."""
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 

@@ -1,4 +1,4 @@
-"""Runs a benchmark's plan inside a training: warm-up, windows, a trace; then ends it."""
+"""Runs a benchmark's plan inside a training (warm-up, windows, a trace), then ends the training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REAL, HELD = "real", "held"
 
 @dataclass(frozen=True)
 class Segment:
-    """So many optimizer steps of one kind, on real or held input."""
+    """A number of optimizer steps of one kind, on real or held input."""
 
     kind: str
     input: str
@@ -36,7 +36,7 @@ class Segment:
 
 @dataclass
 class TimedWindow:
-    """What was measured in one: seconds from rest to rest of the device, and its steps."""
+    """One measured window: its steps, and the seconds from one synchronisation to the next."""
 
     input: str
     seconds: float
@@ -45,11 +45,12 @@ class TimedWindow:
 
 @dataclass
 class Timing(Callback):
-    """See the module. All ranks go through the plan in step.
+    """The callback that runs the plan. All ranks follow it in step.
 
     Args:
-        plan: In order. To a warm-up on real input come the batches that worker processes have ready
-            when it begins: what is timed then is their speed, and not their store.
+        plan: In order. A warm-up on real input also uses up the batches that worker processes have
+            ready when it begins, so that the windows measure the speed of the workers and not their
+            prefetched batches.
         stop: Whether this process was asked to end.
         report: Called with each window, on every rank.
     """
@@ -64,16 +65,16 @@ class Timing(Callback):
     exposed: Exposed | None = None
     batch_size: int | None = None
     epoch_batches: int | None = None
-    # Of a batch, under manual optimization: such a step runs inside its trainer alone.
+    # FLOPs of a batch under manual optimization: such a step runs only inside its trainer.
     live_flops: float | None = None
     _counter: FlopCounterMode | None = None
     _trace: CollectiveTrace | None = None
 
-    # Lightning puts callbacks into sets of their keys.
+    # Lightning hashes callbacks, and a dataclass with `__eq__` has no hash.
     __hash__ = object.__hash__
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # As the training has it (callbacks/checkpointer.py): no read-back of a flag at each step.
+        # As in training (callbacks/checkpointer.py): do not read back a flag at each step.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         self._agreement = Agreement(2)
         ready = max(process_group.gather(self.input.prefetched()))
@@ -89,14 +90,14 @@ class Timing(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.live_flops is None and not pl_module.automatic_optimization:
             self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # in the warm-up's first step
+            self._counter.__enter__()  # in the first warm-up step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._stop_counting()
         if trainer.global_step == self._last_step:
-            return  # half an optimizer step
+            return  # part of an accumulated step
         self._last_step = trainer.global_step
         if self._agreement.exchange(bool(self.stop), False)[0]:
             process_group.check_all(self.stop, "during the benchmark")

@@ -1,4 +1,4 @@
-"""What keeps a step from being shorter, and what to do about it."""
+"""What limits the speed of a step, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPUTE, DATA, COMMUNICATION = "compute-bound", "data-bound", "communication-bound"
-NOT_DATA = "not data-bound"  # and no more is known: the communication was not traced
+NOT_DATA = "not data-bound"  # no more is known: communication was not traced
 # Below this share of the step neither data nor communication is worth a change.
 WORTH = 0.1
-# Above it the matrix units are well used.
+# Above this, the matrix units are well used.
 GOOD_MFU = 0.5
-# Share of the step in which nothing of it runs: small steps, slow Python.
+# Share of the step outside all of its phases: small steps, slow Python.
 MUCH_OTHER = 0.2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What binds, why, and the remedies, the best one first."""
+    """What limits the step, why, and the remedies, the best one first."""
 
     bound: str
     why: str
@@ -26,7 +26,7 @@ class Verdict:
 
 
 def traced(result: Mapping[str, Any]) -> bool:
-    """Whether anything could see communication: a trace, or the phases of a pipeline.
+    """Whether communication could be measured: by a trace, or by the phases of a pipeline.
 
     Args:
         result: What `task=benchmark` writes.
@@ -46,19 +46,20 @@ def judge(
     setting: Mapping[str, Any],
     data_remedy: str,
 ) -> Verdict:
-    """Which of the three.
+    """Decides which of the three limits the step.
 
     Args:
         lost_to_data: Share of the speed that real input costs against held input (0 to 1).
         waiting: Share of a step with real input in which it waits for its batch.
-        communication: Share of a step with held input in which a rank only communicates; None: of
-            several ranks, and not traced.
-        other: Share of it outside of forward, backward and optimizer.
-        mfu: Of the measured matrix rate, or None.
-        bandwidth_use: Of the measured copy bandwidth at least, or None.
+        communication: Share of a step with held input in which a rank only communicates; None:
+            there are several ranks, and it was not traced.
+        other: Share of that step outside forward, backward and optimizer.
+        mfu: Share of the measured matrix rate, or None.
+        bandwidth_use: Lower bound of the share of the measured copy bandwidth, or None.
         setting: `accelerator`, `precision`, `strategy` (name), `comm_hook`, `world_size`, `nodes`,
-            `accumulate`, `workers` (of the loader), `compile` (None: the model has none).
-        data_remedy: What to do if data binds.
+            `accumulate`, `workers` (of the loader), `compile` (None: the model has no such
+            argument).
+        data_remedy: What to do if data is the limit.
     """
     seen = communication or 0.0
     if lost_to_data > WORTH and lost_to_data >= seen and waiting > lost_to_data / 2:
@@ -84,7 +85,7 @@ def judge(
     why = f"a step waits {100 * waiting:.0f} % for its batch and communicates unhidden for "
     why += f"{100 * seen:.0f} %" + (f"; it uses {' and '.join(parts)}" if parts else "")
     remedies = compute_remedies(setting, other, mfu)
-    if lost_to_data > WORTH:  # and most of it is no waiting
+    if lost_to_data > WORTH:  # and most of it is not waiting
         cause = "the machine was busy (compare the windows)"
         if setting.get("workers"):
             cause = (
@@ -97,7 +98,7 @@ def judge(
 
 
 def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
-    """The cheapest first. Only the last one changes what is learned."""
+    """The cheapest first. Those that enlarge the global batch change what the model learns."""
     name, gathers = setting.get("strategy"), ("fsdp", "deepspeed_zero3")
     remedies = []
     if setting.get("nodes", 1) > 1:
@@ -115,7 +116,7 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
         remedies.append("strategy=ddp sends two thirds of the bytes, where the model fits a device")
     if batch := setting.get("data_batch"):
         remedies.append(f"data.batch_size=<more than {batch}>: as many bytes, less often")
-    if name not in gathers:  # which gather weights for every batch
+    if name not in gathers:  # those gather weights for every batch
         more = 2 * int(setting.get("accumulate") or 1)
         remedies.append(f"trainer.accumulate_grad_batches={more}: half as many exchanges")
     return remedies

@@ -1,4 +1,4 @@
-"""What all ranks agree on at a step boundary: stop, or write a checkpoint now."""
+"""Decisions that all ranks take together at a step boundary: stop, or write a checkpoint now."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from distdl.util.errors import UserError
 
 
 def least_of_all(batches: float) -> float:
-    """How many batches every rank surely has: 0 where one has no length and there are others.
+    """The number of batches that every rank is sure to have; 0 if a rank of several has no length.
 
     Args:
-        batches: That this rank will go through; infinity: unknown. Called by all ranks.
+        batches: This rank's number of batches; infinity: unknown. Called by all ranks.
     """
     least = min(process_group.gather(batches))
     return 0 if math.isinf(least) and process_group.world_size() > 1 else least
 
 
 def refuse_uneven(batches: float) -> None:
-    """Ends a training whose ranks have different numbers of batches: in the longest epoch a rank
-    would wait for gradients of those that have ended theirs. Called by all ranks.
+    """Ends a training whose ranks have different numbers of batches. In the longest epoch, a rank
+    would wait for gradients of ranks that have finished theirs. Called by all ranks.
 
     Args:
-        batches: Of this rank's epoch; infinity: unknown, and nothing is compared.
+        batches: Batches in this rank's epoch; infinity: unknown, and nothing is compared.
 
     Raises:
         UserError: On all ranks.
@@ -46,8 +46,8 @@ class Agreement:
     """Flags that any rank may raise, seen by all ranks at the same step.
 
     A MAX all-reduce of a few bytes on gloo. It is started at one step and read at the next, so no
-    step waits for the network; a flag takes effect one step later, on every rank alike. All ranks
-    must call `exchange` equally often.
+    step waits for the network. A flag takes effect one step later, on every rank. All ranks must
+    call `exchange` equally often.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,17 +66,17 @@ class Agreement:
         return agreed
 
     def now(self, *flags: bool) -> list[bool]:
-        """The same without the lag, for rare moments; it waits for the slowest rank."""
+        """Like `exchange` but without the lag, for rare moments; it waits for the slowest rank."""
         before = self.exchange(*flags)
         if self._alone:
             return before
         return [a or b for a, b in zip(before, self._read(), strict=True)]
 
     def withdraw(self, number: int) -> None:
-        """Drops a flag that is under way: what it asks for has just been done.
+        """Drops a flag that is being exchanged, since its request has just been fulfilled.
 
-        Without it, who raises a flag until it is heard is heard once more a step later. All ranks
-        must call it between the same two exchanges.
+        Without this, a rank that raises a flag until it takes effect would cause the action again
+        one step later. All ranks must call this between the same two exchanges.
         """
         self._withdrawn.add(number)
 

@@ -1,4 +1,4 @@
-"""The process group, and what Lightning knows of it."""
+"""The process group, and Lightning's view of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.util.errors import UserError
 
-# Long enough for a slow data set to start on one rank; a lost rank is noticed when it ends.
+# Long enough for a slow data set to load on one rank; the end of a lost rank is noticed earlier.
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def connect(environment: Environment, accelerator: str) -> None:
-    """Joins the ranks of a run; nothing for a world of one. Lightning finds it and uses it.
+    """Joins the ranks of a run; does nothing for a single rank. Lightning finds the group and uses
+    it.
 
-    Both back ends, so that small agreements travel by gloo and never wait for the GPU's stream.
+    It uses both backends, so that small agreements use gloo and never wait for the GPU's stream.
 
     Raises:
         UserError: NCCL finds two ranks on one GPU.
@@ -40,8 +41,8 @@ def connect(environment: Environment, accelerator: str) -> None:
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=TIMEOUT,
-            # Else torch 2.15 guesses it by LOCAL_RANK, and 2.11 leaves it open until the first
-            # collective. With it, NCCL connects here, and says here what is wrong.
+            # Without it, torch 2.15 guesses the device by LOCAL_RANK, and 2.11 leaves it open until
+            # the first collective. With it, NCCL connects here and reports its errors here.
             device_id=device,
         )
     except dist.DistBackendError as error:
@@ -56,8 +57,8 @@ def connect(environment: Environment, accelerator: str) -> None:
 
 
 def device_index(environment: Environment) -> int:
-    """This rank's GPU among those that it sees: the only one (`srun --gpus-per-task=1`, a container
-    with one GPU), else that of its number on the node."""
+    """This rank's GPU among the visible ones: the only one (`srun --gpus-per-task=1`, a container
+    with one GPU), else the one with the local rank's number."""
     return 0 if torch.cuda.device_count() == 1 else environment.local_rank
 
 
@@ -68,7 +69,7 @@ def accelerator_of(environment: Environment, accelerator: str) -> str | Accelera
 
 
 class OneVisible(CUDAAccelerator):
-    """Several ranks on a node, each of which sees its own GPU only: for each it is number 0."""
+    """Several ranks on a node, each of which sees only its own GPU, as number 0."""
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:
@@ -84,18 +85,19 @@ def backend(accelerator: str) -> str:
 
 
 def give_backends(strategy: Any, accelerator: str) -> None:
-    """Has a strategy of Lightning's open what `connect` would: in a world of one it opens the group
-    itself, on a GPU with NCCL alone, and then nothing on the host can be agreed on."""
-    if getattr(strategy, "_process_group_backend", "") is None:  # else the user has chosen
+    """Makes Lightning's strategy use the backends of `connect`. With a single rank, Lightning opens
+    the group itself. On a GPU that would be NCCL alone, which cannot exchange host tensors."""
+    if getattr(strategy, "_process_group_backend", "") is None:  # else set by the user
         strategy._process_group_backend = backend(accelerator)
 
 
 def disconnect(failed: bool = False) -> None:
-    """Leaves the ranks.
+    """Leaves the process group.
 
     Args:
-        failed: The others do not know it yet. NCCL would first finish what is queued, and so wait
-            for collectives that they never join; this process ends and takes all with it.
+        failed: This rank failed, and the others do not know it yet. NCCL would first finish queued
+            collectives, and so wait for ranks that never join them. The group is left open instead,
+            and ends with this process.
     """
     if dist.is_initialized() and not (failed and dist.get_world_size() > 1):
         dist.destroy_process_group()
@@ -119,16 +121,16 @@ def gather(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    # On the gloo half of the group: objects have no business on a GPU.
+    # On the group's gloo backend: objects need not go through a GPU.
     dist.all_gather_object(values, value)
     return values
 
 
 def check_all(stop: StopRequest, when: str) -> None:
-    """Ends all ranks, and all in the same way, if any was asked to end; every rank calls it.
+    """Ends all ranks in the same way if any rank was asked to end. Every rank calls it.
 
     Raises:
-        Stopped: With the signal and `when`, which follows it.
+        Stopped: With the signal, followed by `when`.
     """
     state, signal = max(gather((str(stop.state or ""), stop.signal)))
     if state:
@@ -136,7 +138,7 @@ def check_all(stop: StopRequest, when: str) -> None:
 
 
 class LaunchedEnvironment(TorchElasticEnvironment):
-    """Lightning's view of our canonical record: the processes exist, nothing is to be spawned."""
+    """Lightning's view of our rank table: the processes exist, and nothing has to be spawned."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__()

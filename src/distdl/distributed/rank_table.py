@@ -1,4 +1,4 @@
-"""The first lines of every job: which rank runs where, on what, and how that is known."""
+"""The first lines of every job: which rank runs where, on which device, and how this was found."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from distdl.util.redact import redact
 
 log = logging.getLogger("distdl.distributed.rank_table")
 
-# Settings of the libraries that carry the gradients, which are often the cause of hangs.
+# Settings of the libraries that send the gradients, which often cause hangs.
 PREFIXES = ("GLOO_", "UCX_", "FI_", "OMPI_MCA_btl")
 GPU_PREFIXES = (*PREFIXES, "NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
 def refuse_missing_device(here: Environment, accelerator: str) -> None:
-    """Refuses a rank without its GPU before the others wait for it.
+    """Refuses a rank without its GPU before the other ranks wait for it.
 
     Raises:
         UserError: This node shows fewer GPUs than it has ranks, or its driver is too old.
@@ -33,7 +33,7 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
         return
     seen = listed(os.environ.get(VISIBLE, ""))
     if seen and seen[0].startswith("MIG-") and here.local_rank < len(seen):
-        # CUDA shows the first MIG instance of a list and no other: each rank names its own.
+        # CUDA shows only the first MIG instance of a list, so each rank names its own.
         os.environ[VISIBLE] = seen[here.local_rank]
     elif seen and seen[0].startswith("MIG-") and len(seen) > 1:
         raise _missing(here, len(seen))
@@ -41,7 +41,7 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
         raise _missing(here, torch.cuda.device_count())
     try:
         torch.cuda.init()
-    except RuntimeError as error:  # the driver shows GPUs, and cannot run this torch on them
+    except RuntimeError as error:  # GPUs are visible, but the driver cannot run this torch
         reason = str(error).strip().splitlines()[0]
         raise UserError.at(
             "trainer.accelerator",
@@ -66,7 +66,7 @@ def _missing(here: Environment, count: int) -> UserError:
 
 
 def warn_without_bf16(accelerator: str, precision: Any) -> None:
-    """A T4 or a V100 has no arithmetic in bf16: torch emulates it, slowly, where it does at all."""
+    """Warns where bf16 is slow: a T4 or a V100 has none, and torch emulates it, if at all."""
     if accelerator != "gpu" or not str(precision).startswith("bf16"):
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -80,7 +80,7 @@ def warn_without_bf16(accelerator: str, precision: Any) -> None:
 
 
 def announce(here: Environment, accelerator: str) -> None:
-    """Rank 0 prints the table of all ranks; a rank that is alone only writes it to its log file."""
+    """Rank 0 prints the table of all ranks; a single rank writes it only to its log file."""
     ranks = process_group.gather(facts(here, accelerator))
     if here.rank == 0:
         log.log(logging.INFO if len(ranks) > 1 else logging.DEBUG, "%s", table(ranks))
@@ -109,7 +109,7 @@ def facts(here: Environment, accelerator: str) -> dict[str, Any]:
 
 
 def interconnect() -> list[str]:
-    """InfiniBand (and RoCE) adapters of this node with their rate, such as `mlx5_0 200 Gb/sec`.
+    """InfiniBand (and RoCE) adapters of this node with their rates, such as `mlx5_0 200 Gb/sec`.
 
     Source: https://docs.kernel.org/infiniband/sysfs.html
     """
@@ -124,7 +124,7 @@ def interconnect() -> list[str]:
 
 
 def table(ranks: list[dict[str, Any]]) -> str:
-    """One line per rank; what all ranks have in common follows once, below."""
+    """One line per rank, followed by what all ranks have in common."""
     columns = ["rank", "node", "local", "host", "pid", "device", "interconnect"]
     if not any(rank["interconnect"] for rank in ranks):
         columns.remove("interconnect")

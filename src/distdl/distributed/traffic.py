@@ -1,18 +1,20 @@
-"""Bytes that a rank sends, counted where collectives leave: at torch's dispatcher.
+"""Bytes that a rank sends, counted where collectives are called: at torch's dispatcher.
 
-Everything passes there: `torch.distributed`'s functions, DDP's reducer (C++, which no wrapper of a
-Python function sees), FSDP, functional collectives, the pipeline's sends. So one counter serves
-every strategy. It costs Python time on every operation of the model: count a few steps, and do not
-time them.
+Everything passes through it: `torch.distributed`'s functions, DDP's reducer (C++, invisible to
+wrappers of Python functions), FSDP, functional collectives, the pipeline's sends. So one counter
+serves every strategy. It costs Python time on every operation of the model, so count a few steps
+and do not time them.
 
-Two numbers, since "bytes sent" means two things:
+There are two numbers, since "bytes sent" has two meanings:
 
-- `payload`: what the rank hands over, such as all gradients in an all-reduce,
-- `sent`: what then leaves the rank, by the ring algorithm, which sends the fewest bytes (Patarasuk
-  and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3).
-  A broadcast, reduce, gather or scatter is counted as the mean over its ranks.
+- `payload`: the bytes that the rank passes to the collective, such as all gradients in an
+  all-reduce,
+- `sent`: the bytes that then leave the rank with the ring algorithm, which sends the fewest
+  (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+  section 3). A broadcast, reduce, gather or scatter is counted as the mean over its ranks.
 
-`tests/strategies/test_traffic.py` compares `sent` with what the kernel saw two gloo ranks write.
+`tests/strategies/test_traffic.py` compares `sent` with the bytes that the kernel saw two gloo ranks
+write.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ def _all_but_own(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-# Operation -> which argument holds what this rank contributes, and how much of it leaves a rank
-# when there are n. What is not listed (recv_, barrier, wait_tensor) sends nothing.
+# Operation -> the argument with this rank's contribution, and the share of it that leaves a rank
+# when there are n. Operations not listed (recv_, barrier, wait_tensor) send nothing.
 _RULES: dict[str, tuple[int, Callable[[int], float]]] = {
     "allreduce": (0, lambda n: 2 * _all_but_own(n)),
     "allreduce_coalesced": (0, lambda n: 2 * _all_but_own(n)),
@@ -65,13 +67,13 @@ _RULES: dict[str, tuple[int, Callable[[int], float]]] = {
     "all_to_all_single": (0, _all_but_own),
     "isend": (0, lambda n: 1),
 }
-# What communication hooks call from threads of the back end, where our mode is not switched on.
+# Communication hooks call these from the backend's threads, where our mode is not active.
 _CALLED_FROM_ELSEWHERE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 @dataclass
 class Tally:
-    """Of one kind of collective: calls, and bytes as the module says."""
+    """Calls and bytes of one kind of collective; the module defines the bytes."""
 
     calls: int = 0
     payload: int = 0
@@ -80,7 +82,7 @@ class Tally:
 
 @dataclass
 class Traffic:
-    """A counter. `with traffic.counted(): step()` adds what the step sends; it may be repeated."""
+    """A counter. `with traffic.counted(): step()` adds what the step sends; repeatable."""
 
     collectives: dict[str, Tally] = field(default_factory=dict)
 
@@ -140,7 +142,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many ranks take part."""
+    """The number of ranks that take part."""
     values = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)}
     values.update(kwargs)
     if "process_group" in values:
@@ -152,7 +154,7 @@ def _ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def in_words(size: float) -> str:
-    """Bytes for a reader: 102.2 MB (10^6, as links are measured)."""
+    """Bytes as text: 102.2 MB (10^6, the usual unit for links)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What `task=benchmark` measured, for a report: where a step's time goes."""
+"""The results of `task=benchmark` for a report: where a step's time goes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INPUTS = {"real": "real input", "held": "held input"}
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and text, what one reads first at the top."""
+    """Name and text of each row, the most important first."""
     verdict, step = result["verdict"], result["real"]["step_seconds"]
     unit = unit_of(result["setting"].get("data"))
     rates = (f"{result[key]['images_per_second']:,.1f} {unit} with {INPUTS[key]}" for key in INPUTS)
@@ -28,7 +28,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def draw(result: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """One bar per kind of input, its phases in milliseconds; and the legend."""
+    """One bar per kind of input, with its phases in milliseconds; and the legend."""
     with plots.picture("Where a step's time goes", height=2.2) as (axes, finish):
         legend, left = [], [0.0, 0.0]
         for number, phase in enumerate(PHASES):

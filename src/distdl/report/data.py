@@ -1,4 +1,4 @@
-"""What a report shows, read from a run directory. Everything may be absent."""
+"""The contents of a report, read from a run directory. Every file may be absent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MetricSeries:
 
 @dataclass
 class ReportedAttempt:
-    """One start of the run; times are seconds since 1970. `task`: "" is the training."""
+    """One start of the run; times are seconds since 1970. `task` is "" for training."""
 
     number: int
     task: str
@@ -43,7 +43,7 @@ class ReportedAttempt:
 
 @dataclass
 class ReportedRun:
-    """All of it. `series` holds the latest attempt's value of each step."""
+    """A whole run. `series` holds the latest attempt's value of each step."""
 
     path: Path
     run_id: str
@@ -51,10 +51,10 @@ class ReportedRun:
     provenance: dict[str, Any]
     config: str
     series: dict[str, MetricSeries]
-    damage: list[str] = field(default_factory=list)  # one text for each file that is damaged
+    damage: list[str] = field(default_factory=list)  # one text for each damaged file
 
     def values(self, name: str) -> list[float]:
-        """Of a metric; none where it was not logged."""
+        """The values of a metric; empty if it was not logged."""
         return self.series[name].values if name in self.series else []
 
     @property
@@ -63,12 +63,12 @@ class ReportedRun:
 
     @property
     def unit(self) -> str:
-        """Of what `perf/images_per_second` counts."""
+        """The unit of `perf/images_per_second`."""
         return unit_of(mapping(_parsed(self.config).get("data")).get("_target_"))
 
 
 def load(path: Path) -> ReportedRun:
-    """Read a run directory."""
+    """Reads a run directory."""
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
     launches = [_parsed(_read(folder / "launch.yaml", path)) for folder in folders]
     absolute = path.absolute()
@@ -85,7 +85,7 @@ def load(path: Path) -> ReportedRun:
 
 
 def _damage(run: RunDirectory) -> list[str]:
-    """What is wrong with each file that is there."""
+    """What is wrong with each existing file."""
     checks: list[tuple[Path, Callable[[], object]]] = [
         (run.path / "config.yaml", run.check_config)
         if run.exists
@@ -130,8 +130,8 @@ def _series(run: Path) -> dict[str, MetricSeries]:
     """Every metric of every node.
 
     A crash makes steps happen twice. Where a later attempt covers a range of steps, its values
-    replace those of earlier attempts in that range, also at other steps of it.
-    System metrics belong to a time, and all are kept.
+    replace all values of earlier attempts in that range, even at steps that it did not log. System
+    metrics belong to a time instead, and all are kept.
     """
     logged: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
     for path in journals(run).values():
@@ -154,7 +154,7 @@ def _series(run: Path) -> dict[str, MetricSeries]:
 
 
 def summary(run: ReportedRun) -> list[tuple[str, str]]:
-    """The few lines that most people open a report for."""
+    """The few lines for which most people open a report."""
     rows: list[tuple[str, str]] = []
     for name in ("val/acc1", "val/acc5", "val/acc", "val/loss", "train/loss"):
         if values := [v for v in run.values(name) if v == v]:
@@ -176,7 +176,7 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
 
 
 def _end(run: ReportedRun, attempt: ReportedAttempt) -> float | None:
-    """When an attempt ended; of one that recorded no end, when it last logged."""
+    """When an attempt ended; if it recorded no end, when it last logged."""
     if attempt.ended or attempt.state == "RUNNING":
         return attempt.ended or time.time()
     times = [t for s in run.series.values() for t in s.times[-1:]]
@@ -207,11 +207,11 @@ def _number(value: Any) -> float | None:
 
 def _moment(value: Any) -> float | None:
     moment = _number(value)
-    return moment if moment is not None and abs(moment) < 1e11 else None  # what a clock can show
+    return moment if moment is not None and abs(moment) < 1e11 else None  # what a date can show
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A file's mapping; empty for anything else."""
+    """A file's mapping; empty for any other type."""
     return value if isinstance(value, dict) else {}
 
 
@@ -239,6 +239,6 @@ def _read(path: Path, run: Path) -> str:
 
 
 def _is_of(path: Path, run: Path) -> bool:
-    """Whether it is a file in the run's folder. A link that leads out would put a private file of
-    the reader into a page that is passed on."""
+    """Whether it is a file inside the run's folder. A link that leads out could put a reader's
+    private file into a page that is then passed on."""
     return path.is_file() and path.resolve().is_relative_to(run.resolve())

@@ -1,4 +1,4 @@
-"""The page of a report: what the template shows, and its file."""
+"""The page of a report: fills the template and writes the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARK = '<meta name="generator" content="distdl report">'
 
 @dataclass
 class ReportTable:
-    """Rows of cells, without the columns that are empty."""
+    """Rows of cells, without empty columns."""
 
     title: str
     head: Sequence[str]
@@ -40,13 +40,13 @@ class ReportTable:
 
 @dataclass
 class ReportFigure:
-    """An `<svg>` element of matplotlib's, and its legend as (label, colour)."""
+    """An `<svg>` element from matplotlib, and its legend as (label, colour)."""
 
     svg: str
     legend: list[tuple[str, str]]
 
     def __post_init__(self) -> None:
-        self.svg = Markup(self.svg)  # matplotlib escapes the texts that it writes
+        self.svg = Markup(self.svg)  # matplotlib escapes its texts
         self.legend = [(label.removeprefix("system/"), colour) for label, colour in self.legend]
 
 
@@ -58,7 +58,7 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
         to: Another file than RUN/report.html, or a folder.
 
     Returns:
-        Its file, and a text for each damaged file of the run.
+        The page's file, and a text for each damaged file of the run.
 
     Raises:
         UserError: There is no such run, or the output is a file that no report wrote.
@@ -73,7 +73,7 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
     contents = data.load(run)
     page = render(contents)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # A new file under a name that nobody can have made a link of.
+    # A new file, whose name cannot already be a link.
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=output.parent, prefix=f".{output.name}.", delete=False
     ) as file:
@@ -86,9 +86,9 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
 
 
 def render(run: data.ReportedRun) -> str:
-    """The page; nothing in it points to the network or to another file.
+    """The page; nothing in it refers to the network or to another file.
 
-    A run's files may come from anybody: the template escapes every value by itself.
+    A run's files may come from anyone, so the template escapes every value.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -128,7 +128,7 @@ def _openers(run: Path) -> list[str]:
 
 
 def _benchmark(run: Path) -> dict[str, Any]:
-    """What `task=benchmark` left: a table and a figure, or what is wrong; empty without one."""
+    """Table and figure of `task=benchmark`, or what is wrong with them; empty without one."""
     result = data.read_json(run / BENCHMARK, run)
     if not result:
         return {}
@@ -146,7 +146,7 @@ def _attempts(run: data.ReportedRun) -> ReportTable:
     for a in run.attempts:
         took = data.duration(a.ended - a.started) if a.started and a.ended else ""
         changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
-        # The first line of an error; all of it is in the attempt's own folder.
+        # The first line of an error; the attempt's own folder has all of it.
         error = a.error.strip().split("\n")[0][:300]
         times = (_clock(a.started), _clock(a.ended), took)
         rows.append((str(a.number), a.task, a.state, *times, changed, error))

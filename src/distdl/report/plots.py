@@ -1,4 +1,4 @@
-"""The curves of a report, as SVG text that follows the page's light or dark colours."""
+"""The curves of a report, as SVG text in the page's light or dark colours."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import numpy as np
 from distdl.report.data import MetricSeries
 from distdl.util.colours import LINES
 
-POINTS = 600  # per line; more are averaged in buckets, with a band from the least to the greatest
-# matplotlib draws with these; the page replaces them by its own colours.
+POINTS = 600  # per line; more are averaged in buckets, with a band from lowest to highest value
+# matplotlib draws with these; the page replaces them with its own colours.
 TEXT, GRID = "#123456", "#654321"
 STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
-    "svg.hashsalt": "distdl",  # else no two pages are alike
-    "text.parse_math": False,  # a metric may be called a$b$
+    "svg.fonttype": "none",  # text stays text: searchable, in the page's font
+    "svg.hashsalt": "distdl",  # makes equal pages identical
+    "text.parse_math": False,  # a metric may be named a$b$
     "font.size": 11.0,
     "axes.grid": True,
     "grid.color": GRID,
@@ -37,15 +37,15 @@ STYLE: Any = {
 
 @dataclass
 class Chart:
-    """One pair of axes.
+    """One chart with its axes.
 
     Args:
-        title: What stands above it.
+        title: Shown above it.
         lines: Label to metric.
         unit: The label of the vertical axis.
         scale: Values are multiplied by this.
         by_time: Minutes since the start instead of optimizer steps.
-        second: A metric on an axis of its own, at the right: label, series, unit, scale.
+        second: A metric on its own axis at the right: label, series, unit, scale.
     """
 
     title: str
@@ -57,13 +57,13 @@ class Chart:
 
 
 def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
-    """Every metric in one chart: those that are known first, then the user's own, by prefix.
+    """Puts every metric into one chart: known ones first, then the user's own, by prefix.
 
     Args:
         series: By name.
         unit: Of the throughput.
     """
-    # A benchmark's single points have a section of their own.
+    # A benchmark's single points have their own section.
     names = [n for n in sorted(series) if not re.match(r"epoch$|val/samples$|benchmark/", n)]
     system = [n for n in names if n.startswith("system/")]
     left = [n for n in names if n not in system]
@@ -105,7 +105,7 @@ def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
 
 @contextmanager
 def picture(title: str, height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
-    """Axes to draw into, and a function that makes an `<svg>` element of them."""
+    """Axes to draw on, and a function that returns them as an `<svg>` element."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -129,7 +129,8 @@ def picture(title: str, height: float) -> Iterator[tuple[Any, Callable[[], str]]
 
 
 def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
-    """One `<svg>` element, and its legend as (label, colour): text wraps in HTML, not in SVG.
+    """One `<svg>` element, and its legend as (label, colour), since text wraps in HTML but not in
+    SVG.
 
     Args:
         chart: What to draw.
@@ -173,10 +174,10 @@ def _line(
     if size == 1:
         axes.plot(x, y, label=label, marker=marker, markersize=3, linewidth=1.4)
         return
-    # A row for each bucket; the last one is filled up with nothing.
+    # A row for each bucket; the last one is padded with NaN.
     filled = [np.append(each, [math.nan] * (-len(y) % size)).reshape(-1, size) for each in (x, y)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a bucket without a number
+        warnings.simplefilter("ignore")  # about buckets of NaN only
         x, mean = (np.nanmean(each, axis=1) for each in filled)
         low, high = np.nanmin(filled[1], axis=1), np.nanmax(filled[1], axis=1)
     (drawn,) = axes.plot(x, mean, label=label, linewidth=1.4)
@@ -187,7 +188,7 @@ def _for_page(svg: str, title: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = svg.replace(TEXT, "currentColor").replace(GRID, "var(--grid)")
-    # One id may be used once in a page; matplotlib begins anew in each picture.
+    # An id must be unique in a page, but matplotlib repeats its ids in each picture.
     name = re.sub(r"\W", "", title)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)

@@ -56,21 +56,21 @@ class Attempt:
         """Where it runs: `where`, `resources`, `changes`, `global_batch_size`.
 
         Raises:
-            Damaged: The file is absent, cut, changed, or of another shape.
+            Damaged: The file is absent, truncated, changed, or of another shape.
         """
         return files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
 
     @property
     def task(self) -> str:
-        """What `task._target_` names.
+        """The `_target_` of the task.
 
         Raises:
-            Damaged: launch.yaml does not say.
+            Damaged: launch.yaml cannot be read.
         """
         return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_"))
 
     def check_launch(self) -> None:
-        """Whether `launch` can be read.
+        """Checks that `launch` can be read.
 
         Raises:
             Damaged: It cannot.
@@ -89,13 +89,13 @@ class Attempt:
         files.write_stamped(self.path / LAUNCH, text)
 
     def resources(self, launch: dict[str, Any] | None = None) -> Resources:
-        """How large it is.
+        """The number of nodes and devices, and the accelerator.
 
         Args:
-            launch: What launch.yaml holds, for a caller that has read it.
+            launch: The contents of launch.yaml, if the caller has read it.
 
         Raises:
-            Damaged: launch.yaml does not say.
+            Damaged: launch.yaml does not state them.
         """
         size = dict((launch or self.launch()).get("resources") or {})
         ids = size.pop("device_ids", None)
@@ -106,10 +106,10 @@ class Attempt:
             raise Damaged(self.path / LAUNCH, what, "restore it") from None
 
     def status(self) -> dict[str, Any]:
-        """What status.json says, empty if there is none.
+        """The contents of status.json, empty if there is none.
 
         Raises:
-            Damaged: The file is cut, of another shape, or of a state that does not exist.
+            Damaged: The file is truncated, of another shape, or has an unknown state.
         """
         path = self.path / STATUS
         remedy = f"make sure that no process of this attempt runs any more, and then: rm {path}"
@@ -122,10 +122,10 @@ class Attempt:
         return status
 
     def state(self) -> JobState:
-        """The state on record; one that waits or runs and whose process is gone from this host has
+        """The recorded state. A pending or running attempt whose process on this host is gone has
         failed.
 
-        That of a job which lives elsewhere is for `distdl.launch.jobs` to say.
+        For a job that runs elsewhere, ask `distdl.launch.jobs`.
         """
         status = self.status()
         recorded = JobState(status.get("state") or "UNKNOWN")
@@ -136,15 +136,15 @@ class Attempt:
         return JobState.FAILED if gone else recorded
 
     def is_under_way(self) -> bool:
-        """Whether it runs, or is being started, as far as can be known from here. (A job that
-        waits somewhere is for `distdl.launch.jobs` to say.)"""
+        """Whether it runs or is being started, as far as this host can know. (For a job that waits
+        in a queue, ask `distdl.launch.jobs`.)"""
         state = self.state()
         if state is JobState.PENDING:
             return not self.is_mine() and not self.job()
         return state is JobState.RUNNING
 
     def is_mine(self) -> bool:
-        """Whether this very process is starting it, and nobody has taken it over yet."""
+        """Whether this very process is starting it, and no other process has taken it over."""
         status = self.status()
         same = this_process().items() <= status.items()
         return same and status.get("state") == JobState.PENDING and not self.job()
@@ -153,7 +153,7 @@ class Attempt:
         """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none.
 
         Raises:
-            Damaged: The file is cut or of another shape.
+            Damaged: The file is truncated or of another shape.
         """
         path = self.path / "job.json"
         remedy = "write the job's handle into it again: " + '{"handle": "slurm://123", "url": null}'
@@ -163,8 +163,8 @@ class Attempt:
         return job
 
     def update(self, **fields: Any) -> None:
-        """Merges `fields` into status.json. A damaged one is kept beside it, and begun anew: that a
-        run goes on is worth more than what a file said before."""
+        """Merges `fields` into status.json. A damaged file is kept beside it and replaced by a new
+        one, since continuing the run is worth more than the old contents."""
         before = self._status_or_new()
         if (after := {**before, **fields}) != before:
             write_json(self.path / STATUS, after)
@@ -178,8 +178,8 @@ class Attempt:
             return {}
 
     def begin(self) -> None:
-        """Rank 0 has started. When a scheduler has restarted the attempt, the errors of the start
-        before are kept apart."""
+        """Called when rank 0 has started. If a scheduler has restarted the attempt, the errors of
+        the previous start are moved to another folder."""
         restarts = self._status_or_new().get("restarts")
         restarts = 0 if restarts is None else restarts + 1
         if restarts and self.errors.is_dir():
@@ -200,13 +200,13 @@ class Attempt:
         self.update(**{**_ended(JobState.FAILED), "error": error, "exit_code": exit_code})
 
     def conclude(self, seen: JobState, code: int | None = None, killed: str = "") -> JobState:
-        """The job has ended: puts on record what the run did not record itself.
+        """Called when the job has ended: records what the run did not record itself.
 
         Args:
-            seen: How it ended as its platform knows it.
+            seen: How it ended according to its platform.
             code: The exit code, where one process stands for the job.
-            killed: What ended the job from outside, in a sentence; the signals that its ranks got
-                by that are no preemption.
+            killed: What ended the job from outside, in a sentence. The signals that its ranks then
+                received are not a preemption.
         """
         state = recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
         first = self.first_error()
@@ -215,18 +215,18 @@ class Attempt:
         if killed and recorded is not JobState.SUCCEEDED and (not first or first.get("lost_peer")):
             state = JobState.FAILED
             fields = {**_ended(state), "error": killed}
-        elif first:  # whatever rank 0 made of it
+        elif first:  # whatever state rank 0 recorded
             state = JobState.FAILED
             error = f"rank {first['rank']}: {failures.describe(first)}"
             fields = {**_ended(state), "error": error, "first_error": failures.facts(first)}
             code = first.get("exit_code", code)
         elif recorded.ended and (ordered or not code or recorded is not JobState.SUCCEEDED):
-            # A scheduler's cancel and its preemption are the same signal to a worker.
+            # To a worker, a scheduler's cancel and its preemption are the same signal.
             if recorded is JobState.PREEMPTED and seen is JobState.CANCELLED:
                 state = seen
                 fields = {"state": state, "exit_code": state.exit_code}
         elif recorded is JobState.PENDING and seen is JobState.SUCCEEDED and not code:
-            state = seen  # its store is elsewhere
+            state = seen  # its files are on another machine
             fields = _ended(state)
         else:
             state = seen if ordered else JobState.FAILED
@@ -242,11 +242,11 @@ class Attempt:
     def record_error(
         self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any
     ) -> bool:
-        """A rank's own failure: torchrun, mpirun and srun swallow exit codes and messages."""
+        """Records a rank's own failure: torchrun, mpirun and srun lose exit codes and messages."""
         return failures.record(self.errors, rank, kind, message, trace, exit_code, **more)
 
     def first_error(self) -> dict[str, Any] | None:
-        """The failure of a rank from which the others follow, see `distdl.runs.failures`."""
+        """The failure from which the others follow, see `distdl.runs.failures`."""
         return failures.first(self.errors)
 
 

@@ -7,8 +7,8 @@
         code/distdl/        distdl as it was imported here
         code/project/       the user's own code, see `distdl.runs.snapshot`
 
-A bundle is complete: the folder, copied or uploaded anywhere, is the run. On this machine the run's
-directory is the bundle, and the code is what is imported.
+A bundle is complete: the run can start from a copy of the folder anywhere. On this machine, the
+run's directory is the bundle, and the code is used where it is imported from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distdl.runs.files import write_stamped, write_text
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 
-# What only the submitter's machine knows.
+# Known only on the machine that submits.
 NOT_SENT = (("where", "output_dir"), ("where", "project", "root"))
 
 
@@ -35,10 +35,10 @@ class Bundle:
 
     @classmethod
     def write(cls, run: RunDirectory, attempt: Attempt, snapshot: Snapshot) -> Bundle:
-        """Copies all that an attempt needs into one folder.
+        """Copies everything that an attempt needs into one folder.
 
         Raises:
-            UserError: A file is no longer what was searched for secrets.
+            UserError: A file has changed since it was searched for secrets.
         """
         bundle = cls(attempt.path / "bundle")
         for source, name in snapshot.files:
@@ -65,14 +65,14 @@ class Bundle:
         return RunDirectory(self.path).recipe()
 
     def python_path(self, launch: dict[str, Any]) -> list[str]:
-        """Where the user's modules are: in the bundle, or where they were written."""
+        """Where the user's modules are: in the bundle, or in their original folders."""
         root = self.code / "project"
         if not root.is_dir():
             root = Path((launch["where"].get("project") or {}).get("root") or ".")
         return [str((root / folder).absolute()) for folder in launch.get("python_path", ["."])]
 
     def create_store(self, run: RunDirectory, number: int) -> Attempt:
-        """Writes the run and this attempt into the store, where they are not yet; safe on every
+        """Writes the run and this attempt into the store if they are not there yet; safe on every
         rank.
 
         Raises:
@@ -84,7 +84,7 @@ class Bundle:
         recipe = (self.path / CONFIG).read_bytes()
         if run.exists and (run.path / CONFIG).read_bytes() != recipe:
             raise UserError.at(str(run.path), "belongs to another run: its config.yaml differs")
-        targets = [run.path / PROVENANCE, run.path / CONFIG]  # with config.yaml the run exists
+        targets = [run.path / PROVENANCE, run.path / CONFIG]  # config.yaml makes the run exist
         for target in (*targets, attempt.path / LAUNCH):
             if not target.exists():
                 write_text(target, (self.path / target.name).read_text())

@@ -1,9 +1,9 @@
-"""Durable checkpoints: a checkpoint exists when its manifest does.
+"""Durable checkpoints: a checkpoint exists if its manifest exists.
 
-Rename is not atomic on Blob or blobfuse. So the file (or a folder of files, where every rank writes
-its slices) is written first, then a manifest with sizes and sha256; without an intact manifest a
-checkpoint is never opened. `last.ckpt` and `best.ckpt` are hard links (copies where links do not
-exist) with manifests of their own.
+Renaming is not atomic on Blob or blobfuse. So the file (or a folder of files, where every rank
+writes its slices) is written first, then a manifest with sizes and sha256. A checkpoint without an
+intact manifest is never opened. `last.ckpt` and `best.ckpt` are hard links (copies where links do
+not exist) with their own manifests.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class CheckpointStore:
     folder: Path
 
     def temporary(self, name: str) -> Path:
-        """Where to write `name` before it is published."""
+        """The path to write `name` to before it is published."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f".{name}.tmp"
 
     def publish(self, name: str, **facts: Any) -> Path:
-        """Makes what was written to `temporary(name)` a checkpoint: sync, rename, manifest last."""
+        """Makes `temporary(name)` a checkpoint: sync, then rename, then the manifest."""
         temporary, path = self.temporary(name), self.folder / name
         files = {}
         for written in files_of(temporary):
@@ -56,18 +56,18 @@ class CheckpointStore:
         """Gives a checkpoint its name and its manifest; both are on the disk when this returns."""
         for part in (*files_of(temporary), *folders_of(temporary)):
             sync(part)
-        # Ready before the checkpoint has its name, so that a kill hardly finds one without it.
+        # Written before the rename, so that a kill rarely leaves a checkpoint without a manifest.
         ready = self.temporary(manifest_of(path).name)
         write_json(ready, manifest, durable=True)
-        # A replay after a crash may reach the same step again: the old manifest goes first.
+        # After a crash the same step may be reached again, so the old manifest is removed first.
         manifest_of(path).unlink(missing_ok=True)
         replace(temporary, path)
         os.replace(ready, manifest_of(path))
-        for folder in (self.folder, self.folder.parent):  # it may be this folder's first
+        for folder in (self.folder, self.folder.parent):  # the folder may be new
             sync(folder)
 
     def alias(self, alias: str, path: Path) -> None:
-        """Makes `last.ckpt` or `best.ckpt` mean `path`."""
+        """Makes `last.ckpt` or `best.ckpt` refer to `path`."""
         temporary, target = self.temporary(alias), self.folder / alias
         remove(temporary)
         if path.is_dir():
@@ -81,9 +81,10 @@ class CheckpointStore:
         self._put(temporary, target, manifest)
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`; what best.ckpt links to lives on in it.
+        """Removes all but the newest `keep`; best.ckpt keeps the file that it links to.
 
-        And what a kill left half written: while this runs, nothing is being written.
+        It also removes what a kill left half written, since nothing is being written while this
+        runs.
         """
         for path in self.all()[keep:]:
             remove(path)
@@ -92,23 +93,23 @@ class CheckpointStore:
             remove(left)
 
     def all(self) -> list[Path]:
-        """Checkpoints that have a manifest, the newest (by step, then by time) first."""
+        """Checkpoints that have a manifest, sorted by step, then by time, the newest first."""
         manifests = self.folder.glob(f"*{SUFFIX}")
         paths = (path.with_name(path.name.removesuffix(SUFFIX)) for path in manifests)
         return sorted((p for p in paths if p.name not in ALIASES), key=age, reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest intact checkpoint; None if there is none at all, of any kind.
+        """The newest intact checkpoint; None if there is no checkpoint of any kind.
 
-        Damaged ones are skipped with a warning, and so is what has no manifest. What is left of the
-        aliases counts, where the checkpoints that they meant do not.
+        Damaged ones and those without a manifest are skipped with a warning. An alias counts as
+        well if the checkpoint that it refers to does not.
 
         Raises:
             UserError: There are checkpoints, and each of them is damaged.
         """
         paths = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
         damaged = {}
-        # Without a readable manifest the age of one is unknown: those are looked at first.
+        # The age of one without a readable manifest is unknown: those are tried first.
         for path in sorted(paths, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
             damage = damage_of(path)
             if damage is None:
@@ -124,7 +125,7 @@ class CheckpointStore:
 
 
 def manifest_at(path: Path) -> dict[str, Any]:
-    """A checkpoint's manifest; empty if it is absent, torn or of another shape."""
+    """A checkpoint's manifest; empty if it is absent, incomplete or of another shape."""
     manifest = read_json(manifest_of(path))
     files = manifest.get("files")
     if not files or not isinstance(files, dict):
@@ -135,7 +136,7 @@ def manifest_at(path: Path) -> dict[str, Any]:
 
 
 def age(path: Path) -> tuple[float, float, bool]:
-    """Orders checkpoints: by step, then by time; what has a name of its own comes after a link."""
+    """Sorts checkpoints by step, then by time; an alias sorts below its checkpoint."""
     manifest = manifest_at(path)
     step, created = (
         value if isinstance(value, int | float) else -1.0
@@ -145,7 +146,7 @@ def age(path: Path) -> tuple[float, float, bool]:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads all of the file."""
+    """What is wrong with a checkpoint, or None. Reads the whole file."""
     manifest = manifest_at(path)
     if not manifest_of(path).exists():
         return "it has no manifest: its writing was cut off, or another program wrote it"
@@ -163,12 +164,13 @@ def damage_of(path: Path) -> str | None:
 
 
 def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
-    """A checkpoint as a user names it: a file, a sharded one's folder, or a run (its newest).
+    """Finds a checkpoint named by the user: a file, the folder of a sharded one, or a run (its
+    newest).
 
     Args:
         named: As written.
-        key: Of the config, where it is written.
-        own: The folder whose checkpoints "best" and "last" are.
+        key: The config key under which it is written.
+        own: The folder whose checkpoints "best" and "last" refer to.
 
     Raises:
         UserError: There is none, or it is damaged.
@@ -190,7 +192,7 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
         return newest
     if not path.exists():
         raise UserError.at(where, "no such checkpoint", forms)
-    # A file from elsewhere has no manifest, and that is no damage.
+    # A file from another program has no manifest, and is not damaged by that.
     if path.name and manifest_of(path).exists():
         if damage := damage_of(path):
             raise UserError.at(where, f"this checkpoint is damaged: {damage}")
@@ -202,10 +204,10 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
 
 
 def looks_like_one(path: Path) -> bool:
-    """Whether a file begins and ends as a checkpoint does, or a folder holds what may be a sharded
-    one; nothing of it is unpickled."""
+    """Whether a file begins and ends like a checkpoint, or a folder may hold a sharded one. Nothing
+    is unpickled."""
     if path.is_dir():
-        known = (".metadata", "latest", "*/*_model_states.pt")  # of FSDP's and DeepSpeed's
+        known = (".metadata", "latest", "*/*_model_states.pt")  # FSDP's and DeepSpeed's
         return any(any(path.glob(pattern)) for pattern in known)
     with path.open("rb") as file:
         head = file.read(9)
@@ -223,7 +225,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def folders_of(path: Path) -> list[Path]:
-    """A checkpoint's folders, inner ones first; none of a file."""
+    """A checkpoint's folders, inner ones first; empty for a file."""
     inside = sorted(p for p in path.rglob("*") if p.is_dir())
     return [*reversed(inside), path] if path.is_dir() else []
 
@@ -243,7 +245,7 @@ def remove(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Renames, also over a folder, which a rename does not replace."""
+    """Renames, also over an existing folder, which os.replace alone cannot."""
     if source.is_dir() or target.is_dir():
         remove(target)
     os.replace(source, target)

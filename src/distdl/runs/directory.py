@@ -1,4 +1,4 @@
-"""A run's directory: the frozen config once, a folder for each attempt, and what they leave.
+"""A run's directory: the frozen config once, a folder for each attempt, and their results.
 
     outputs/<experiment>/<name>/
         config.yaml         the recipe, frozen
@@ -6,7 +6,7 @@
         attempts/001/       launch.yaml, status.json, errors/, logs/
         checkpoints/  logs/  tracking/
 
-How its files are written and read: `distdl.runs.files`.
+`distdl.runs.files` describes how its files are written and read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distdl.util.processes import this_process
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 PROVENANCE_SHAPE: files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
-# Of one that carries no checksum: it was frozen before there was any.
+# For a recipe without a checksum, frozen before checksums were introduced.
 RECIPE_SHAPE: files.Shape = {"model": dict, "trainer": dict, "callbacks": object}
 
 
@@ -53,10 +53,10 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """An existing run.
+        """Opens an existing run.
 
         Raises:
-            UserError: There is none; names the runs that lie near.
+            UserError: There is none; the message names similar runs.
         """
         from distdl.runs.records import find_run
 
@@ -66,15 +66,15 @@ class RunDirectory:
         return run
 
     def create(self, recipe: str, provenance: dict[str, Any]) -> None:
-        """Writes a new run. `config.yaml` comes last: with it, the run exists. Its checksum is in
-        provenance.json, since it is byte for byte the same wherever the run runs."""
+        """Writes a new run. `config.yaml` is written last, since it makes the run exist. Its
+        checksum is in provenance.json, so that config.yaml is byte for byte the same everywhere."""
         self.path.mkdir(parents=True, exist_ok=True)
         stamped = {**provenance, "config_sha256": files.digest(recipe)}
         write_json(self.path / PROVENANCE, stamped)
         write_text(self.path / CONFIG, recipe)
 
     def take_back(self) -> None:
-        """Undoes `create`, as long as there is no attempt. What else lies in the folder stays.
+        """Undoes `create`, as long as there is no attempt. Other files in the folder stay.
 
         Raises:
             OSError: There is an attempt, or it cannot be undone.
@@ -86,7 +86,7 @@ class RunDirectory:
         self.path.rmdir()
 
     def spare_path(self) -> Path:
-        """Where it can be kept under another name: `<name>.failed-1`, or the first that is free."""
+        """A free path to keep it under another name: `<name>.failed-1`, or a higher number."""
         paths = (self.path.with_name(f"{self.path.name}.failed-{n}") for n in itertools.count(1))
         return next(path for path in paths if not path.exists())
 
@@ -94,12 +94,12 @@ class RunDirectory:
         """The frozen config.
 
         Raises:
-            Damaged: It is cut, or is not what was frozen.
+            Damaged: It is truncated, or is not what was frozen.
         """
         return OmegaConf.create(files.load_yaml(*self._config()))
 
     def check_config(self) -> None:
-        """Whether `recipe` can be read; cheap where it has a checksum.
+        """Checks that `recipe` can be read; fast if it has a checksum.
 
         Raises:
             Damaged: It cannot, or provenance.json, which holds the checksum, cannot.
@@ -112,10 +112,11 @@ class RunDirectory:
         return self.path / CONFIG, {} if sha256 else RECIPE_SHAPE, f"{remedy}{self.path}", sha256
 
     def provenance(self) -> dict[str, Any]:
-        """Where it came from; empty if there is no provenance.json of its own (a link is none).
+        """Where the run came from; empty if it has no provenance.json of its own (a link does not
+        count).
 
         Raises:
-            Damaged: It is cut, or of another shape.
+            Damaged: It is truncated, or of another shape.
         """
         path = self.path / PROVENANCE
         if path.is_symlink():
@@ -127,11 +128,11 @@ class RunDirectory:
         return files.load_json(path, PROVENANCE_SHAPE, remedy)
 
     def attempts(self) -> list[Attempt]:
-        folders = (a for a in self._folders() if not a.path.is_symlink())  # a link: another run's
+        folders = (a for a in self._folders() if not a.path.is_symlink())  # a link is another run's
         return [a for a in folders if (a.path / LAUNCH).exists()]
 
     def _folders(self) -> list[Attempt]:
-        """Also those of which nothing is left but the folder."""
+        """Includes attempts of which only the folder is left."""
         folders = [f for f in (self.path / "attempts").glob("[0-9]*") if f.name.isdigit()]
         return [Attempt(f) for f in sorted(folders, key=lambda f: int(f.name))]
 
@@ -139,15 +140,15 @@ class RunDirectory:
         return next(reversed(self.attempts()), None)
 
     def next_attempt(self) -> Attempt:
-        """Where the next attempt will be; its folder is not there yet."""
+        """The path of the next attempt; its folder does not exist yet."""
         number = max((folder.number for folder in self._folders()), default=0) + 1
         return Attempt(self.path / "attempts" / f"{number:03d}")
 
     def main_attempt(self) -> Attempt | None:
-        """The newest that does what the run was started for; a test of it is an errand.
+        """The newest attempt with the run's original task; a later test of the run does not count.
 
         Raises:
-            Damaged: A launch.yaml does not say what.
+            Damaged: A launch.yaml cannot be read.
         """
         attempts = self.attempts()
         if len(attempts) < 2:
@@ -156,7 +157,8 @@ class RunDirectory:
         return next(each for each in reversed(attempts) if each.task == task)
 
     def refuse_under_way(self) -> None:
-        """
+        """Refuses to start a run that is running.
+
         Raises:
             UserError: An attempt of this run is running.
         """
@@ -167,8 +169,9 @@ class RunDirectory:
     def begin_attempt(
         self, launch: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> Attempt:
-        """The next attempt. It appears with all that says who starts it, in one rename that only
-        one of several starts can make: whoever comes second finds it there, and looks again.
+        """Creates the next attempt. It appears complete, with its launch.yaml and status.json, by
+        one rename that only one of several starts can make. Any other start then finds it and
+        checks again.
 
         Args:
             launch: For launch.yaml.
@@ -208,7 +211,7 @@ def refusal(run: RunDirectory, last: Attempt) -> Problem:
 
 
 def shown(path: Path) -> str:
-    """Short, as a person would type it."""
+    """A short path, as a person would type it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,7 +1,8 @@
-"""The records of failed ranks (errors/rank_N.json), and which of the failures is the cause.
+"""The records of failed ranks (errors/rank_N.json), and which failure is the cause.
 
-A rank that fails takes the others with it: each records that it lost its peer and, by the clock of
-another host, perhaps as the first. So the kind of a failure decides before its time does.
+A rank that fails makes the others fail. Each of them records that it lost its peer, and the clock
+of another host may give that record the earliest time. So the kind of a failure counts before its
+time.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from distdl.job import EXIT_REFUSED
 from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
 
-KILLED, ENDED = "Killed", "Ended"  # types of what a rank could not record itself
-# What gloo, NCCL, torch's store and MPI say when the process at the other end is gone.
+KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
+# The messages of gloo, NCCL, torch's store and MPI when a peer process is gone.
 LOST_PEER = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|closed by peer|broken pipe"
     r"|socket closed|failed to recv|recvvalue failed|remote process exit|ncclremoteerror"
@@ -36,17 +37,17 @@ def record(
     exit_code: int = 1,
     **more: Any,
 ) -> bool:
-    """Writes down how a rank failed. Its first failure stays: what follows while it takes itself
-    down is not the cause.
+    """Records how a rank failed. Only its first failure is kept: errors during its shutdown are not
+    the cause.
 
     Args:
         folder: The attempt's errors/.
         kind: The exception's type, KILLED or ENDED.
-        more: Instead of, and besides, what is the same for all: `host`, `time`, `signal`,
+        more: Further fields, or other values of the common ones: `host`, `time`, `signal`,
             `lost_peer`.
 
     Returns:
-        Whether this is the rank's first one.
+        Whether this is the rank's first failure.
     """
     path = folder / f"rank_{rank}.json"
     if path.exists():
@@ -65,12 +66,12 @@ def record(
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
-    """Writes down the end of a rank that was there no longer to do so itself.
+    """Records the end of a rank that could not do so itself.
 
     Args:
         code: -N if signal N ended it.
-        at: When, in seconds since 1970 and by this host's clock.
-        host: Where it ran, empty for this one.
+        at: When, in seconds since 1970 by this host's clock.
+        host: Where it ran, empty for this host.
     """
     host = host or socket.gethostname()
     if code >= 0:
@@ -84,8 +85,8 @@ def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") ->
 
 
 def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
-    """Writes down the end of the rank that ended before all others, as its platform saw it, unless
-    it was asked to end.
+    """Records the end of the rank that ended before all others, as its platform reported it, unless
+    the rank was asked to end.
 
     Args:
         code, host: See `record_end`.
@@ -93,7 +94,7 @@ def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
     if -code in stopping.MEANING:
         return False
     at = time.time()
-    if -code == signal.SIGKILL:  # what the others recorded meanwhile is its consequence
+    if -code == signal.SIGKILL:  # the other ranks' records are consequences
         at = min([at, *(error["time"] - 0.001 for error in recorded(folder))])
     return record_end(folder, rank, code, at, host)
 
@@ -106,13 +107,13 @@ def signal_name(number: int) -> str:
 
 
 def first(folder: Path) -> dict[str, Any] | None:
-    """The failure that the others follow from, None if no rank has recorded one."""
+    """The failure from which the others follow, None if no rank has recorded one."""
     return min(recorded(folder), key=lambda e: (_weight(e), e["time"]), default=None)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks have left. Of a run that was copied or moved since, what they advise names
-    the folder where it is now."""
+    """The recorded failures. If the run was copied or moved since, the paths in their messages are
+    replaced by the current folder."""
     errors = list(filter(is_complete, map(read_json, folder.glob("rank_*.json"))))
     folder_now = str(_run_of(folder))
     for error in errors:
@@ -123,12 +124,12 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
 
 
 def _run_of(folder: Path) -> Path:
-    """The run of an attempt's errors/."""
+    """The run to which an attempt's errors/ belongs."""
     return folder.resolve().parents[2]
 
 
 def is_complete(error: dict[str, Any]) -> bool:
-    """Whether it is a record at all: a rank may have died while it wrote."""
+    """Whether it is a complete record: a rank may have died while writing it."""
     kinds = {"rank": int, "time": int | float, "type": str, "message": str}
     return all(isinstance(error.get(key), kind) for key, kind in kinds.items())
 
@@ -136,14 +137,14 @@ def is_complete(error: dict[str, Any]) -> bool:
 def _weight(error: dict[str, Any]) -> int:
     if error.get("lost_peer"):
         return 2
-    # NCCL's watchdog aborts a process whose peer has gone.
+    # NCCL's watchdog aborts a process whose peer is gone.
     return 1 if error.get("signal") == "SIGABRT" else 0
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether it only says that another rank is gone. What it was raised from, or while it was
-    being handled, came first and decides."""
-    seen: set[int] = set()  # `raise error.__cause__ from None` closes a ring
+    """Whether an error only reports that another rank is gone. An earlier exception from which, or
+    during whose handling, it was raised decides."""
+    seen: set[int] = set()  # `raise error.__cause__ from None` makes a cycle
     while (before := error.__cause__ or error.__context__) and id(before) not in seen:
         seen.add(id(before))
         error = before
@@ -151,12 +152,12 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def facts(error: dict[str, Any]) -> dict[str, Any]:
-    """Of a failure, what a program asks: which rank, where, by which signal."""
+    """The fields of a failure that programs use: which rank, where, by which signal."""
     return {key: error[key] for key in ("rank", "host", "signal", "exit_code") if key in error}
 
 
 def describe(error: dict[str, Any]) -> str:
-    """A recorded failure in a line. A refusal and a kill need no type; other failures name it."""
+    """A recorded failure in one line. Refusals and kills need no type; other failures name it."""
     refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
     plain = refused or error["type"] in (KILLED, ENDED)
     if plain:

@@ -1,8 +1,8 @@
-"""The files of a run, written completely or not at all, and read as what they must be.
+"""Writes a run's files completely or not at all, and checks them when they are read.
 
-Disks, copies and editors can cut a file or change it, and half of a YAML file is a YAML file too:
-so the frozen ones carry a checksum. An absent
-file is no error here; a damaged one is always reported.
+Disks, copies and editors can truncate or change a file, and half of a YAML file is valid YAML too,
+so the frozen files carry a checksum. An absent file is not an error here. A damaged one is always
+reported.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from omegaconf.errors import OmegaConfBaseException
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import Problem, UserError
 
-# First line of a file that is checked by it: the hash of all that follows.
+# The first line of a stamped file: the hash of everything after it.
 STAMP = "# sha256 "
-RETRY_SECONDS = 0.2  # a file system without an atomic rename may show half of a file for a moment
+RETRY_SECONDS = 0.2  # without an atomic rename, half a file may be visible for a moment
 
 Shape = Mapping[str, type | tuple[type, ...]]
 
 
 class Damaged(UserError):
-    """A file of a run is there, and is not what was written."""
+    """A file of a run exists, but is not what was written."""
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a file completely or not at all; if `durable`, on the disk when this returns."""
+    """Writes a file completely or not at all. With `durable`, it is on the disk on return."""
     write_bytes(path, text.encode(), durable=durable)
 
 
@@ -49,7 +49,7 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
 
 
 def write_stamped(path: Path, text: str) -> None:
-    """Writes a text file whose first line tells whether the rest is intact."""
+    """Writes a text file whose first line shows whether the rest is intact."""
     write_text(path, f"{STAMP}{digest(text)}\n{text}")
 
 
@@ -58,7 +58,7 @@ def digest(text: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty if the file is absent, torn, or no mapping: for what may be missing."""
+    """For optional files: empty if the file is absent, incomplete, or not a mapping."""
     try:
         loaded = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -71,10 +71,10 @@ def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
 
     Args:
         shape: The type of each key that has one; a key may be missing or null.
-        remedy: What to do about a damaged one.
+        remedy: What to do about a damaged file.
 
     Raises:
-        Damaged: It is not JSON, no mapping, or a key has another type.
+        Damaged: It is not JSON, not a mapping, or a key has another type.
     """
     for again in (True, False):
         try:
@@ -94,17 +94,17 @@ def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
 
 
 def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> dict[str, Any]:
-    """As `load_json`, for YAML that must be there; the keys of `shape` are required.
+    """As `load_json`, for YAML that must exist; the keys of `shape` are required.
 
     Args:
-        sha256: Of all of the file, where it is kept elsewhere.
+        sha256: The checksum of the whole file, where it is kept elsewhere.
 
     Raises:
-        Damaged: Also if it does not match that checksum, or the one in its first line.
+        Damaged: Also if the file does not match that checksum, or the one in its first line.
     """
     text = _as_written(path, remedy, sha256)
     try:
-        if sha256 or text.startswith(STAMP):  # nothing is left to be looked for in it
+        if sha256 or text.startswith(STAMP):  # intact, so the fast loader suffices
             loaded = yaml.load(text, _loader())
         else:
             loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
@@ -115,7 +115,7 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
 
 @functools.cache
 def _loader() -> Any:
-    """libyaml's, ten times as fast, by OmegaConf's rules: to YAML itself 1e-3 is a string."""
+    """libyaml's loader, ten times as fast, with OmegaConf's rules (YAML reads 1e-3 as text)."""
     rules = get_yaml_loader()
     taken = {
         name: getattr(rules, name) for name in ("yaml_implicit_resolvers", "yaml_constructors")
@@ -124,7 +124,7 @@ def _loader() -> Any:
 
 
 def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> None:
-    """Whether `load_yaml` would read it, from its checksum alone where it has one.
+    """Checks that `load_yaml` would read it, by its checksum alone where it has one.
 
     Raises:
         Damaged: It would not.
@@ -135,7 +135,7 @@ def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None)
 
 
 def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
-    """The text of a file, checked by the checksums that there are."""
+    """The text of a file, checked against the checksums that exist."""
     try:
         text = path.read_bytes().decode()
     except (OSError, ValueError) as error:

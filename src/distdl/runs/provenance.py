@@ -1,4 +1,4 @@
-"""Where a run came from: commit, dirty diff, command, packages. Redacted; never `os.environ`."""
+"""Where a run came from: commit, diff, command, packages. Redacted; never `os.environ`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from distdl import __version__
 from distdl.util.redact import redact_command, redact_diff
 
-DIFF_LIMIT = 200_000  # characters; a larger one is cut, and says so
+DIFF_LIMIT = 200_000  # characters; a longer diff is cut and marked as such
 
 
 def collect(
@@ -29,8 +29,8 @@ def collect(
     Args:
         command: `sys.argv`.
         root: The user's code.
-        overrides: What the run was composed with, `key=value` each.
-        swept: Those of them in which it differs from the other members of its sweep.
+        overrides: The overrides of the run, `key=value` each.
+        swept: Those in which it differs from the other members of its sweep.
     """
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -56,7 +56,7 @@ def git_state(root: Path) -> dict[str, Any]:
     commit = _git(root, "rev-parse", "HEAD")
     if not commit:
         return {}
-    # It holds whatever a file holds, also what is no UTF-8.
+    # A diff holds the bytes of the files, which need not be UTF-8.
     diff = redact_diff(os.fsencode(_git(root, "diff", "HEAD")).decode("utf-8", "replace"))
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
@@ -81,8 +81,8 @@ def project_root(given: str | None) -> Path:
 
 @functools.cache
 def packages() -> tuple[str, ...]:
-    """What is installed here, `name==version` each. Listed once per process: it takes a while."""
-    # A distribution reads its file anew for each question.
+    """The installed packages, `name==version` each. Listed once per process, since it is slow."""
+    # A distribution reads its metadata file again at each access.
     read = (each.metadata for each in importlib.metadata.distributions())
     versions = {each["Name"] or "": each["Version"] for each in read}
     return tuple(f"{name}=={version}" for name, version in sorted(versions.items()) if name)

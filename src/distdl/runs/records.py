@@ -1,4 +1,4 @@
-"""The journal's file, read and written as lines. Standard library only: the report starts fast."""
+"""Reads and writes the journal's lines. Standard library only, so that the report starts fast."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Record:
         time: Seconds since 1970.
         step: The optimizer step.
         attempt: Which start of the run wrote it, from 1.
-        metrics: Name to value; NaN and the infinities are kept.
-        end: Byte offset just past this record in its file.
+        metrics: Name to value, including NaN and infinities.
+        end: Byte offset of the end of this record in its file.
     """
 
     time: float
@@ -32,13 +32,13 @@ class Record:
 
 
 def journal_path(run_dir: Path, node_rank: int = 0) -> Path:
-    """The journal of one node (a node writes only its own, so that no two hosts share a file)."""
+    """The journal of one node. Each node writes only its own, so that no two hosts share a file."""
     name = "metrics.jsonl" if node_rank == 0 else f"metrics-node{node_rank}.jsonl"
     return Path(run_dir) / "logs" / name
 
 
 def journals(run_dir: Path) -> dict[int, Path]:
-    """Node rank to journal, of those that are there."""
+    """Node rank to journal, for the journals that exist."""
     found = {}
     for path in Path(run_dir).glob("logs/metrics*.jsonl"):
         tail = path.stem.removeprefix("metrics").removeprefix("-node") or "0"
@@ -48,7 +48,7 @@ def journals(run_dir: Path) -> dict[int, Path]:
 
 
 def encode(time: float, step: int, attempt: int, metrics: Mapping[str, float]) -> bytes:
-    """One line, its newline included. JSON has no NaN, so the non-finite travel as strings."""
+    """One line with its newline. JSON has no NaN, so non-finite values become strings."""
     safe = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}
     line = {"t": round(time, 6), "step": step, "attempt": attempt, "metrics": safe}
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
@@ -60,14 +60,14 @@ def _decode(line: bytes, end: int) -> Record | None:
         metrics = {str(k): float(v) for k, v in fields["metrics"].items()}
         return Record(float(fields["t"]), int(fields["step"]), int(fields["attempt"]), metrics, end)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # torn by a kill -9, or not ours
+        return None  # cut by a kill -9, or not ours
 
 
 def read(path: Path, offset: int = 0) -> Iterator[Record]:
-    """The records of a journal from a byte offset on; what cannot be read is passed over.
+    """The records of a journal from a byte offset on; unreadable lines are skipped.
 
     A last line without its newline is either complete (then it is read) or still being written
-    (then it is left for the next call): a strict prefix of a JSON object never parses.
+    (then it is left for the next call): an incomplete JSON object never parses.
     """
     with Path(path).open("rb") as file:
         file.seek(offset)
@@ -79,11 +79,11 @@ def read(path: Path, offset: int = 0) -> Iterator[Record]:
 
 
 def find_run(text: str) -> Path:
-    """The run directory that a user named.
+    """Finds the run directory that a user named.
 
     Raises:
-        UserError: It is not one; the message lists the runs below it, newest first, or those in
-            outputs/ that have this name.
+        UserError: It is not one. The message lists the runs below it, newest first, or the runs in
+            outputs/ with this name.
     """
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file() or journals(path):
@@ -95,7 +95,7 @@ def find_run(text: str) -> Path:
         named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
         remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"
         raise UserError.at(text, "there is no such folder", remedy)
-    patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")  # a sweep's lie deeper
+    patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")  # sweeps are deeper
     below = [p.parent for pattern in patterns for p in path.glob(pattern)]
     below.sort(key=lambda p: p.stat().st_mtime, reverse=True)
     remedy = "runs below it: " + ", ".join(map(str, below[:3])) if below else ""

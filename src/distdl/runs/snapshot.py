@@ -1,9 +1,10 @@
 """Which files leave this machine with a job: distdl as imported, and the user's own project.
 
-Of a git repository the tracked files and the untracked ones that git does not ignore; elsewhere
-every file that is neither hidden nor ignored. `.amlignore` (gitignore's syntax) takes away more, as
-it does for Azure ML. Secrets stay: a file that is made to hold one, or in which one is found, is
-left out and reported. A module in which one is found is refused: the job could die without it.
+In a git repository these are the tracked files and the untracked ones that git does not ignore.
+Elsewhere they are all files that are neither hidden nor ignored. `.amlignore` (gitignore's syntax)
+excludes more, as it does for Azure ML. Secrets stay here: a file that is meant for secrets, or in
+which one is found, is left out and reported. If a module contains a secret, the job is refused,
+since it could fail without that module.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from distdl.util.redact import looks_secret, secret_values
 from distdl.util.secret_shapes import find
 
 IGNORE_FILE = ".amlignore"
-# Files that people keep secrets in. That they are left out is reported; no training needs them.
+# Files in which people keep secrets. No training needs them. That they are left out is reported.
 SECRET_FILE = re.compile(
     r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
     r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
@@ -33,21 +34,22 @@ SECRET_FILE = re.compile(
     re.IGNORECASE,
 )
 EXAMPLE = re.compile(r".*[._-](example|sample|template|dist)$", re.IGNORECASE)
-# Bytes of a file that are searched at once, and those of them that are so again with the next.
+# Bytes of a file that are searched at once, and bytes that overlap with the next piece.
 PIECE, OVERLAP = 8 * 2**20, 2**16
-SHOWN = 10  # of what is left out
+SHOWN = 10  # of the files left out
 SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Files and where they go, below the bundle's `code/`.
+    """Files and their names below the bundle's `code/`.
 
     Args:
-        files: Where each is here, and its name there.
-        left_out: Name and reason of each that stays because it may hold a secret, or leads away.
+        files: The path of each file here, and its name there.
+        left_out: Name and reason of each file that stays because it may hold a secret, or is a link
+            that leads out of the project.
         size: Bytes.
-        searched: Size and time of each file's last change when it was searched for secrets.
+        searched: Size and modification time of each file when it was searched for secrets.
     """
 
     files: tuple[tuple[Path, str], ...]
@@ -59,7 +61,7 @@ class Snapshot:
         return f"{self.size / 1e6:,.1f} MB in {len(self.files)} files"
 
     def lines_left_out(self) -> list[str]:
-        """Lines for people: what stays here, and how it would go all the same."""
+        """Messages on what is left out, and how to send it anyway."""
         lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
         if more := len(self.left_out) - SHOWN:
             lines += [f"and {more} more"] if more > 0 else []
@@ -69,10 +71,10 @@ class Snapshot:
         return lines
 
     def refuse_changed(self, path: Path, name: str) -> None:
-        """Whether a file, just copied, is still what was searched.
+        """Checks that a file, just copied, is still the one that was searched.
 
         Raises:
-            UserError: It is not.
+            UserError: It was changed.
         """
         if state_of(path) != self.searched[path]:
             what = "was changed while the job was put together"
@@ -86,12 +88,12 @@ def take(
 
     Args:
         root: The user's project.
-        exclude: Folders below it that stay: where runs go.
-        limit_mb: More than so many megabytes are refused.
+        exclude: Folders below it that are left out: where runs are written.
+        limit_mb: The most megabytes that are accepted.
         secret_names: Further variables whose values must not be in any file.
 
     Raises:
-        UserError: It is too large, cannot be read, or a module holds a secret.
+        UserError: The snapshot is too large, a file cannot be read, or a module holds a secret.
     """
     candidates = [
         (path, f"project/{path.relative_to(root).as_posix()}")
@@ -117,7 +119,7 @@ def take(
                 why = "is a link that leads out of the project"
             else:
                 searched[path] = state_of(path)
-                # A weak value (DB_PASSWORD=password) is a word of distdl's own code, too.
+                # distdl's own code may contain a weak value (DB_PASSWORD=password) as a word.
                 known = values if place.startswith("project/") else ()
                 why = "" if name in anyway else secret_in(path, searched[path], known)
         except OSError as error:
@@ -141,13 +143,13 @@ def state_of(path: Path) -> tuple[int, int]:
 
 
 def leads_out(path: Path, root: Path) -> bool:
-    """What lies outside the project is not the project."""
+    """Whether it is a link to something outside the project."""
     return path.is_symlink() and not path.resolve().is_relative_to(root.resolve())
 
 
 def taken_anyway(root: Path) -> set[str]:
-    """Files that the user names one by one, `!docs/example.pem`: they go, whatever is in them. A
-    pattern is no such word: `!*.py` after `*` only says where the code is."""
+    """Files that the user names one by one, such as `!docs/example.pem`: these are sent whatever
+    they hold. A pattern does not count: `!*.py` after `*` only says where the code is."""
     ignore = root / IGNORE_FILE
     lines = lines_of(ignore) if ignore.is_file() else []
     return {line[1:].strip().lstrip("/") for line in lines if line.startswith("!")}
@@ -158,20 +160,20 @@ def lines_of(path: Path) -> list[str]:
 
 
 def is_module(path: Path, name: str) -> bool:
-    """Whether the job may import it. What tests hold are examples, and no job imports them."""
+    """Whether the job may import it. Secrets in tests are examples, and no job imports tests."""
     folders, test = name.split("/")[:-1], re.compile(r"test_.*|.*_test\.py|conftest\.py")
     return path.suffix == ".py" and not (
         {"test", "tests"} & {*folders} or test.fullmatch(path.name)
     )
 
 
-@functools.cache  # the members of a sweep are of one project
+@functools.cache  # the members of a sweep share a project
 def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes], ...]) -> str:
-    """Why a file must stay here: for its name, or for what it holds; "" if it may go.
+    """Why a file must stay here, by its name or its contents; "" if it may leave.
 
     Args:
         path: The file.
-        state: As of `state_of`: changed, it is searched again.
+        state: As from `state_of`: a changed file is searched again.
         values: Name and value of variables that are secret.
     """
     if path.suffix != ".py" and not EXAMPLE.fullmatch(path.name):
@@ -224,8 +226,8 @@ def own_files() -> Iterator[tuple[Path, str]]:
 
 
 def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
-    """What Python knows of packages that are installed from here in editable mode: many ask for
-    their own version while they are imported (importlib.metadata)."""
+    """The metadata of packages that are installed from this project in editable mode: many packages
+    read their own version while they are imported (importlib.metadata)."""
     for package, folder in own_code.editable():
         if folder.is_relative_to(root.resolve()):
             for file in package.files or ():
@@ -249,18 +251,18 @@ def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Itera
         inside = path.relative_to(root)
         stays = any(path.is_relative_to(folder) for folder in exclude)
         if stays or ignored.match_file(inside.as_posix()) or not path.is_file():
-            continue  # git also lists what was deleted and not yet committed
+            continue  # git also lists deleted, uncommitted files
         yield path
 
 
 def runs_among(files: Sequence[Path]) -> list[Path]:
-    """Folders of runs, wherever they were once written: no code, and checkpoints are large."""
+    """Folders of runs, wherever they were written: they hold no code, and checkpoints are large."""
     configs = [path.parent for path in files if path.name == "config.yaml"]
     return [folder for folder in configs if (folder / "attempts").is_dir()]
 
 
 def git_files(root: Path) -> list[Path] | None:
-    """Tracked and untracked files, those of submodules too; None outside git."""
+    """Tracked and untracked files, including those of submodules; None outside git."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     try:
         done = subprocess.run([*command, "--exclude-standard"], capture_output=True, check=False)
@@ -271,7 +273,7 @@ def git_files(root: Path) -> list[Path] | None:
     files: list[Path] = []
     for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
         path = root / name
-        if name and path.is_dir() and not path.is_symlink():  # a submodule, or a clone in a clone
+        if name and path.is_dir() and not path.is_symlink():  # a submodule or a nested clone
             files += git_files(path) or [] if (path / ".git").exists() else []
         elif name:
             files.append(path)
@@ -279,7 +281,7 @@ def git_files(root: Path) -> list[Path] | None:
 
 
 def walked(root: Path, limit_mb: float) -> Iterator[Path]:
-    """Every file that is not hidden. Ends early in a folder that is far too large (a home)."""
+    """Every file that is not hidden. It stops early in a folder that is far too large (a home)."""
     size = 0
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(

@@ -1,4 +1,4 @@
-"""How fast a step would be on more devices than there are: a model on paper (docs/scaling.md).
+"""Predicts the speed of a step on more devices than are available, by a model (docs/scaling.md).
 
 It imports no torch.
 

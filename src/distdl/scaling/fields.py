@@ -1,4 +1,4 @@
-"""Checks values against their annotations, by pydantic's types; what is wrong is a UserError."""
+"""Checks values against their annotations with pydantic; a mismatch is a UserError."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distdl.util.suggest import closest
 
 
 def _a_number(value: object) -> object:
-    # pydantic takes "8" and True for numbers.
+    # pydantic accepts "8" and True as numbers.
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError("a number")
     return value
 
 
-# 8.0 and numpy's integers are whole numbers as well.
+# 8.0 and numpy's integers count as whole numbers, too.
 Count = Annotated[int, Ge(1), BeforeValidator(_a_number)]
 Above0 = Annotated[FiniteFloat, Gt(0), BeforeValidator(_a_number)]
 From0 = Annotated[FiniteFloat, Ge(0), BeforeValidator(_a_number)]
@@ -37,7 +37,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        # 8.0 becomes 8; a frozen dataclass has no other way to replace a value.
+        # 8.0 becomes 8. A frozen dataclass has no other way to replace a value.
         vars(self).update(vars(checked(_model(kind), vars(self))))
 
 
@@ -54,11 +54,11 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(kind: Any, value: object, path: str = "") -> Any:
-    """The value as its type has it, such as 8 for 8.0.
+    """The value in the type of its annotation, such as 8 for 8.0.
 
     Args:
         kind: An annotation.
-        path: How the user calls the value.
+        path: The user's name for the value.
 
     Raises:
         UserError: It does not fit.

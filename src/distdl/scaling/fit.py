@@ -1,11 +1,12 @@
-"""The links that a machine really has, from a few measured steps.
+"""The actual rates of a machine's links, from a few measured steps.
 
-Measurements inside one node give two numbers: the bandwidth that one device gets there, and the
-overhead of any step with several devices. Measurements over several nodes, if there are any, give
-the bandwidth between nodes. Otherwise that stays as the setting says.
+Measurements inside one node give two numbers: the bandwidth of one device there, and the overhead
+of any step with several devices. Measurements over several nodes, if there are any, give the
+bandwidth between nodes. Otherwise that bandwidth stays as the setting has it.
 
-Least squares of relative errors; no bandwidth above the one that the setting names is considered,
-and among equally good ones the highest is taken: where all communication hides, any is.
+The fit minimises the squares of relative errors. It considers no bandwidth above the setting's, and
+takes the highest of those that fit equally well: if all communication is hidden, every bandwidth
+fits.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """The result of a fit.
 
     Args:
         setting: With the bandwidths and the overhead that fit best.
-        errors: Devices to predicted / measured throughput, less 1, of what was fitted.
-        notes: What the measurements could not tell.
+        errors: Devices to predicted / measured throughput, less 1, for the fitted measurements.
+        notes: What the measurements could not determine.
     """
 
     setting: Setting
@@ -48,11 +49,11 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
 
     Args:
         setting: Its bandwidths are upper limits (the hardware's); its `step_seconds` is not used.
-        measured: Devices to seconds of a step at the same batch per device. One device must be
-            there, and one number of devices that fits a node.
+        measured: Devices to seconds of a step at the same batch per device. One device is required,
+            and one number of several devices that fits in a node.
 
     Raises:
-        UserError: Too little was measured, or a time is not positive, or no number.
+        UserError: Too little was measured, or a time is not a positive number.
     """
     measured = dict(sorted(checked(dict[Count, Above0], measured, "measured").items()))
     inside = {n: s for n, s in measured.items() if 1 < n <= setting.devices_per_node}
@@ -92,21 +93,21 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
 
 
 def _overhead(setting: Setting, measured: Mapping[int, float]) -> float:
-    """The best for this bandwidth: the weighted mean of what is missing, never below 0."""
+    """The best overhead for this bandwidth: the weighted mean of the missing time, at least 0."""
     weights = {n: 1 / s**2 for n, s in measured.items()}
     missing = sum(weights[n] * (s - predict(setting, n).step_seconds) for n, s in measured.items())
     return max(0.0, missing / sum(weights.values()))
 
 
 def _best(make: Callable[[float], Setting], limit: float, measured: Mapping[int, float]) -> Setting:
-    """Of the settings for bandwidths up to `limit`, the one with the smallest error."""
+    """The setting with the smallest error, for bandwidths up to `limit`."""
 
     def error(bandwidth: float) -> float:
         setting = make(bandwidth)
         return sum((predict(setting, n).step_seconds / s - 1) ** 2 for n, s in measured.items())
 
     low, high = SLOWEST * limit, limit
-    for _ in range(2):  # once over all, once around the best
+    for _ in range(2):  # first over the whole range, then around the best
         candidates = np.geomspace(high, low, CANDIDATES)
         errors = np.array([error(float(b)) for b in candidates])
         best = int(np.argmax(errors <= errors.min() + EQUAL))

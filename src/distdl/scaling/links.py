@@ -1,16 +1,16 @@
-"""What a collective takes: latency per message, and bytes over bandwidth.
+"""The time of a collective: latency per message, and bytes over bandwidth.
 
 Sources, by the letters used below:
 
 - [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-  workstations", section 3, https://doi.org/10.1016/j.jpdc.2008.09.002: a ring of n sends
-  2 (n - 1) / n of the bytes from each, in 2 (n - 1) messages.
+  workstations", section 3, https://doi.org/10.1016/j.jpdc.2008.09.002: in a ring of n, each sends
+  2 (n - 1) / n of the bytes, in 2 (n - 1) messages.
 - [T] Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
-  MPICH", sections 3 and 4.5, https://doi.org/10.1177/1094342005051521: seconds = messages x
-  latency + bytes / bandwidth; halving and doubling sends as many bytes in 2 log2(n) messages.
+  MPICH", sections 3 and 4.5, https://doi.org/10.1177/1094342005051521: seconds = messages x latency
+  + bytes / bandwidth; halving and doubling sends as many bytes in 2 log2(n) messages.
 - [N] NVIDIA 2019, "Massively Scale Your Deep Learning Training with NCCL 2.4",
-  https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/: rings inside
-  a node, double binary trees between nodes, in a number of messages that grows with log2.
+  https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/: rings inside a
+  node and double binary trees between nodes; the number of messages grows with log2.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Link(Checked):
 
 @dataclass(frozen=True)
 class Links(Checked):
-    """The two kinds there are.
+    """The two kinds of links.
 
     Args:
-        inside: Between the devices of a node; what *one device* sends.
-        between: Between nodes; what *one node* sends, all its adapters together.
+        inside: Between the devices of a node; the rate at which *one device* sends.
+        between: Between nodes; the rate at which *one node* sends, over all its adapters together.
     """
 
     inside: Link
@@ -52,11 +52,11 @@ class Links(Checked):
 
 @dataclass(frozen=True)
 class Group:
-    """Who takes part in a collective.
+    """The devices that take part in a collective.
 
     Args:
         devices: All of them.
-        per_node: Of them, in each node that has any.
+        per_node: The number of them in each node that has any.
         sharing: Groups of a node that use its network at the same time.
     """
 
@@ -70,14 +70,14 @@ class Group:
 
 
 def all_reduce(size: float, group: Group, links: Links, algorithm: str) -> float:
-    """Seconds to add up `size` bytes of every device and give all of them the sum.
+    """Seconds to sum `size` bytes over all devices and give each the result.
 
     Args:
         size: Bytes on each device.
         algorithm: "ring": one ring through all devices, which enters and leaves each node once [R].
             "hierarchical": a reduce-scatter in each node, a ring between the nodes for each
-            device's share, an all-gather in each node. "tree": the same with halving and doubling,
-            or trees, between the nodes [T] [N].
+            device's share, an all-gather in each node. "tree": the same, but with halving and
+            doubling, or trees, between the nodes [T] [N].
     """
     count = group.devices
     if count == 1 or size <= 0:
@@ -96,7 +96,7 @@ def all_reduce(size: float, group: Group, links: Links, algorithm: str) -> float
         return _ring(size, count, slowest)
     nodes = group.nodes
     messages = 2 * (nodes - 1) if algorithm == HIERARCHICAL else 2 * math.ceil(math.log2(nodes))
-    # Its devices each send their share of the bytes, so a node sends as much as all of them.
+    # Each device of a node sends its share, so the node sends the bytes of all of them.
     sent = 2 * (nodes - 1) / nodes * size
     inside = _ring(size, group.per_node, links.inside)
     return inside + messages * links.between.latency + sent / network
@@ -107,20 +107,21 @@ def _ring(size: float, count: int, link: Link) -> float:
 
 
 def fastest(size: float, group: Group, links: Links) -> tuple[float, str]:
-    """Seconds of the best algorithm, and which one: NCCL chooses by such a model, too."""
+    """Seconds of the fastest algorithm, and its name. NCCL chooses by such a model, too."""
     return min((all_reduce(size, group, links, name), name) for name in ALGORITHMS)
 
 
 def exposed(parts: int, seconds: float, window: float) -> float:
     """Seconds of communication that no computation hides.
 
-    The computation finishes `parts` equal pieces at equal distances in `window`; each is then sent,
-    one after the other. The last one always sticks out, and all that is slower than the
-    computation. As bucketed gradients travel during the backward: Li et al. 2020, "PyTorch
-    Distributed", section 3.2.3, https://arxiv.org/abs/2006.15704.
+    The computation finishes `parts` equal pieces at equal intervals within `window`. The pieces are
+    sent one after the other. The last piece is never hidden, and neither is sending that takes
+    longer than the computation. Bucketed gradients are sent this way during the backward: Li et al.
+    2020, "PyTorch Distributed", section 3.2.3, https://arxiv.org/abs/2006.15704.
 
     Args:
-        seconds: That one piece takes.
-        window: Seconds of computation.
+        parts: Number of pieces.
+        seconds: Time to send one piece.
+        window: Time of the computation.
     """
     return max(seconds, parts * seconds - window * (parts - 1) / parts)

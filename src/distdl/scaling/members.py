@@ -1,4 +1,4 @@
-"""The runs of a scaling measurement: which they are, and starting those that are missing."""
+"""The runs of a scaling measurement: lists them, and starts those that are missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Member:
         modes: Which of weak and strong it belongs to.
         config: As composed.
         run: Its directory, which may not exist yet.
-        result: What it measured, once that was read.
+        result: Its measurements, once read.
         lacking: Why there is no result: "not measured", "under way" or "not here".
     """
 
@@ -68,14 +68,14 @@ class Member:
 
     @property
     def is_resnet50(self) -> bool:
-        """Whether others' numbers of that network are shown beside this one's."""
+        """Whether to show published numbers of that network beside this one's."""
         return bool(RESNET50.search(configs.to_yaml(self.config.model)))
 
     def read(self) -> bool:
-        """Takes in what the last attempt measured; False if there is nothing yet."""
+        """Reads the last attempt's measurements; False if there are none yet."""
         result = _intact(self.file)
         last = self.run.last_attempt() if result else None
-        # An older file belongs to other settings, or to an attempt before one that failed.
+        # An older file belongs to other settings, or to an attempt before a failed one.
         stale = last is not None and result.get("attempt", last.number) != last.number
         self.result = {} if stale else result
         return bool(self.result)
@@ -84,14 +84,15 @@ class Member:
         return self.file.exists() and not _intact(self.file)
 
     def other_task(self) -> list[str]:
-        """Settings of the last attempt's task that differ from this one's: `task.steps=5`."""
+        """Settings of the last attempt's task that differ from this one's, such as
+        `task.steps=5`."""
         last = self.run.last_attempt()
         where = (last.launch().get("where") if last else None) or {}
         then, now = where.get("task") or {}, configs.plain(self.config.task)
         return [f"task.{k}={then.get(k)}" for k in sorted(now) if then.get(k, now[k]) != now[k]]
 
     def is_due(self) -> bool:
-        """Whether it is to be measured now; if not, a line says why.
+        """Whether it has to be measured now. If not, it prints a line with the reason.
 
         Raises:
             UserError: It was measured with another config.
@@ -114,7 +115,7 @@ class Member:
             return True
         elif self.read():
             print(f"{self.name}: measured before")
-        # An attempt that ran where its files are not ours has a job that fetches them.
+        # If its files are on another machine, the attempt has a job that fetches them.
         elif last.job() and hasattr(jobs.of(last), "fetch"):
             print(f"{self.name}: done, and not here: python -m distdl jobs fetch {path}")
             self.lacking = "not here"
@@ -125,13 +126,13 @@ class Member:
 
 
 def _intact(path: Path) -> dict[str, Any]:
-    """A result; empty where there is none that can be read."""
+    """A result; empty if there is none or it cannot be read."""
     result = read_json(path)
     return result if isinstance(result, dict) and result.keys() >= NEEDED else {}
 
 
 def measure(members: Sequence[Member]) -> int:
-    """Starts what is missing, one after the other here, all at once on a cluster; an exit code."""
+    """Starts missing runs: one by one here, all at once on a cluster. Returns an exit code."""
     due = [member for member in members if member.is_due()]
     # All are checked before the first one starts.
     folder = members[0].run.path.parent.name
@@ -163,7 +164,7 @@ def measure(members: Sequence[Member]) -> int:
 
 
 def sizes(devices: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """(nodes, devices per node): all numbers of devices in one node, then full nodes."""
+    """(nodes, devices per node): each number of devices in one node, then full nodes."""
     inside = [(1, d) for d in sorted(set(devices))]
     return inside + [(n, max(devices)) for n in sorted(set(nodes)) if n > 1]
 
@@ -174,10 +175,11 @@ def members(
     counts: Sequence[tuple[int, int]],
     modes: Sequence[str],
 ) -> list[Member]:
-    """All runs, the smallest first. One device is measured without a strategy, once for all.
+    """All runs, the smallest first. One device is measured without a strategy, once for all
+    strategies.
 
     Raises:
-        UserError: A batch does not divide, or an override names what is measured here.
+        UserError: A batch does not divide, or an override sets what is varied here.
     """
     _refuse(overrides)
     wanted = [
@@ -195,11 +197,11 @@ def members(
 def measured_before(
     overrides: Sequence[str], members: Sequence[Member], rows: Sequence[dict[str, Any]]
 ) -> tuple[list[Member], list[str]]:
-    """What an earlier call measured in this folder and this one does not ask for; and notes.
+    """What an earlier call measured in this folder but this call does not request; and notes.
 
     Args:
         overrides: Of this call, and so of the folder.
-        members: What is asked for; they get the modes that they had before.
+        members: The requested runs; they get the modes that they had before.
         rows: Of the scale.json in the folder.
     """
     asked = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
@@ -221,7 +223,7 @@ def measured_before(
 def _composed(
     overrides: Sequence[str], wanted: Sequence[Wanted]
 ) -> tuple[list[Member], list[Problem]]:
-    """A member for each run, and every problem once."""
+    """A member for each run, and each problem once."""
     first = compose.compose(list(overrides))
     batch = (first.get("data") or {}).get("batch_size")
     if batch is None and any(mode == STRONG for *_, mode in wanted):
@@ -281,7 +283,7 @@ def _chosen(strategy: str) -> list[str]:
 
 
 def _batch(node: Any, world: int, mode: str, batch: int) -> str:
-    """The override of a rank's batch, for a strategy's node."""
+    """The override of a rank's batch for a strategy's node."""
     # The ranks of a pipeline share one batch.
     shares = resources.replicas(node, world)
     total = batch * world if mode == WEAK else batch
@@ -293,6 +295,6 @@ def _batch(node: Any, world: int, mode: str, batch: int) -> str:
 
 
 def _slug(text: str) -> str:
-    """A name for a folder; what would be lost is hashed into it."""
+    """A folder name; if characters are replaced, a hash of the text is added."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
     return plain if plain == text else f"{plain}-{configs.hash_of(text, 4)}"

@@ -1,4 +1,4 @@
-"""Efficiency over devices: measured, predicted, and what Azure's own architecture published."""
+"""Plots efficiency over devices: measured, predicted, and Azure's published numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distdl.scaling.results import ScalingRow
 from distdl.util.colours import LINES
 
 GREY = "#8a94a0"
-TOP, GAP = 108.0, 4.2  # per cent: of the axis at least, and between two labels
-FAR = 6.0  # times the devices of the last published number: room for its name inside the axes
+TOP, GAP = 108.0, 4.2  # per cent: the axis ends here or above; between two labels
+FAR = 6.0  # times the last published number of devices: then its name fits inside the axes
 DOTS = (0, (1, 5))
 
 
@@ -26,11 +26,11 @@ def draw(
     """Writes a PNG.
 
     Args:
-        path: Where to.
-        rows: Measured; those without an efficiency are not in it.
+        path: The file to write.
+        rows: Measured; those without an efficiency are left out.
         further: Strategy to devices to the predicted efficiency beyond (weak scaling).
-        title: Above it.
-        published_too: Whether Azure's numbers, which are of ResNet-50, are of this model.
+        title: Above the plot.
+        published_too: Whether to show Azure's numbers, which are for ResNet-50.
     """
     import matplotlib
 
@@ -60,14 +60,14 @@ def draw(
             axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
             axes.minorticks_off()
             axes.set_xlim(0.93, most * 1.07)
-            # What is faster together than alone (caches, a machine that was busy) is not cut off.
+            # Do not cut off efficiencies above 100 % (caches, or a machine that was busy).
             axes.set_ylim(0, max(TOP, 1.04 * axes.dataLim.y1))
             if ends:
                 label_right(axes, ends)
             axes.set_xlabel("devices")
             axes.set_ylabel("efficiency: each device's speed, % of one alone")
             axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-            # Below: inside, it would lie over lines that fall steeply.
+            # Below the axes: inside, it would cover lines that fall steeply.
             figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=10)
             figure.savefig(path, dpi=110)
         finally:
@@ -75,7 +75,7 @@ def draw(
 
 
 def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
-    """A line for each strategy and mode, with predictions of the same sizes beside it."""
+    """A line for each strategy and mode, with the predictions for the same sizes."""
     counts: set[int] = set()
     lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
     for number, (strategy, mode) in enumerate(lines):
@@ -104,7 +104,7 @@ def predicted(
         mine = [i for i, (name, _) in enumerate(lines) if name == strategy]
         colour = LINES[(mine or [len(lines)])[0] % len(LINES)]
         if max(found) <= max((r.world_size for r in rows if r.strategy == strategy), default=1):
-            continue  # no network is known to go on with
+            continue  # no network is known for larger sizes
         points = {n: 100 * efficiency for n, efficiency in found.items()}
         label = f"{strategy}, weak: predicted beyond"
         axes.plot(*_xy(points), color=colour, linestyle=":", linewidth=2.0, label=label)
@@ -112,7 +112,7 @@ def predicted(
 
 
 def references(axes: Any) -> list[tuple[float, float, str]]:
-    """Thin lines of Azure's published numbers; where each ends, and its name."""
+    """Thin lines of Azure's published numbers. Returns the end and the name of each."""
     ends = []
     for gpu, libraries in published.AZURE_RATES.items():
         for library, rates in libraries.items():
@@ -125,9 +125,9 @@ def references(axes: Any) -> list[tuple[float, float, str]]:
 
 
 def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Names at the right of the axes, none over another, each led to its end by a row of dots.
+    """Writes names at the right of the axes without overlap, each joined to its line by dots.
 
-    Where the axes go on far beyond the ends, the names are inside and beside them: what leads
+    If the axes extend far beyond the ends, the names are inside, beside the ends: a dotted line
     from there to the right would look like a curve.
     """
     at, top = -100.0, axes.get_ylim()[1]
@@ -144,7 +144,7 @@ def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
             fontsize=8.5,
             va="center",
             annotation_clip=False,
-            # Under the curves: those are what the plot is for.
+            # Below the curves, which matter most.
             zorder=1.5,
             bbox={"boxstyle": "square,pad=0.05", "color": "white", "linewidth": 0},
             arrowprops={

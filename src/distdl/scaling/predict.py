@@ -5,11 +5,11 @@ time of the smaller batch.
 
     step(n) = step(1) + overhead + exposed communication + bubble + waiting
 
-Sources: `distdl.scaling.links` (collectives, overlap); what each strategy sends, and why ZeRO-1 and
-2 send as much as ZeRO-3, stands at the top of `distdl.planner.estimate`; the bubble is
-`distdl.strategies.pipeline.balance.bubble`; waiting for the slowest of n: E max <= sigma
-sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013, "Concentration
-Inequalities", theorem 2.5).
+Sources: `distdl.scaling.links` (collectives, overlap). What each strategy sends, and why ZeRO-1 and
+2 send as much as ZeRO-3, is explained at the top of `distdl.planner.estimate`. The bubble is
+`distdl.strategies.pipeline.balance.bubble`. Waiting for the slowest of n:
+E max <= sigma sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013,
+"Concentration Inequalities", theorem 2.5).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from distdl.scaling.setting import Setting
 from distdl.strategies.pipeline.balance import bubble
 from distdl.util.errors import UserError
 
-# A loss below this share of the step is not named.
+# A loss below this share of the step is not reported.
 SMALL = 0.005
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a number of devices.
+    """The prediction for a number of devices.
 
     Args:
         step_seconds: Of a step.
-        efficiency: Of one device alone, what each still does (0 to 1).
-        communication_share: Of the step, in which devices wait for the network (0 to 1).
-        communication_seconds: In which the network is busy, hidden or not.
-        why: What keeps it from 100 %, the worst first.
+        efficiency: The speed of each device, as a share of one device's alone (0 to 1).
+        communication_share: Share of the step in which devices wait for the network (0 to 1).
+        communication_seconds: Time in which the network is busy, hidden or not.
+        why: The reasons why it is below 100 %, the worst first.
     """
 
     step_seconds: float
@@ -49,7 +49,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """Of a table: a prediction, or why there is none."""
+    """A row of a table: a prediction, or why there is none."""
 
     devices: int
     prediction: Prediction | None
@@ -58,7 +58,7 @@ class PredictedRow:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Seconds that a step takes longer, and why; seconds of sending, where it is communication."""
+    """Seconds by which a step is longer, and why; for communication also the seconds of sending."""
 
     seconds: float
     why: str
@@ -69,7 +69,7 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
     """The step on `num_devices` devices.
 
     Raises:
-        UserError: So many do not fill nodes, or do not divide into pipelines; it is no number.
+        UserError: They do not fill nodes or do not divide into pipelines, or it is not a number.
     """
     num_devices = checked(Count, num_devices, "num_devices")
     group = _group(setting, num_devices)
@@ -110,7 +110,7 @@ def table(setting: Setting, counts: Iterable[int]) -> list[PredictedRow]:
 
 
 def _sent(parts: int, seconds: float, window: float, why: str) -> _Loss:
-    """`parts` messages of so many seconds each, behind a computation of `window` seconds."""
+    """`parts` messages of `seconds` each, overlapped by a computation of `window` seconds."""
     return _Loss(exposed(parts, seconds, window), why, parts * seconds)
 
 
@@ -140,17 +140,17 @@ def _pipeline(setting: Setting, group: Group, count: int) -> Iterator[_Loss]:
     idle = bubble(setting.schedule, [1.0] * stages, pieces, micro)
     yield _Loss(working / (1 - idle) - working, f"bubble of {stages} stages, {micro} micro-batches")
     if stages > 1:
-        # A pipeline is given what all its devices would be given; each of its cuts sees all of it.
+        # A pipeline gets the batch of all its devices, and each of its cuts passes all of it.
         neighbours = setting.devices_per_node % stages == 0
         link = setting.links.inside if neighbours else setting.links.between
         hop = link.latency + stages * setting.activation_bytes / micro / link.bandwidth
-        filling = 2 * (stages - 1) * hop  # the first micro-batch's way there, the last one's back
+        filling = 2 * (stages - 1) * hop  # the first micro-batch's way in, the last one's back
         slower = micro * max(0.0, pieces * hop - working / micro)
         where = "inside a node" if neighbours else "between nodes"
         why = f"activations between stages {where}"
         yield _Loss(filling + slower, why, 2 * micro * pieces * hop)
     if count > stages:
-        # A stage's gradients are complete with the last micro-batch's backward only.
+        # A stage's gradients are complete only after the last micro-batch's backward.
         window = setting.backward_share * working / micro
         share = setting.gradient_bytes / stages
         parts = max(1, math.ceil(share / setting.bucket_bytes))
@@ -170,7 +170,7 @@ def _where(group: Group, algorithm: str) -> str:
 
 
 def _group(setting: Setting, count: int) -> Group:
-    """Those that average gradients with each other."""
+    """The devices that average gradients with each other."""
     stages = setting.stages if setting.strategy == "pipeline" else 1
     per_node = min(setting.devices_per_node, count)
     full = count // per_node * per_node

@@ -18,9 +18,9 @@ from distdl.scaling.results import Rented, ScalingRow, dollars
 
 FILE, PLOT = "scale.json", "scale.png"
 
-# Share of one device: measured and predicted are taken to agree, beside the spread.
+# Measured and predicted efficiency agree if they differ by at most this, plus the spread.
 CLOSE = 0.05
-# Columns that a narrow terminal does without, the first one first; scale.json has all of them.
+# Columns that a narrow terminal omits, in this order; scale.json has all of them.
 GIVE_WAY = (
     "data wait",
     "spread",
@@ -31,12 +31,12 @@ GIVE_WAY = (
     "verdict",
     "$ an epoch",
 )
-NAME = 20  # characters of a strategy's in one line, where there is no room for more
+NAME = 20  # characters of a strategy on one line in a narrow terminal
 
 
 def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
     """A table for each mode."""
-    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
+    # A log is not as narrow as a terminal, and a truncated column is useless.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for mode in dict.fromkeys(row.mode for row in rows):
         what = "as much for each device" if mode == "weak" else "the same for all together"
@@ -88,10 +88,10 @@ def percent(share: float | None) -> str:
 
 
 def gaps(rows: Sequence[ScalingRow], further: Mapping[str, Mapping[int, object]]) -> list[str]:
-    """Where the measurement refutes the prediction: the worst of each strategy and mode.
+    """Where the measurement contradicts the prediction: the worst case of each strategy and mode.
 
     Args:
-        further: Strategy to devices to what is predicted beyond (weak scaling).
+        further: Strategy to devices to the prediction beyond the measured sizes (weak scaling).
     """
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for row in rows:
@@ -120,11 +120,11 @@ def write(
     further: Mapping[str, Mapping[int, Prediction]],
     **more: Any,
 ) -> None:
-    """Writes table and plot beside the runs.
+    """Writes the table and the plot beside the runs.
 
     Args:
-        members: What was asked for.
-        before: What else was measured in that folder.
+        members: The requested runs.
+        before: Other runs measured in that folder.
         further: As in `gaps`.
         more: For the JSON file.
     """
@@ -149,5 +149,5 @@ def write(
         title = f"Scaling on {first.result['device']}, {precision}"
         plot.draw(folder / PLOT, rows, efficiencies, title, first.is_resnet50)
         print(f"plot    {shown(folder / PLOT)}")
-    else:  # an older one shows what is no longer in the table
+    else:  # an older plot would show rows that the table lacks
         (folder / PLOT).unlink(missing_ok=True)

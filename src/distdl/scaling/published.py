@@ -1,6 +1,6 @@
-"""Scaling that others measured and published: what the plot of `scale` shows beside ours.
+"""Published scaling measurements of others, which the plot of `scale` shows beside ours.
 
-`benchmarks/published.py` has more of it, with the hardware, to hold predictions against.
+`benchmarks/published.py` has more of them, with the hardware, to compare predictions with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a scaling table from the measured members: efficiency, prediction, price, advice."""
+"""Rows of a scaling table, from the measured members: efficiency, prediction, price, advice."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from distdl.util.errors import UserError
 if TYPE_CHECKING:
     from distdl.scaling.members import Member
 
-# An efficiency below it is worth advice.
+# An efficiency below this is worth advice.
 GOOD = 0.9
-# Above this share of one device's speed, the one that was measured alone was slowed.
+# Above this efficiency, the measurement of one device alone was disturbed.
 MOST = 1.05
 DATA_BOUND = "data-bound"
 
@@ -30,11 +30,12 @@ class ScalingRow:
     Args:
         unit: Of the rate: images or samples per second.
         rate: Of all devices, with real input: the median of the windows.
-        spread: From the slowest to the fastest window, as a share of it.
-        efficiency: Of one device's rate, what each still does; None: one device was not measured.
+        spread: From the slowest to the fastest window, as a share of the rate.
+        efficiency: The rate per device, as a share of one device's rate alone; None: one device was
+            not measured.
         communication: Share of a step in which a rank only communicates (held input); None: it was
             not traced.
-        predicted: The same from one device's step and the measured link; None: not predicted.
+        predicted: From one device's step and the measured link; None: not predicted.
         price: Of an epoch, in USD; None: unknown.
     """
 
@@ -76,7 +77,7 @@ class Rented:
         name: Of the VM size.
         gpus: Of one VM; 0: it has none, and a node is a VM.
         price: USD per hour of one VM.
-        bandwidth: Bytes per second between VMs, 0 where there is no fast network.
+        bandwidth: Bytes per second between VMs; 0 if there is no fast network.
     """
 
     name: str
@@ -86,10 +87,10 @@ class Rented:
 
 
 def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
-    """The VM whose price counts: `vm`, or the launcher's.
+    """The VM size whose price counts: `vm`, or the launcher's.
 
     Raises:
-        UserError: There is no such size, or a spot price is asked for without one.
+        UserError: There is no such size, or a spot price is requested without one.
     """
     from distdl.launchers.azureml import vm_sizes
 
@@ -101,7 +102,7 @@ def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
         return None
     size = vm_sizes.find(name)
     if size is None and not vm:
-        return None  # it is trained on all the same; its price is unknown
+        return None  # training works, but the price is unknown
     if size is None:
         raise UserError.at("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name))
     spot = spot or (not vm and launcher.get("tier") in vm_sizes.SPOT)
@@ -112,7 +113,7 @@ def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
 def rows(
     measured: Sequence[Member], rented: Rented | None, between: Link | None, modes: Sequence[str]
 ) -> list[ScalingRow]:
-    """A row for each member and mode: one device first, then strategy by strategy."""
+    """A row for each member and mode: first one device, then sorted by strategy."""
     base = next((m.result for m in measured if m.world_size == 1), None)
     links, devices = links_of(measured, rented, between), per_node(measured, rented)
     made = []
@@ -163,9 +164,9 @@ def per_node(measured: Iterable[Member], rented: Rented | None) -> int:
 def links_of(
     measured: Sequence[Member], rented: Rented | None, between: Link | None
 ) -> tuple[Link | None, Link | None]:
-    """Inside a node and between nodes: as measured by the smallest member that has it.
+    """The links inside a node and between nodes, as measured by the smallest member that has them.
 
-    Between nodes: as given, else as measured, else as the VM's table says.
+    Between nodes: as given, else as measured, else from the VM's table.
     """
     inside = None
     for member in sorted(measured, key=lambda m: m.world_size):
@@ -176,7 +177,7 @@ def links_of(
             else:
                 between = between or seen
     if between is None and rented and rented.bandwidth:
-        # Few microseconds: of InfiniBand (benchmarks/published.py names the source).
+        # A few microseconds, as of InfiniBand (benchmarks/published.py names the source).
         between = Link(rented.bandwidth, 2e-6)
     return inside or between, between
 
@@ -188,14 +189,14 @@ def setting_of(
     devices: int,
     world_size: int,
 ) -> Setting | None:
-    """What `distdl.scaling` starts from. Only the links were measured on several devices.
+    """The input of `distdl.scaling`. Of the measurements on several devices it uses only the links.
 
     Args:
-        base: One device alone.
-        result: Whose strategy and batch it is.
-        links: Inside and between.
+        base: The result of one device alone.
+        result: The result whose strategy and batch are used.
+        links: Inside a node and between nodes.
         devices: Of a full node.
-        world_size: For which it is asked.
+        world_size: The number of devices to predict for.
     """
     model, setting, (inside, between) = base["model"], result["setting"], links
     name, node = setting["strategy"], setting["strategy_node"]
@@ -204,7 +205,8 @@ def setting_of(
     if between is None and world_size > devices:
         return None
     split = base["held"]["split"]
-    # In strong scaling a device has a part of the batch, and is taken to need that part of the time
+    # In strong scaling a device has a part of the batch, and is assumed to need that part of the
+    # time.
     part = setting["global_batch"] / setting["world_size"] / base["setting"]["global_batch"]
     hook = {"bf16": 0.5, "fp16": 0.5}.get(setting.get("comm_hook") or "", 1.0)
     more: dict[str, Any] = {}
@@ -239,19 +241,19 @@ def prediction(
     devices: int,
     world_size: int | None = None,
 ) -> Prediction | None:
-    """For the member's result size, or another."""
+    """The prediction for the size of the member's result, or for another one."""
     count = world_size or result["setting"]["world_size"]
     if base is None or count == 1:
         return None
     try:
         setting = setting_of(base, result, links, devices, count)
         return predict(setting, count) if setting else None
-    except UserError:  # so many devices do not fill nodes, or are no pipelines
+    except UserError:  # this number does not fill nodes or pipelines
         return None
 
 
 def price(result: dict[str, Any], rented: Rented | None) -> float | None:
-    """USD for an epoch on whole VMs."""
+    """USD per epoch on whole VMs."""
     if rented is None or rented.price is None or not result.get("epoch_samples"):
         return None
     setting = result["setting"]
@@ -263,7 +265,7 @@ def price(result: dict[str, Any], rented: Rented | None) -> float | None:
 def further(
     measured: Sequence[Member], rented: Rented | None, between: Link | None, most: int
 ) -> dict[str, dict[int, Prediction]]:
-    """Strategy to devices to what is predicted, up to `most` devices (weak scaling)."""
+    """Strategy to devices to prediction, up to `most` devices (weak scaling)."""
     base = next((m.result for m in measured if m.world_size == 1), None)
     links, devices = links_of(measured, rented, between), per_node(measured, rented)
     predicted: dict[str, dict[int, Prediction]] = {}
@@ -280,7 +282,7 @@ def further(
 
 
 def advise(rows: Sequence[ScalingRow]) -> list[str]:
-    """What the rows suggest, the most useful first."""
+    """Advice from the rows, the most useful first."""
     several = [r for r in rows if r.world_size > 1 and r.efficiency is not None]
     if not several:
         return ["measure more than one device: --devices 1,2,4"]
@@ -328,7 +330,7 @@ def _efficiency(row: ScalingRow) -> float:
 
 
 def disturbed(rows: Sequence[ScalingRow]) -> list[str]:
-    """Rows that no advice is given on."""
+    """Messages on the rows for which no advice is given."""
     return [
         f"{row}: {100 * _efficiency(row):.0f} % is a disturbed measurement, one device alone was "
         "slowed by something: measure again on a quiet machine, under another name="

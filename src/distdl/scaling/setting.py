@@ -1,4 +1,4 @@
-"""What a prediction starts from: one device's step, what travels, and on which links."""
+"""The input of a prediction: one device's step, the bytes sent, and the links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdl.scaling.links import Links
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
 from distdl.util.errors import Problem, UserError
 
-# Of forward and backward, the backward takes two thirds (two products of matrices for each one).
+# The backward takes two thirds of forward and backward (two matrix products for each one).
 BACKWARD_SHARE = 2 / 3
 Strategy = Literal[
     "ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "pipeline"
@@ -23,30 +23,30 @@ OF_A_PIPELINE = ("stages", "micro_batches", "schedule", "pieces_per_stage", "act
 
 @dataclass(frozen=True)
 class Setting(Checked):
-    """What was measured on one device, and on what it would run.
+    """What was measured on one device, and the hardware to predict for.
 
     Args:
         step_seconds: Of an optimizer step of one device alone.
-        gradient_bytes: Of all gradients, as they travel.
+        gradient_bytes: Of all gradients, as they are sent.
         links: Inside a node and between nodes.
         devices_per_node: Of a full node.
         strategy: One of STRATEGIES.
-        backward_share: Of the step, in which gradients are made; by default two thirds.
-        bucket_bytes: Gradients (of FSDP and ZeRO-3 also weights) travel in pieces of about this
+        backward_share: Share of the step in which gradients are computed; by default two thirds.
+        bucket_bytes: Gradients (with FSDP and ZeRO-3 also weights) are sent in pieces of about this
             size; by default DDP's 25 MiB.
-        weight_bytes: That FSDP and ZeRO gather; by default as many as gradients.
-        algorithm: Of `links.ALGORITHMS`, or "fastest".
-        overhead_seconds: Of any step with several devices: hooks, copies, kernels that get in each
-            other's way. `fit` finds it.
-        spread_seconds: Standard deviation of one device's step; all wait for the slowest.
-        stages: Of a pipeline: devices that share one copy of the model, cut evenly.
-        micro_batches: Of a pipeline and step; by default 4 per stage.
+        weight_bytes: Bytes that FSDP and ZeRO gather; by default equal to the gradients.
+        algorithm: One of `links.ALGORITHMS`, or "fastest".
+        overhead_seconds: Of any step with several devices: hooks, copies, kernels that delay each
+            other. `fit` finds it.
+        spread_seconds: Standard deviation of one device's step; all devices wait for the slowest.
+        stages: Of a pipeline: devices that share one copy of the model, divided evenly.
+        micro_batches: Of a pipeline, per step; by default 4 per stage.
         schedule: Of a pipeline.
-        pieces_per_stage: Of an interleaved or zero-bubble pipeline; the others take 1.
-        activation_bytes: Of a pipeline: of one device's batch, at a cut, in one direction.
+        pieces_per_stage: Of an interleaved or zero-bubble pipeline; the others use 1.
+        activation_bytes: Of a pipeline: for one device's batch, at one cut, in one direction.
 
     Raises:
-        UserError: A value makes no sense, alone or with another (a pipeline's under another
+        UserError: A value is invalid, alone or in combination (a pipeline's value with another
             strategy).
     """
 

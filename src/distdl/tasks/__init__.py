@@ -1,4 +1,4 @@
-"""What a worker can be asked to do: each task is a function of the built run."""
+"""The tasks that a worker can run: each is a function of the built run."""
 
 from distdl.tasks.benchmark import benchmark
 from distdl.tasks.evaluate import test, validate

@@ -1,4 +1,4 @@
-"""Measure training: warm-up, timed windows on real and on held input, a verdict."""
+"""Measures training: warm-up, timed windows on real and on held input, a verdict."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from distdl.worker.build import Built
 
 log = logging.getLogger(__name__)
 
-# The smallest values: one step has no p95.
+# The smallest values allowed: one step has no p95.
 LEAST = {"warmup": 1, "windows": 1, "steps": 2, "trace": 0}
-# Steps between two kinds of input: the queue on the device runs empty and fills again.
+# Steps after a change of input, in which the device's queue runs empty and fills again.
 SETTLE = 3
-# These write, or end a training. What ours cost is measured by benchmarks/overhead.py.
+# These write, or end a training. benchmarks/overhead.py measures what ours cost.
 NOT_TIMED = (Checkpointer, Checkpoint, EarlyStopping, Timer, Progress, StepMetrics)
 
 
@@ -41,11 +41,11 @@ def benchmark(
 
     Args:
         context: The built run.
-        warmup: Optimizer steps before the first window; the batches that loader workers have
-            ready by then come on top.
+        warmup: Optimizer steps before the first window. The batches that loader workers have ready
+            by then are added.
         windows: Timed windows with real input, and as many with held input.
-        steps: Optimizer steps of a window.
-        trace: Optimizer steps under torch's profiler, which see the communication; 0: none.
+        steps: Optimizer steps per window.
+        trace: Optimizer steps under torch's profiler, which measures the communication; 0: none.
 
     Returns:
         The main numbers, as `benchmark/...`.
@@ -55,7 +55,7 @@ def benchmark(
     traced = trace if trainer.world_size > 1 and not _is_pipeline(trainer) else 0
     plan = [
         Segment(WARM, REAL, warmup),
-        # In turn, so that a machine that gets slower or faster does so for both.
+        # Alternating, so that a change of the machine's speed affects both.
         *[
             Segment(WINDOW, REAL, steps),
             Segment(WARM, HELD, SETTLE),
@@ -91,7 +91,7 @@ def _is_pipeline(trainer: Any) -> bool:
 
 
 def timed_fit(context: Built, plan: list[Segment]) -> Timing:
-    """Trains as long as the plan says, without whatever writes."""
+    """Trains as long as the plan says, without callbacks and loggers that write."""
     trainer: Any = context.trainer
     stop = next(c.stop for c in trainer.callbacks if isinstance(c, Checkpointer))
     timeline, source = Timeline(DeviceClock(trainer.strategy.root_device)), Input()
@@ -109,7 +109,7 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]
     loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
     trainer.profiler = profiler
-    # The plan says how long, and epochs do not end.
+    # The plan decides how long; epochs do not end.
     trainer.limit_train_batches, trainer.limit_val_batches = 1.0, 0
     loop = trainer.fit_loop
     loop.max_epochs = max(loop.max_epochs or 1, 1)
@@ -126,7 +126,7 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with the task's node, before anything starts."""
+    """Problems of the task's node, reported before anything starts."""
     yield from train.check(node, context)  # type: ignore[attr-defined]
     for name, least in LEAST.items():
         value = node.get(name, least)
@@ -135,4 +135,4 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
             yield Problem(name, what, f"task.{name}={least}")
 
 
-benchmark.check = check  # type: ignore[attr-defined]  # validation asks for it
+benchmark.check = check  # type: ignore[attr-defined]  # validation of the config calls it

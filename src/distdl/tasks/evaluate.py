@@ -1,4 +1,4 @@
-"""Validate a checkpoint, or test it."""
+"""Validates or tests a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distdl.worker.initial_state import start
 def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
     """Runs the validation loop once, and logs at the checkpoint's step and epoch.
 
-    In a run that has trained the metrics are called `validate/...`, so that no curve of the
-    training gets a point that is not its own.
+    In a run that has trained, the metrics are called `validate/...`, so that no point is added to
+    the training's curves.
 
     Args:
         context: The built run.
-        checkpoint: "best" or "last" of this run, a file, a run directory, or "none" for the
-            weights the model starts with.
+        checkpoint: "best" or "last" of this run, a file, a run directory, or "none" for the weights
+            with which the model starts.
 
     Raises:
         UserError: There is no such checkpoint.
@@ -30,11 +30,11 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
 
 
 def test(context: Built, checkpoint: str = "best") -> dict[str, float]:
-    """The same with the test loop; in a run that has trained the metrics are called `test/...`."""
+    """Runs the test loop likewise; in a run that has trained, the metrics are called `test/...`."""
     return _evaluate(context, checkpoint, context.trainer.test)
 
 
-# Validation asks for it.
+# Validation of the config calls these.
 validate.check = needs("validation_step", "val_dataloader")  # type: ignore[attr-defined]
 test.check = needs("test_step", "test_dataloader")  # type: ignore[attr-defined]
 
@@ -55,7 +55,7 @@ def _evaluate(
 def _log_as(
     task: str, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
 ) -> None:
-    # The epoch is the checkpoint's, as the training logged it there; hp_metric is no metric, but a
+    # The epoch is the checkpoint's, as the training logged it. hp_metric is not a metric, but a
     # placeholder of TensorBoard's logger.
     same = ("epoch", "hp_metric")
     log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, step)

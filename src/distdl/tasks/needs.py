@@ -1,4 +1,4 @@
-"""What a task calls of the user's classes, and cannot do without."""
+"""The methods that a task requires of the user's classes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distdl.validation import kinds
 
 
 def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
-    """A task's `check` (`Binding.hook`): the step and its loader are defined.
+    """Makes a task's `check` (`Binding.hook`): the step and its loader must be defined.
 
-    It looks at classes and builds nothing. Of what a function returns Lightning says it later.
+    It looks at classes and builds nothing. Lightning checks later what functions return.
     """
 
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
         config = context["config"]
-        # As in Lightning, a data module is the only source of loaders.
+        # As in Lightning: if there is a data module, only it provides loaders.
         wanted = {step: "model", loader: "data" if config.get("data") else "model"}
         if step == "training_step" and not config.get("optimizer"):
             wanted["configure_optimizers"] = "model"
@@ -37,7 +37,7 @@ def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
 
 
 def has(found: Any, name: str) -> bool:
-    """Whether what it makes has a method of its own: of its class, or set on it in `__init__`."""
+    """Whether what `found` builds has its own method: from its class, or set by `__init__`."""
     bases = (LightningModule, LightningDataModule)
     base = next((b for b in bases if inspect.isclass(found) and issubclass(found, b)), None)
     if base is None or getattr(found, name) is not getattr(base, name):

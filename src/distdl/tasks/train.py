@@ -1,4 +1,4 @@
-"""Train, from the newest checkpoint if there is one."""
+"""Trains, from the newest checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(context: Built) -> dict[str, float]:
 
 
 def tell_of_time(context: Built) -> None:
-    """Where a time limit has ended the training, says so: it looks like any other end."""
+    """Warns if a time limit has ended the training, which looks like any other end."""
     trainer, limit = context.trainer, context.config.trainer.get("max_time")
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
     if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):

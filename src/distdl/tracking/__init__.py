@@ -1,4 +1,4 @@
-"""Tracking: a journal in the run directory, always; MLflow and Lightning's loggers beside it."""
+"""Tracking: a journal in the run directory, always; MLflow and Lightning's loggers are optional."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Nothing heavy up here: the report and `track sync` import this, and must start fast.
+# No heavy imports here: the report and `track sync` import this module and must start fast.
 if TYPE_CHECKING:
     from lightning.pytorch.loggers.logger import Logger
 
@@ -34,14 +34,14 @@ class RunInfo:
         run_dir: The run directory.
         run_id: `<experiment>/<name>`, the same in every attempt.
         attempt: Which start of the run this is, from 1.
-        rank, local_rank, node_rank, world_size: Where this process stands.
+        rank, local_rank, node_rank, world_size: The position of this process.
         output_dir: The folder of all runs, which holds the project's database.
         experiment_name: The experiment in a tracking server.
-        name: What a person calls the run: what a sweep varied, or its own name.
-        key: 32 letters that are this run's alone, the same in every attempt.
-        params: The most important first, for a server that takes so many only. Each is sent without
-            secrets and as at most 500 characters.
-        changed: What this attempt changed against the frozen recipe, by config path.
+        name: The run's display name: what a sweep varied, or the run's own name.
+        key: 32 letters that are unique to this run, the same in every attempt.
+        params: The most important first, for a server that accepts a limited number. Each is sent
+            without secrets and cut to 500 characters.
+        changed: What this attempt changed in the frozen recipe, by config path.
         artifacts: Files that describe the run (config.yaml, provenance.json).
         tags: Further tags.
     """
@@ -68,10 +68,11 @@ class Tracking:
     """What `start_tracking` started.
 
     Args:
-        loggers: For Lightning's Trainer, the same number on every rank; the journal comes last.
+        loggers: For Lightning's Trainer, the same number on every rank; the journal is the last.
         journal: The run's own record.
-        components: `MLflowLogger`s, by their key.
-        services: Loggers that `distdl.tracking.services` knows, by theirs; on rank 0 alone.
+        components: The `MLflowLogger`s, by config key.
+        services: The loggers that `distdl.tracking.services` handles, by config key; only on rank
+            0.
         sampler: The system metrics of this node, if this process samples them.
     """
 
@@ -82,19 +83,19 @@ class Tracking:
     services: dict[str, Logger] = field(default_factory=dict)
 
     def describe(self, params: Mapping[str, Any]) -> None:
-        """Further parameters of the run. Called on rank 0."""
+        """Adds further parameters to the run. Called on rank 0."""
         for component in self.components.values():
             component.describe(params)
         for key, logger in self.services.items():
             services.describe(key, logger, params)
 
     def settle(self) -> None:
-        """Wait for what would hold up a step: components that still import something."""
+        """Waits for components that still import something, which would delay a step."""
         for component in self.components.values():
             component.settle()
 
     def finish(self, status: str) -> None:
-        """Write and send what is left. Never raises; may be called again.
+        """Writes and sends what is left. Never raises; may be called again.
 
         Args:
             status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED (the last two wait only seconds).
@@ -111,25 +112,25 @@ class Tracking:
             services.end(key, logger, status)
 
     def how_to_open(self) -> list[str]:
-        """The commands and addresses that show the run, for its end."""
+        """The commands and addresses that show the run, printed at its end."""
         lines = [line for component in self.components.values() for line in component.how_to_open()]
         for logger in self.loggers:
             if type(logger).__name__ == "TensorBoardLogger" and logger.save_dir:
                 lines.append(f"tensorboard --logdir {os.path.relpath(logger.save_dir)}")
         for key, logger in self.services.items():
-            with contextlib.suppress(Exception):  # the page is a comfort
+            with contextlib.suppress(Exception):  # the page is optional
                 lines.append(services.how_to_open(logger, self.journal.run_dir / "logs" / key))
         return lines
 
 
 def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
-    """Start the journal, the system metrics and every component, on every rank.
+    """Starts the journal, the system metrics and every component, on every rank.
 
     Args:
         info: The run.
-        components: What the `tracking` part of the config was built into. A Lightning logger is
-            passed on, a `_partial_` of one with its `save_dir`, `RUN/logs/<key>`; ours is an
-            `MLflowLogger`.
+        components: The objects built from the `tracking` part of the config. A Lightning logger is
+            used as it is, a `_partial_` of one is called with its `save_dir`, `RUN/logs/<key>`; our
+            own is an `MLflowLogger`.
 
     Raises:
         UserError: A service, such as W&B, cannot be opened.

@@ -1,4 +1,4 @@
-"""ClearML, which has no logger of Lightning's: metrics and parameters of a run as one task."""
+"""ClearML, for which Lightning has no logger: metrics and parameters of a run as one task."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 CACHE = "CLEARML_CACHE_DIR"
-# What `Task.init` would record or patch by itself; the first of it takes minutes, and would send a
-# diff with whatever it holds.
+# What `Task.init` would record or patch by default. The first takes minutes, and would send a diff
+# with all its contents.
 CAPTURED = (
     "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm "
     "hydra tfdefines joblib megengine catboost gradio jsonargparse"
@@ -23,10 +23,10 @@ CAPTURED = (
 class ClearMLLogger(Logger):
     """One ClearML task per run, opened on rank 0 when something is first logged.
 
-    A task's id is ClearML's own choice, so it is kept in `save_dir/task_id`: the next attempt goes
-    on with that task. `experiment` is the `clearml.Task`, for whatever else a module wants to log.
-    Nothing is captured behind the program's back (its output, its code, matplotlib, TensorBoard,
-    torch.save), unless an argument of `Task.init` asks for it.
+    ClearML chooses a task's id, so the id is kept in `save_dir/task_id` and the next attempt
+    continues that task. `experiment` is the `clearml.Task`, for anything else that a module wants
+    to log. Nothing is captured implicitly (output, code, matplotlib, TensorBoard, torch.save),
+    unless an argument of `Task.init` asks for it.
 
     Args:
         save_dir: A folder of the run.
@@ -66,7 +66,7 @@ class ClearMLLogger(Logger):
         kept = Path(self._save_dir) / "task_id"
         known = kept.read_text().strip() if kept.is_file() else ""
         if known.startswith("offline-") != self.offline:
-            known = ""  # what was written offline is a session, and no task of the server
+            known = ""  # an offline session is not a task of the server
         quiet = {
             "auto_connect_arg_parser": False,
             "auto_connect_frameworks": dict.fromkeys(CAPTURED.split(), False),
@@ -77,7 +77,7 @@ class ClearMLLogger(Logger):
             self._project,
             self._name,
             reuse_last_task_id=known or False,
-            continue_last_task=0 if known else False,  # 0: our steps count on by themselves
+            continue_last_task=0 if known else False,  # 0: our steps already continue
             **{**quiet, **self._init},
         )
         kept.parent.mkdir(parents=True, exist_ok=True)

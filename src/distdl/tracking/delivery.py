@@ -1,4 +1,4 @@
-"""One pass of sending a run to MLflow: the same code behind a live run and `track sync`."""
+"""One pass of sending a run to MLflow: the same code for a live run and for `track sync`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, reda
 log = logging.getLogger(__name__)
 
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's own limits per request
-ENOUGH = 8  # parameters refused in a row: the server takes no more of this run
+ENOUGH = 8  # parameters refused in a row: the server accepts no more
 
 
 class Delivery:
-    """Sends what an outbox and the journals hold. Every method raises what the server raises.
+    """Sends the contents of an outbox and of the journals. Every method raises the server's errors.
 
     Args:
-        outbox: The run's state; its file is written after each thing that arrived.
+        outbox: The run's state; its file is written after each delivery.
         uri: The tracking URI with its password, if it has one.
-        node_rank: Node 0 creates the MLflow run and sends the outbox; the others only find it.
-        alone: Nobody else sends a journal of this run.
+        node_rank: Node 0 creates the MLflow run and sends the outbox; the others only find the run.
+        alone: No other process sends a journal of this run.
     """
 
     def __init__(self, outbox: Outbox, uri: str, node_rank: int = 0, alone: bool = False) -> None:
@@ -42,19 +42,19 @@ class Delivery:
         self.alone = alone or is_local(uri)
         self.client: Any = None
         self.run_id: str | None = None
-        self.names = [None, outbox.state.run_id]  # what a module may call our run by
+        self.names = [None, outbox.state.run_id]  # the ids by which a module may name our run
         self.experiment_id: str | None = None
         self.delivered = 0  # points
         self.refused: set[str] = set()  # names
-        self.in_a_row = 0  # parameters that were refused since one was taken
+        self.in_a_row = 0  # parameters refused since one was accepted
 
     def connect(self) -> bool:
-        """Find the MLflow run, or create it (node 0). False where it does not exist yet."""
+        """Finds the MLflow run, or creates it (node 0). False where it does not exist yet."""
         if self.run_id is not None:
             return True
         lock: Any = contextlib.nullcontext()
         if is_local(self.uri):
-            # Two runs that start together must not both create the tables: their migrations race.
+            # Two runs that start together must not both create the tables: migrations race.
             from filelock import FileLock
 
             database = database_path(self.uri)
@@ -91,7 +91,7 @@ class Delivery:
             self.experiment_id = info.experiment_id
             return bool(info.lifecycle_stage == "active")
         except MlflowException as error:
-            # An id that this kind of server cannot even read counts as one it does not have.
+            # An id that this kind of server cannot even read counts as one that does not exist.
             if error.error_code == "RESOURCE_DOES_NOT_EXIST" or refusal(error):
                 return False
             raise
@@ -102,14 +102,14 @@ class Delivery:
         if experiment is None and not self.node_rank:
             try:
                 return str(self.client.create_experiment(state.experiment, state.artifact_location))
-            except Exception:  # another run may have created it in this moment
+            except Exception:  # another run may have just created it
                 experiment = self.client.get_experiment_by_name(state.experiment)
                 if experiment is None:
                     raise
         return experiment and str(experiment.experiment_id)
 
     def _search(self) -> str | None:
-        """The run by our tags: its id may have been lost with the server's answer or our file."""
+        """Finds the run by our tags: the server's answer or our file may have been lost."""
         experiment = self.experiment_id = self._experiment()
         if experiment is None:
             return None
@@ -129,14 +129,14 @@ class Delivery:
         return str(self.client.create_run(self.experiment_id, start, tags, name).info.run_id)
 
     def send_outbox(self) -> None:
-        """Parameters and tags."""
+        """Sends parameters and tags."""
         from mlflow.entities import Param, RunTag
 
         outbox = self.outbox
         with outbox.lock:
             params, tags = dict(outbox.state.params), dict(outbox.state.tags)
         if params:
-            # MLflow refuses a parameter that changes; a tag of the attempt has the changes.
+            # MLflow refuses to change a parameter; a tag of the attempt records the changes.
             known = self.client.get_run(self.run_id).data.params
             named = {metric_name(k): v for k, v in params.items()}
             before, self.in_a_row = {*self.refused}, 0
@@ -156,7 +156,8 @@ class Delivery:
             outbox.sent("tags", tags)
 
     def send_artifacts(self) -> None:
-        """What is owed now. One that fails is the last of the next pass: it holds up no other."""
+        """Sends all pending artifacts. One that fails goes to the end of the next pass, so that it
+        does not block the others."""
         outbox = self.outbox
         for copy in sorted(outbox.kept(), key=os.path.getmtime):
             name = copy.relative_to(outbox.copies).as_posix()
@@ -171,13 +172,13 @@ class Delivery:
             outbox.strike(copy)
 
     def send_status(self, ended: bool) -> None:
-        """That it runs, or what it ended with."""
+        """Sends that the run is running, or how it ended."""
         state, status = self.outbox.state, self.outbox.state.status
         if status is None or ended == (status == "RUNNING"):
             return
         if not ended:
             self.client.update_run(self.run_id, status=status)
-        elif not state.job_run:  # the platform ends its own
+        elif not state.job_run:  # the platform ends its own run
             end = int(state.end_time * 1000) if state.end_time else None
             self.client.set_terminated(self.run_id, status=status, end_time=end)
         with self.outbox.lock:
@@ -186,10 +187,11 @@ class Delivery:
             self.outbox.save()
 
     def send_journal(self, node_rank: int, path: Path, progress: Callable[[int], None]) -> None:
-        """Send what lies past the cursor, in batches; `progress` gets the points of each.
+        """Sends everything past the cursor, in batches; `progress` gets the number of points of
+        each.
 
-        The cursor moves after each batch. Where that was lost the batch is sent again, and MLflow
-        ignores a point that it has (same key, time, step and value).
+        The cursor moves after each batch. If that move is lost, the batch is sent again, and MLflow
+        ignores a point that it already has (same key, time, step and value).
         """
         from mlflow.entities import Metric
 
@@ -216,8 +218,9 @@ class Delivery:
             send()
 
     def _send(self, kind: str, points: list[Any]) -> None:
-        """By halves, where they are too many for a request, or one of them is refused. The first
-        come first: a server may take so many parameters of a run and no more (Azure ML does)."""
+        """Sends points, split in halves if they exceed a request or if one of them is refused. The
+        first ones are sent first: a server may accept a limited number of parameters per run (Azure
+        ML does)."""
         if kind == "params" and self.in_a_row >= ENOUGH:
             self.refused |= {point.key for point in points}
             return
@@ -228,14 +231,14 @@ class Delivery:
                 return
             except Exception as error:
                 if not self.run_id or not self._is_active(self.run_id):
-                    self.run_id = None  # deleted on the server: the next pass creates it anew
+                    self.run_id = None  # deleted on the server: the next pass creates it again
                     raise
                 if not refusal(error):
                     raise
                 if len(points) == 1:
                     key, new = points[0].key, points[0].key not in self.refused
                     self.refused.add(key)
-                    if kind == "params":  # reported together
+                    if kind == "params":  # these are reported together
                         self.in_a_row += 1
                         log.debug("MLflow refuses the parameter %s: %s", key, error)
                     elif new:
@@ -246,7 +249,7 @@ class Delivery:
         self._send(kind, points[middle:])
 
     def send(self, ended: bool, progress: Callable[[int], None] = lambda n: None) -> bool:
-        """One pass. True if all that this process sends has arrived."""
+        """One pass. True if everything that this process sends has arrived."""
         if not self.connect():
             return False
         if self.node_rank == 0:
@@ -254,33 +257,33 @@ class Delivery:
             self.send_status(ended=False)
         for node, path in self.journals().items():
             self.send_journal(node, path, progress)
-        if self.node_rank == 0 and ended:  # first: a store that refuses files must not hide the end
+        if self.node_rank == 0 and ended:  # before artifacts: refused files must not hide the end
             self.send_status(ended=True)
         if self.node_rank == 0:
             self.send_artifacts()
         return True
 
     def send_all(self, progress: Callable[[int], None]) -> None:
-        """Everything that the directory of a run that is not running any more holds."""
+        """Sends everything in the directory of a run that has ended."""
         with self.outbox.lock:
-            if self.outbox.state.end_time is None:  # it was killed before it could record its end
+            if self.outbox.state.end_time is None:  # killed before it recorded its end
                 self.outbox.state.status = "KILLED"
                 times = [path.stat().st_mtime for path in self.journals().values()]
                 self.outbox.state.end_time = max(times, default=None)
         self.send(True, progress)
 
     def journals(self) -> dict[int, Path]:
-        """Node rank to journal, of those that this process sends."""
+        """Node rank to journal, for the journals that this process sends."""
         paths = journals(self.outbox.run_dir).items()
         return {n: path for n, path in paths if self.alone or n == self.node_rank}
 
     def owes(self) -> bool:
-        """Whether something that was logged is not in the MLflow run yet."""
+        """Whether anything that was logged is not in the MLflow run yet."""
         state = self.outbox.state
         return bool(state.params or state.tags or any(self.outbox.kept()) or self.pending())
 
     def pending(self) -> int:
-        """How many points the journals hold that this run does not have."""
+        """The number of points in the journals that the MLflow run lacks."""
         total = 0
         for node, path in self.journals().items():
             offset = Cursor(self.outbox.run_dir, node).offset(self.outbox.state.run_id or "")

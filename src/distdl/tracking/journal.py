@@ -1,4 +1,4 @@
-"""The run's own record, always on: one append-only file that a background thread writes."""
+"""The run's own record, always on: an append-only file that a background thread writes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ UNWRITTEN_LIMIT = 64 << 20  # bytes kept in memory while the disk is full
 class Journal(Logger):
     """A Lightning logger whose `log_metrics` costs the training thread a few microseconds.
 
-    It only appends to a deque: a queue that wakes its reader at every record would make the two
-    threads fight for the interpreter. The thread converts and writes every half second. Nothing
-    here ever raises into training: a full disk is reported once and tried again.
+    It only appends to a deque. A queue that wakes its reader for every record would make the two
+    threads compete for the interpreter. The background thread converts and writes every half
+    second. Nothing here ever raises into training: a full disk is reported once and tried again.
 
     Args:
-        path: The file; None for a rank that writes nothing (it still hands the Trainer a logger,
-            because callbacks such as LearningRateMonitor refuse a rank without one).
-        run_dir: The run directory, where Lightning looks for `save_dir`.
+        path: The file; None for a rank that writes nothing. (The Trainer still needs a logger
+            there, since callbacks such as LearningRateMonitor refuse a rank without one.)
+        run_dir: The run directory, which is Lightning's `save_dir`.
         attempt: Which start of the run this is, from 1.
         training: False where only `put` writes (the system metrics of nodes other than 0).
     """
 
     name = version = run_id = experiment_id = ""
     save_dir = log_dir = root_dir = property(lambda self: str(self.run_dir))
-    experiment = property(lambda self: DummyExperiment())  # swallows what a module writes to each
+    experiment = property(lambda self: DummyExperiment())  # ignores what a module logs to it
 
     def __init__(
         self, path: Path | None, run_dir: Path, attempt: int = 1, training: bool = True
@@ -66,35 +66,35 @@ class Journal(Logger):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith(("log_", "watch", "unwatch")):  # what only some loggers have
+            if name.startswith(("log_", "watch", "unwatch")):  # methods that only some loggers have
                 return self.experiment.nop
             raise AttributeError(name)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Queue what Lightning logged on this rank at this optimizer step."""
+        """Queues what Lightning logged on this rank at this optimizer step."""
         self._hear(self, metrics, step)
 
     def listen_to(self, logger: Logger) -> Logger:
-        """Queue what this logger gets, first: where it raises, Lightning ends the training.
-        Hyperparameters reach it as plain data."""
+        """Queues this logger's metrics before the logger gets them: if it raises, Lightning ends
+        the training. Hyperparameters reach it as plain data."""
         log_own = logger.log_metrics
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
-            if "hp_metric" not in metrics:  # a placeholder of TensorBoard's logger, at step 0
+            if "hp_metric" not in metrics:  # TensorBoard's placeholder, at step 0
                 self._hear(logger, metrics, step)
             log_own(metrics, step, **more)  # type: ignore[arg-type]
 
         note = logger.log_hyperparams
 
         def log_hyperparams(params: Any, *args: Any, **more: Any) -> None:
-            note(described(params), *args, **more)  # Hydra has objects of its own
+            note(described(params), *args, **more)  # some are objects of Hydra's
 
         logger.log_metrics = log_metrics  # type: ignore[method-assign]
         logger.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
         return logger
 
     def _hear(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Queue it once: Lightning logs the same to each logger, a module perhaps to one only."""
+        """Queues values once: Lightning logs the same to each logger, a module maybe to one."""
         if step is not None:
             self.last_step = step
         if not self._training:
@@ -108,19 +108,19 @@ class Journal(Logger):
             self._records.append((time.time(), int(self.last_step), values))
 
     def put(self, metrics: Mapping[str, Any], step: int, at: float | None = None) -> None:
-        """Queue values under a step. A tensor is read now: its owner may change it in place."""
+        """Queues values under a step. Reads tensors now, as they may be changed in place."""
         self._records.append((time.time() if at is None else at, int(step), self._numbers(metrics)))
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kw: Any) -> None:
-        """Nothing: the run's config.yaml is the record."""
+        """Does nothing: the run's config.yaml is the record."""
 
     def finalize(self, status: str) -> None:
-        """Write what is queued. The journal stays open: another stage may follow."""
+        """Writes what is queued. The journal stays open, since another stage may follow."""
         self.flush()
 
     def flush(self) -> None:
-        """Write everything queued so far to the file."""
-        if self.path is None or os.getpid() != self._pid:  # a forked child owns no record
+        """Writes everything queued so far to the file."""
+        if self.path is None or os.getpid() != self._pid:  # a forked child must not write
             return
         with self._lock:
             self._drain()
@@ -133,7 +133,7 @@ class Journal(Logger):
                     self.complain("lost", f"{self.path}: metrics are lost, the disk is still full")
 
     def close(self) -> None:
-        """Write what is queued and end the thread. May be called again."""
+        """Writes what is queued and ends the thread. May be called again."""
         if self.path is None or self._stop.is_set():
             return
         self._stop.set()
@@ -179,12 +179,12 @@ class Journal(Logger):
     def _number(self, name: str, value: Any) -> float | None:
         try:
             return float(value)
-        except Exception:  # whatever a user's object does
+        except Exception:  # a user's object may raise anything
             self.complain(name, f"metric {name!r} is no number and is left out: {type(value)}")
             return None
 
     def complain(self, topic: str, text: str) -> None:
-        """Warn once of each topic."""
+        """Warns once per topic."""
         if topic not in self._complained:
             self._complained.add(topic)
             log.warning("%s", text)

@@ -1,4 +1,4 @@
-"""MLflow: one MLflow run per run of ours, fed from the journal by a background thread."""
+"""MLflow: one MLflow run per run of ours, filled from the journal by a background thread."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ log = logging.getLogger(__name__)
 
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
-PATIENCE = 30.0  # seconds that a module's question waits for the server's answer
-IMPORT_TIMEOUT = 120.0  # seconds that a training waits for its sender's imports: some take 3
-# Seconds. A scheduler's grace is short, and the next attempt delivers the rest; and the agent kills
-# a rank that failed, with what it has not written yet, 30 s after another one has ended.
+PATIENCE = 30.0  # seconds that a module's query waits for the server
+IMPORT_TIMEOUT = 120.0  # seconds that training waits for the thread's imports; some take 3 s
+# Seconds. A scheduler's grace period is short, and the next attempt delivers the rest. The agent
+# kills a rank that failed, with all that it has not written yet, 30 s after another one ended.
 TIMEOUT = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
 class MLflowLogger:
-    """Follows the run's journal and sends it to an MLflow server, whatever that server does.
+    """Follows the run's journal and sends it to an MLflow server, without depending on that server.
 
-    Nothing here touches the training thread: a thread reads the journal past a cursor file, sends
-    it in batches with the original times and steps, and moves the cursor. A failure of the server
-    is reported once; it is tried again, less and less often, and what is left at the end stays in
-    the run for `python -m distdl track sync RUN`. Every metric reaches it by way of the journal,
-    and what a module logs through its `lightning_logger` by way of the outbox.
+    Nothing here blocks the training thread. A thread reads the journal from a cursor file's
+    position, sends it in batches with the original times and steps, and moves the cursor. A failure
+    of the server is reported once. Sending is retried at growing intervals, and what is left at the
+    end stays in the run for `python -m distdl track sync RUN`. Every metric goes through the
+    journal. What a module logs through its `lightning_logger` goes through the outbox.
 
-    Each component gets `start` and `finish` on every rank; only rank 0 creates the MLflow run. The
-    local rank 0 of each other node sends to a server, too (its system metrics); a database
-    file is written by rank 0 alone, which sends the journals of all nodes that it can see.
+    Each component gets `start` and `finish` on every rank; only rank 0 creates the MLflow run. With
+    a server, local rank 0 of each other node sends, too (its system metrics). A database file is
+    written by rank 0 alone, which sends the journals of all nodes that it can see.
 
     In a job whose platform created an MLflow run (`MLFLOW_RUN_ID`, `AZUREML_RUN_ID`), that run is
-    used. Then a resumed run, being another job, gets the whole history into its own MLflow run,
+    used. A resumed run is another job then, and sends the whole history to its own MLflow run,
     tagged `distdl.previous_job`.
 
     Args:
@@ -57,7 +57,7 @@ class MLflowLogger:
             `<output_dir>/mlflow.db`.
         experiment_name: None is the run's experiment.
         artifact_location: Where a new experiment keeps artifacts; None is the server's choice, or
-            `mlflow-artifacts` beside a database file (MLflow would take the current folder).
+            `mlflow-artifacts` beside a database file (MLflow would use the current folder).
         system_metrics_interval: Seconds between two samples of the node; 0 is none.
         flush_timeout: Seconds to wait for the server at the end of the run.
         interval: Seconds between two deliveries.
@@ -74,7 +74,7 @@ class MLflowLogger:
     ) -> None:
         ours = os.environ.get("MLFLOW_TRACKING_URI") or None
         self.tracking_uri = tracking_uri or ours
-        # Read at once: a user's mlflow.start_run() takes MLFLOW_RUN_ID out of the environment.
+        # Read now: a user's mlflow.start_run() removes MLFLOW_RUN_ID from the environment.
         job_run = os.environ.get("MLFLOW_RUN_ID") or os.environ.get("AZUREML_RUN_ID")
         self.job_run = job_run if ours and self.tracking_uri == ours else None
         self.experiment_name, self.artifact_location = experiment_name, artifact_location
@@ -88,7 +88,7 @@ class MLflowLogger:
         self._thread: threading.Thread | None = None
 
     def start(self, info: RunInfo) -> None:
-        """Begin to follow. Never raises and never waits for the server."""
+        """Starts to follow the journal. Never raises and never waits for the server."""
         self.info = info
         outbox = Outbox(info.run_dir)
         self._describe(outbox)
@@ -106,34 +106,34 @@ class MLflowLogger:
         self._thread.start()
 
     def describe(self, params: Mapping[str, Any]) -> None:
-        """Parameters of the run; of one that it has the value stays."""
+        """Adds parameters to the run; one that exists keeps its value."""
         if self.delivery is not None:
             self.delivery.outbox.owe("params", params, longest=500)
 
     def settle(self) -> None:
-        """Wait until the thread has imported what it needs, before the first step.
+        """Waits until the thread has imported what it needs, before the first step.
 
-        While a library is loaded, nobody else gets the interpreter: a step would wait for it, 0.7 s
-        for one of MLflow's.
+        Loading a library holds the interpreter's lock: a step would wait for it, 0.7 s for one of
+        MLflow's.
         """
         if self._thread is not None:
             self._imported.wait(IMPORT_TIMEOUT)
 
     def lightning_logger(self, journal: Journal) -> RunLogger:
-        """What `self.logger` is in a module."""
+        """A module's `self.logger`."""
         from distdl.tracking.run_logger import RunLogger
 
         return RunLogger(self, journal)
 
     def wait_until(self, done: Callable[[], Any]) -> None:
-        """Send now, for who needs the server's answer; no longer than it works."""
+        """Sends now, for a caller that needs the server's answer. It stops waiting at a failure."""
         end = time.monotonic() + PATIENCE
         while not done() and not self._failures and time.monotonic() < end:
             self._wake.set()
             time.sleep(0.02)
 
     def finish(self, status: str) -> None:
-        """Send what is left, for at most `flush_timeout` seconds, and report what stays.
+        """Sends what is left, for at most `flush_timeout` seconds, and reports what stays.
 
         Args:
             status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.
@@ -149,7 +149,7 @@ class MLflowLogger:
         self._wake.set()
         self._thread.join(timeout)
         if not self._done:
-            self._finishing = False  # the thread stops trying; whatever it is waiting for
+            self._finishing = False  # the thread stops trying
             self._thread = None
             log.warning(
                 "MLflow at %s has not taken everything (%d points, %d files left). It stays in the "
@@ -161,14 +161,14 @@ class MLflowLogger:
             )
 
     def how_to_open(self) -> list[str]:
-        """What to type, and to open in a browser, to see the run."""
+        """The command and the address that show the run."""
         if self.delivery is None:
             return []
         self.wait_until(lambda: self.delivery.run_id)  # type: ignore[union-attr]
         return how_to_open(self.uri, self.delivery.outbox)
 
     def _describe(self, outbox: Outbox) -> None:
-        """Fill the outbox with what this attempt has to report."""
+        """Fills the outbox with what this attempt has to report."""
         info, state = self.info, outbox.state
         outbox.lost = not outbox.found and info.attempt > 1
         state.distdl_run, state.name = info.run_id, info.name
@@ -198,7 +198,7 @@ class MLflowLogger:
         if info.changed:
             changed = json.dumps(info.changed, default=str)
             tags[f"distdl.runs.attempt.{info.attempt}.changed"] = changed[:5000]
-        for n in range(1, info.attempt):  # a killed attempt could not report its own end
+        for n in range(1, info.attempt):  # a killed attempt could not report its end
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
                 state = status.get("state", "UNKNOWN")
@@ -220,7 +220,7 @@ class MLflowLogger:
             self._keep(path)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # `_follow` meets it again, and reports it
+        with contextlib.suppress(Exception):  # `_follow` raises it again, and reports it
             import_client()
         self._imported.set()
         if self.info.rank == 0:
@@ -231,12 +231,12 @@ class MLflowLogger:
                 if held:
                     self._follow()
                     return
-            self._wait(self.interval)  # `track sync` is at work: its cursor is ours
+            self._wait(self.interval)  # `track sync` is at work and owns the cursor
 
     def _follow(self) -> None:
         assert self.delivery is not None
         while self._thread is not None:
-            finishing = self._finishing  # read first: what was logged before is in this pass
+            finishing = self._finishing  # read first: this pass sends all that was logged before
             try:
                 complete = self.delivery.send(finishing)
                 if self._failures:
@@ -264,7 +264,7 @@ class MLflowLogger:
 
 
 def how_to_open(uri: str, outbox: Outbox) -> list[str]:
-    """The page of the run; before it, what serves that page where no server does."""
+    """The page of the run, preceded by the command that serves it where there is no server."""
     run, experiment = outbox.state.run_id, outbox.state.experiment_id
     page = f"/#/experiments/{experiment}/runs/{run}"
     if not (run and experiment and re.fullmatch(r"/#/experiments/[\w-]+/runs/[\w-]+", page)):

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file in one step: a reader sees the old or the new one, complete."""
+    """Replaces a file in one step: a reader sees the complete old or new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n")
@@ -32,13 +32,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def redact(address: str) -> str:
-    """A server's address without password, token and query, each of which may be a secret."""
+    """A server's address without password, token and query: each may be a secret."""
     plain = re.sub(r"\?.*", "?***", re.sub(r"(://[^/:@]*):.*@", r"\1:***@", address))
     return hide_shapes(plain)  # https://<token>@host
 
 
 def redacted(values: Mapping[str, Any], longest: int = 500) -> dict[str, str]:
-    """Values as texts of at most so many characters, without secrets."""
+    """Values as strings of at most `longest` characters, without secrets."""
     return {
         str(k): "***"
         if looks_secret(str(k).replace("/", "."))
@@ -59,18 +59,18 @@ def database_path(address: str) -> Path:
 
 @dataclass
 class State:
-    """What is known and what is owed; `RUN/tracking/mlflow.json`.
+    """What is known and what is still to be sent; `RUN/tracking/mlflow.json`.
 
     Args:
         server: The tracking URI, redacted; None is the project's own database.
         output_dir: The folder of the project's database, relative to the run directory, so that
             both can be moved together.
-        name: What MLflow's tables call the run.
-        run_id, experiment_id: MLflow's names of the run and its experiment, once they are known.
+        name: The run's name in MLflow's tables.
+        run_id, experiment_id: MLflow's ids of the run and its experiment, once known.
         job_run: The run belongs to the platform's job (Azure ML), which ends it.
-        key: Tagged onto the run when it is created: finds it if the server's answer was lost.
-        params, tags, status, end_time: Owed; `end_time` is in seconds since 1970. So are the files
-            in `RUN/tracking/artifacts`, by their place there.
+        key: A tag set when the run is created. It finds the run if the server's answer was lost.
+        params, tags, status, end_time: Still to be sent; `end_time` is in seconds since 1970. The
+            files in `RUN/tracking/artifacts` are to be sent as well, under their relative paths.
     """
 
     distdl_run: str = ""
@@ -91,12 +91,12 @@ class State:
 
 
 class Outbox:
-    """A `State` with its file. The training thread and the sender both change it, so: a lock."""
+    """A `State` and its file. The training thread and the sender change it under a lock."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "tracking" / "mlflow.json"
-        self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files that are owed
+        self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files to send
         self.lock = threading.RLock()
         self.renewed: set[Path] = set()  # copies that were replaced while they were being sent
         self.state = State()
@@ -104,7 +104,7 @@ class Outbox:
         self.lost = False  # an earlier attempt had a file that is gone: search by the run's name
 
     def load(self) -> bool:
-        """Read the file again. False if there is none, or none that can be read."""
+        """Reads the file again. False if there is none, or if it cannot be read."""
         try:
             fields = json.loads(self.path.read_text())
             with self.lock:
@@ -124,18 +124,19 @@ class Outbox:
         return f"sqlite:///{folder}/mlflow.db"
 
     def owe(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
-        """Add params or tags, without secrets. Of a parameter that is owed, the value stays."""
+        """Adds params or tags to send, without secrets. A pending parameter keeps its value."""
         texts = redacted(values, longest)
-        with self.lock, contextlib.suppress(OSError):  # a full disk: the sender reports it
+        with self.lock, contextlib.suppress(OSError):  # the sender reports a full disk
             owed = getattr(self.state, kind)
             owed |= {k: v for k, v in texts.items() if kind == "tags" or k not in owed}
             self.save()
 
     def keep(self, path: str | Path, to: str) -> None:
-        """Owe a copy of a file, or of all in a folder, in place of one that is owed by that name.
+        """Adds a copy of a file, or of all files in a folder, to send. It replaces a pending copy
+        with the same name.
 
         Raises:
-            OSError: It is not there. A disk that is full is only warned of.
+            OSError: The path does not exist. A full disk only causes a warning.
         """
         if os.path.isdir(path):
             for name in os.listdir(path):
@@ -154,19 +155,19 @@ class Outbox:
             log.warning("%s is not kept for MLflow: %s", path, error)
 
     def kept(self) -> Iterator[Path]:
-        """The copies that are owed. No link: a foreign run may hold some, that lead elsewhere."""
+        """The copies to send. Skips links: in a run from elsewhere they may lead out of it."""
         for folder, _, names in os.walk(self.copies):
             paths = (Path(folder, name) for name in names)
             yield from (path for path in paths if path.resolve() == path)
 
     def strike(self, copy: Path) -> None:
-        """Delete a copy that was sent, unless another has taken its place."""
+        """Deletes a copy that was sent, unless a newer one has replaced it."""
         with self.lock:
             if copy not in self.renewed:
                 copy.unlink()
 
     def sent(self, kind: str, values: dict[str, str]) -> None:
-        """Strike params or tags off, unless they changed while they were being sent."""
+        """Removes params or tags that were sent, unless they changed while they were being sent."""
         with self.lock:
             owed = getattr(self.state, kind).items()
             setattr(self.state, kind, {k: v for k, v in owed if values.get(k) != v})
@@ -180,7 +181,7 @@ class Cursor:
         self.path = Path(run_dir) / "tracking" / f"mlflow-node{node_rank}.json"
 
     def offset(self, run_id: str) -> int:
-        """Bytes of the journal that this run has; 0 for a run that is not the recorded one."""
+        """The bytes of the journal that this run has; 0 for a run other than the recorded one."""
         try:
             fields = json.loads(self.path.read_text())
             return int(fields["offset"]) if fields["run_id"] == run_id else 0

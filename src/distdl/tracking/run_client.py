@@ -1,4 +1,4 @@
-"""What `self.logger.experiment` is in a module whose run MLflow follows. Imports mlflow."""
+"""A module's `self.logger.experiment` if MLflow follows the run. Imports mlflow."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ SERVER = "MLFLOW_TRACKING_URI"
 
 
 class RunClient(MlflowClient):
-    """mlflow's, but what is logged to our run (its id, or None) goes into the journal and outbox.
+    """MLflow's client, except that anything logged to our run (its id, or None) goes into the
+    journal and the outbox.
 
-    All that asks the server, or is about other runs, is mlflow's own.
+    Calls that query the server, or concern other runs, are MLflow's own.
     """
 
     def __init__(self, owner: RunLogger) -> None:
         self._owner = owner
         self._tracking_client: Any = _Runs(owner, self._real)
-        # Lightning's logger does so, for `mlflow.start_run(run_id=...)`. But a process may have
-        # another run, with a server of its own: the environment stays.
+        # Lightning's logger sets the URI too, for `mlflow.start_run(run_id=...)`. But another run
+        # of the process may have its own server, so the environment is restored.
         before = os.environ.get(SERVER)
         mlflow.set_tracking_uri(owner.sender.uri)
         os.environ.pop(SERVER, None)
@@ -38,23 +39,23 @@ class RunClient(MlflowClient):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not name.startswith("_"):
             return object.__getattribute__(self, name)  # raises
-        return getattr(self._real(), name)  # its parts that are not about runs
+        return getattr(self._real(), name)  # its parts that do not concern runs
 
     def _real(self) -> Any:
-        _ = self._owner.run_id  # first, as the sender makes a database's tables, under a lock
+        _ = self._owner.run_id  # first: the sender creates a database's tables, under a lock
         return MlflowClient(self._owner.sender.uri)
 
     def log_artifact(self, run_id: Any, local_path: Any, artifact_path: Any = None) -> None:
-        # mlflow's own looks how the id begins, and None has no beginning.
+        # mlflow's own method checks the prefix of the id, and None has none.
         self._tracking_client.log_artifact(run_id, local_path, artifact_path)
 
     def _log_artifact_async_helper(self, run_id: Any, artifact_file: str, artifact: Any) -> None:
-        with self._log_artifact_helper(run_id, artifact_file) as path:  # waits for no server
+        with self._log_artifact_helper(run_id, artifact_file) as path:  # does not wait for a server
             artifact.save(path)
 
 
 class _Runs:
-    """In place of the part of an `MlflowClient` that is about runs, which all its calls go to."""
+    """Replaces the part of an `MlflowClient` that concerns runs, to which all its calls go."""
 
     def __init__(self, owner: RunLogger, real: Callable[[], Any]) -> None:
         self._owner, self._real, self._ours = owner, real, _OurRun(owner)
@@ -78,7 +79,7 @@ class _Runs:
 
 
 class _OurRun:
-    """What can be logged to a run, by mlflow's names for it."""
+    """What can be logged to a run, by mlflow's method names."""
 
     def __init__(self, owner: RunLogger) -> None:
         self._put, self._outbox = owner.journal.put, owner.delivery.outbox

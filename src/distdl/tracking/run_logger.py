@@ -1,4 +1,4 @@
-"""What `self.logger` is in a module whose run MLflow follows."""
+"""A module's `self.logger` if MLflow follows the run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class RunLogger(MLFlowLogger):
-    """Lightning's by its type and its properties; it never waits for a server to log something.
+    """Has the type and properties of Lightning's logger, but logging never waits for a server.
 
-    The journal gets its metrics. Parameters, and what `experiment` is given, go into the outbox.
+    Metrics go into the journal. Parameters, and calls of `experiment`, go into the outbox.
     """
 
     def __init__(self, sender: MLflowLogger, journal: Journal) -> None:
-        Logger.__init__(self)  # Lightning's own would open the store
+        Logger.__init__(self)  # Lightning's __init__ would open the store
         self.sender, self.journal, self._tracking_uri = sender, journal, sender.uri
         self.delivery: Any = None if sender.info.rank else sender.delivery
 
     @functools.cached_property
     def experiment(self) -> Any:
-        """An `MlflowClient` on rank 0; elsewhere it swallows every call, as Lightning's does."""
+        """An `MlflowClient` on rank 0; elsewhere it ignores every call, like Lightning's."""
         if self.delivery is None:
             return DummyExperiment()
         from distdl.tracking.run_client import RunClient
@@ -38,7 +38,7 @@ class RunLogger(MLFlowLogger):
 
     @property
     def _run_id(self) -> str | None:  # type: ignore[override]
-        """MLflow's id of the run; None on other ranks and where the server has never answered.
+        """MLflow's id of the run; None on other ranks, or if the server has not answered yet.
 
         `experiment` takes None for this run.
         """
@@ -54,12 +54,13 @@ class RunLogger(MLFlowLogger):
     save_dir = log_dir = property(lambda self: str(self.sender.info.run_dir))
 
     def log_hyperparams(self, params: Any, *_: Any, **kw: Any) -> None:
-        """Parameters of the run, nested ones as `a/b`, cut at 500 characters."""
+        """Sends the run's parameters, nested ones as `a/b`, cut at 500 characters."""
         if self.delivery is not None:
             flat = _flatten_dict(_convert_params(params))
             self.delivery.outbox.owe("params", flat, longest=500)
 
     def _nothing(self, *args: Any, **kw: Any) -> None:
-        """The journal has it; checkpoints stay in the run; `MLflowLogger` reports the end."""
+        """Does nothing: metrics are in the journal, checkpoints in the run, and `MLflowLogger`
+        reports the end."""
 
     log_metrics = after_save_checkpoint = finalize = _nothing

@@ -1,6 +1,7 @@
-"""Trackers that are a service of their own: what each logger gets of the run, and how it ends.
+"""Tracking services: the arguments that each logger gets for a run, and how it is ended.
 
-Which package each needs is in `distdl.validation.rules`, which reports it before anything starts.
+`distdl.validation.rules` lists the package that each one needs, and reports a missing one before
+anything starts.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait for what is left to be sent. A scheduler's grace is short, and so is the agent's
-# patience with a rank that failed.
+# Seconds to wait until everything is sent. A scheduler's grace period is short, and so is the
+# agent's wait for a rank that failed.
 PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0, "SUCCEEDED": 60.0}
 
 
 @dataclass(frozen=True)
 class Service:
-    """A logger, known by the name of its class.
+    """A logger, identified by the name of its class.
 
     Args:
-        arguments: For a run; those that the config sets stay. The same id in
-            every attempt, so that a resumed run goes on in the same curves.
-        end: The method of its `experiment` that sends what is left. A worker ends without those
-            hooks of Python's end by which some of them would do it themselves.
+        arguments: Makes the arguments for a run; those set in the config take precedence. The id is
+            the same in every attempt, so a resumed run continues the same curves.
+        end: The method of its `experiment` that sends what is left. Some loggers do that in
+            Python's exit hooks, which a worker does not run.
     """
 
     arguments: Callable[[RunInfo, str], dict[str, Any]]
@@ -62,7 +63,7 @@ SERVICES = {
 
 
 def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
-    """The logger of a run, from what the config says of it.
+    """The logger of a run, built from its config.
 
     Raises:
         UserError: It cannot be made.
@@ -74,12 +75,12 @@ def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
     configured = {k for k, v in partial.keywords.items() if v is not None}
     ours = service.arguments(info, str(folder))
     if info.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)  # else W&B writes somewhere else
+        folder.mkdir(parents=True, exist_ok=True)  # else W&B writes to another folder
     return _started(key, lambda: partial(**{k: v for k, v in ours.items() if k not in configured}))
 
 
 def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
-    """Gives a service the parameters of the run, which opens it.
+    """Sends the run's parameters to a service, which opens it.
 
     Raises:
         UserError: It cannot be opened.
@@ -98,7 +99,7 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
 
 
 def end(key: str, logger: Any, status: str) -> None:
-    """Sends what is left, no longer than there is patience; never raises.
+    """Sends what is left, for at most `PATIENCE` seconds; never raises.
 
     Args:
         status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.

@@ -1,4 +1,4 @@
-"""Sends to MLflow what a run has recorded and its server has not got yet."""
+"""Sends to MLflow what a run has recorded and its server lacks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distdl.runs.records import journals
 from distdl.tracking.outbox import Outbox, redact
 from distdl.util.errors import UserError
 
-LONG = 5000  # points; from here on a bar is shown
-WAITS = (2.0, 4.0)  # seconds before another try
+LONG = 5000  # points; from this number on a progress bar is shown
+WAITS = (2.0, 4.0)  # seconds before each further try
 
 
 def sync(run: Path) -> int:
@@ -73,7 +73,7 @@ def _retried(send: Callable[[], None]) -> None:
     for wait in WAITS:
         try:
             return send()
-        except Exception:  # the last try says why
+        except Exception:  # the last try reports the error
             time.sleep(wait)
     send()
 

@@ -1,4 +1,4 @@
-"""How busy a node is: a thread that samples it into the journal."""
+"""The load of a node: a thread that samples it into the journal."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ GIB = float(1 << 30)
 
 
 class SystemMetrics:
-    """Samples the node of this process every `interval` seconds until `stop`.
+    """Samples this process's node every `interval` seconds until `stop`.
 
     Keys are `system/cpu_percent`, `memory_percent`, `memory_gib`, `disk_percent`,
     `network_received_mb_per_second`, `network_sent_mb_per_second` and, per NVIDIA GPU that this
-    process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`; on other nodes than 0
+    process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`. On nodes other than 0
     they begin with `system/node<n>/`. The step is the last one that training logged. A source that
-    fails is left out of that sample and tried again in the next (MLflow's own monitor ends for good
-    at the first failure).
+    fails is left out of that sample and tried again in the next (MLflow's own monitor stops for
+    good at the first failure).
 
     Args:
-        journal: Where the samples go.
+        journal: Receives the samples.
         interval: Seconds between two samples.
         node_rank: Which node this is.
         disk: A path on the disk to watch.
@@ -49,13 +49,13 @@ class SystemMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take the last sample and end (a driver call that hangs is left alone after 2 s)."""
+        """Takes the last sample and ends. It waits 2 s at most, as a driver call may hang."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2.0)
 
     def sample(self) -> dict[str, float]:
-        """The values now, with the prefix of this node."""
+        """The current values, with the prefix of this node."""
         values: dict[str, float] = {}
         for source in self.sources:
             try:
@@ -68,10 +68,10 @@ class SystemMetrics:
         return {self.prefix + key: value for key, value in values.items()}
 
     def _run(self) -> None:
-        self.sample()  # the first of a rate has nothing to compare with
+        self.sample()  # the first sample of a rate has nothing to compare with
         while not self._stop.wait(self.interval):
             self.journal.put(self.sample(), self.journal.last_step)
-        self.journal.put(self.sample(), self.journal.last_step)  # a short run has one, too
+        self.journal.put(self.sample(), self.journal.last_step)  # so that a short run has one, too
 
     def _host(self) -> dict[str, float]:
         import psutil
@@ -101,7 +101,7 @@ class SystemMetrics:
 
 
 class _Gpus:
-    """NVIDIA only. Without a driver it is silent: a CPU node is not a failure."""
+    """NVIDIA only. A missing driver is not reported, since a CPU node is not a failure."""
 
     def __init__(self) -> None:
         self._handles: list[Any] | None = None
@@ -119,7 +119,7 @@ class _Gpus:
             return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
         handles = []
         for name in listed(visible):
-            with contextlib.suppress(pynvml.NVMLError):  # none of that name: CUDA shows none either
+            with contextlib.suppress(pynvml.NVMLError):  # if it is unknown, CUDA shows none either
                 handles.append(
                     pynvml.nvmlDeviceGetHandleByIndex(int(name))
                     if name.isdigit()

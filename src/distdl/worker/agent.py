@@ -22,8 +22,8 @@ from distdl.runs import failures
 from distdl.runs.directory import Attempt
 from distdl.util.orphans import PARENT
 
-# Seconds: torch's agent kills what has not ended 30 s after the first rank did. A rank that was
-# killed before that, somebody else has killed.
+# Seconds. torch's agent kills ranks that are still running 30 s after the first one ended. A rank
+# killed earlier was killed by something else.
 OWN_KILLS = 20
 
 
@@ -39,28 +39,28 @@ def run(
     grace_seconds: int = 30,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Starts `devices` ranks here and waits for them. On one machine nothing of it can be reached
-    from another one.
+    """Starts `devices` ranks here and waits for them. With one node, no other machine can reach
+    them.
 
     Args:
         command: What each rank runs, without the interpreter.
-        name: Names the job to the other nodes' agents.
+        name: Identifies the job to the agents of the other nodes.
         devices: Ranks on this node.
-        attempt: Where the output of all but the node's first rank goes, redacted, and the record of
-            ranks that were killed.
+        attempt: Receives the redacted output of all ranks but the node's first, and a record of
+            each rank that was killed.
         nodes, node_rank: How many nodes there are, and which one this is.
-        main: Of several nodes: `host:port` where node 0 keeps the ranks' store.
+        main: With several nodes: `host:port` of the ranks' store on node 0.
         grace_seconds: From a signal until the ranks are killed.
         env: Variables to set before.
 
     Returns:
-        0, or the exit code of the rank that failed first; -N for one that signal N ended, and if
+        0, or the exit code of the rank that failed first. -N if signal N ended that rank, or if
         signal N asked this process to end.
     """
     kept = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
     os.environ.update(env or {})
     os.environ[PARENT] = str(os.getpid())
-    # One thread per process unless asked: what torchrun does, without its warning.
+    # One thread per process unless set: as torchrun does, without its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if nodes == 1 and (interface := loopback()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -81,7 +81,7 @@ def run(
     try:
         with stopping.raised():
             return _run(command, folder, attempt, options)
-    except KeyboardInterrupt as interrupt:  # before torch's agent took the signals over
+    except KeyboardInterrupt as interrupt:  # before torch's agent handled signals
         return -stopping.number_of(interrupt)
     finally:
         os.environ.pop(PARENT, None)
@@ -119,18 +119,18 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
 
 
 def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
-    """Records the ranks that could not do so themselves, and returns the cause's exit code.
+    """Records the ranks that could not do so themselves, and returns the exit code of the cause.
 
     Args:
-        ended: Of each rank that did not end well, `exitcode` and `timestamp`, as torch knows them.
+        ended: Rank to `exitcode` and `timestamp`, as torch reports them, for each rank that failed.
     """
     start = min(each.timestamp for each in ended.values())
     for rank, each in ended.items():
         code = int(each.exitcode)
         agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.MEANING
         if not agreed and each.timestamp - start < OWN_KILLS:
-            # In whole seconds, rounded down. Nothing is killed because another rank fails; it may
-            # well crash because of that, and then comes second.
+            # torch's time is in whole seconds, rounded down. Nothing kills a rank because another
+            # one failed, but it may crash as a consequence, and then must come second.
             later = 0 if -code == signal.SIGKILL else 1
             failures.record_end(attempt.errors, rank, code, each.timestamp + later)
     first = attempt.first_error()
@@ -140,13 +140,13 @@ def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
 
 
 def loopback() -> str | None:
-    """The interface that leads to this machine alone: `lo`, or `lo0`."""
+    """The interface that reaches only this machine: `lo`, or `lo0`."""
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if name in ("lo", "lo0")), None)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """One node's agent; after `--` come the worker's arguments."""
+    """One node's agent. The worker's arguments follow after `--`."""
     parser = argparse.ArgumentParser("python -m distdl.agent", description=__doc__)
     parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
     parser.add_argument("--nodes", type=int, default=1)
@@ -175,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         node_rank=node_rank,
         main=f"{options.main_address}:{options.main_port}",
         grace_seconds=options.grace_seconds,
-        # From here on the ranks are torchrun's, whatever started this agent.
+        # From here on the ranks have torchrun's variables, whatever started this agent.
         env={"DISTDL_LAUNCHER": "local"},
     )
-    if -code in stopping.MEANING:  # the status says what the ranks made of it
+    if -code in stopping.MEANING:  # status.json says how the ranks ended
         code = EXIT_FAILURE
     leave(code if code >= 0 else 128 - code, launcher)

@@ -1,4 +1,4 @@
-"""Memory that a step frees is kept for the next one (training on a CPU, glibc)."""
+"""Keeps memory that a step frees for the next step (training on a CPU with glibc)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 NEVER = -1
 LARGEST_THRESHOLD = 32 * 2**20  # bytes; glibc takes no more
-# What a user says about it. GLIBC_TUNABLES may be about something else.
+# The user's own settings. GLIBC_TUNABLES may be about something else.
 VARIABLES = {
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -19,17 +19,17 @@ VARIABLES = {
 
 
 def keep_freed_memory() -> bool:
-    """Has malloc keep what is freed; the process stays as large as its largest step made it.
+    """Makes malloc keep freed memory; the process stays as large as its largest step made it.
 
-    A step on a CPU frees every activation and gradient, glibc hands much of that back to the
-    system, and the next step has every page of it mapped and cleared again: a fifth of a step of a
-    small net. torch recommends other allocators for it, which must be preloaded
+    A step on a CPU frees every activation and gradient. glibc returns much of that to the system,
+    and the next step has every page mapped and cleared again. That costs a fifth of a small
+    network's step. torch recommends other allocators for this, which must be preloaded
     (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html, "Switch Memory
-    allocator"); this has most of their effect. See mallopt(3) for the two thresholds.
+    allocator"); these settings have most of their effect. See mallopt(3) for the two thresholds.
 
     Returns:
-        Whether it was done: not with another C library, and not if the user's environment says
-        something about malloc.
+        Whether it was done. It is not done with another C library, or if the user's environment
+        configures malloc.
     """
     if os.environ.keys() & VARIABLES or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

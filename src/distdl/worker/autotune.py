@@ -1,12 +1,12 @@
-"""`strategy.autotune=true`: a short measured search for the fastest way to the same training.
+"""`strategy.autotune=true`: a short measured search for the fastest way to run the same training.
 
-The global batch is not touched. What changes is how it is cut (`data.batch_size` against
-`trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, the ZeRO stage. Each
-candidate trains a few steps on these very devices; the fastest is written into the attempt's
-launch.yaml, so that a resume takes it over and does not measure again.
+The global batch stays as it is. The candidates differ in how it is divided (`data.batch_size`
+against `trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, in the ZeRO
+stage. Each candidate trains a few steps on the job's own devices. The fastest is written into the
+attempt's launch.yaml, so a resume uses it and does not measure again.
 
-DeepSpeed's own autotuner starts the whole job again for each candidate, with its own launcher: it
-cannot run inside a job that a cluster has started.
+DeepSpeed's own autotuner starts the whole job again for each candidate, with its own launcher, so
+it cannot run inside a job that a cluster has started.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the things to try: what it changes of the recipe, by path, and its name for people."""
+    """One candidate: what it changes in the recipe, by config path, and its name in messages."""
 
     changes: dict[str, Any]
     name: str
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the slowest rank; `seconds` of an optimizer step, `memory` in bytes (0 on the CPU)."""
+    """Of the slowest rank: `seconds` per optimizer step, `memory` in bytes (0 on the CPU)."""
 
     candidate: Candidate
     seconds: float | None
@@ -64,7 +64,7 @@ class Measured:
 
 
 def tuned(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest candidate, where the strategy asks for it. Collective.
+    """The config with the fastest candidate; unchanged for a task other than training. Collective.
 
     Raises:
         UserError: No candidate can train.
@@ -85,16 +85,16 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
 
 
 def report(environment: Environment, text: str, *arguments: object) -> None:
-    """On rank 0 for a person, elsewhere for the log file."""
+    """Logs at INFO on rank 0, elsewhere at DEBUG, which only the log file shows."""
     log.log(logging.INFO if environment.rank == 0 else logging.DEBUG, text, *arguments)
 
 
 def freeze(
     config: DictConfig, context: RankContext, best: Candidate, name: str, measured: list[Measured]
 ) -> DictConfig:
-    """Writes rank 0's choice into the attempt's launch.yaml, and what it rests on under `name`.
+    """Writes rank 0's choice into the attempt's launch.yaml, and its measurements under `name`.
 
-    A resume takes an attempt's changes over from the one before, and so the choice. Collective.
+    A resume inherits the changes of the previous attempt, and with them the choice. Collective.
     """
     best, launch = process_group.tell_all(best), context.launch
     text = "%s: this attempt and those that resume it train with %s"
@@ -107,10 +107,10 @@ def freeze(
 
 
 def candidates(config: DictConfig) -> Iterator[Candidate]:
-    """Ways to cut a rank's share of the global batch, with each stage."""
+    """Every way to divide a rank's share of the global batch, for each ZeRO stage."""
     batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
     sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
-    own_file = config.strategy.get("config")  # what it says about ZeRO stays
+    own_file = config.strategy.get("config")  # its ZeRO settings are kept
     for stage in (None,) if own_file else STAGES:
         for size in sizes:
             if not (stage != 3 and config.strategy.get("offload_parameters")):
@@ -118,7 +118,7 @@ def candidates(config: DictConfig) -> Iterator[Candidate]:
 
 
 def cut(batch_size: int, accumulate: int, stage: int | None) -> Candidate:
-    """A cut of the batch, and a ZeRO stage."""
+    """One division of the batch, with a ZeRO stage if given."""
     name = f"data.batch_size={batch_size} x {accumulate} accumulated"
     changes: dict[str, Any] = {
         "data.batch_size": batch_size,
@@ -141,14 +141,14 @@ def measure(
     steps: int = MEASURED,
     survivable: type[Exception] = torch.cuda.OutOfMemoryError,
 ) -> Measured:
-    """Trains a few steps, in this process, and leaves nothing behind. Collective.
+    """Trains a few steps in this process and cleans up afterwards. Collective.
 
     Args:
-        warm_up, steps: Optimizer steps before those that count, and those.
-        survivable: What rules the candidate out and no more; out of memory always does.
+        warm_up, steps: Optimizer steps before the measurement, and in it.
+        survivable: Exceptions that only rule the candidate out. Running out of memory always does.
 
     Raises:
-        Stopped: A rank was asked to end meanwhile; nothing was measured then.
+        Stopped: A rank was asked to end meanwhile. Nothing was measured.
     """
     stop.check()
     settings = configs.merge(
@@ -193,7 +193,7 @@ def measure(
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     torch.cuda.empty_cache()
-    # What failed may have failed by that very signal: the compiler has got it, too.
+    # The same signal may have caused the failure, since the compiler's processes receive it too.
     process_group.check_all(stop, "before training began")
     times, memories, reasons = zip(*process_group.gather((clock.seconds, memory, why)), strict=True)
     why = next(filter(None, reasons), "")

@@ -1,4 +1,4 @@
-"""Config -> Trainer, LightningModule, LightningDataModule, callbacks, alike on every rank."""
+"""Config -> Trainer, LightningModule, LightningDataModule, callbacks, the same on every rank."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Built:
-    """A run as a task gets it.
+    """A built run, as a task receives it.
 
     Args:
-        checkpoint: What to go on from, or None.
+        checkpoint: What to resume from, or None.
         own_optimizer: The module defines `configure_optimizers`, so the config's optimizer and
             schedule are not used.
     """
@@ -59,12 +59,12 @@ class Built:
 
     @property
     def data(self) -> str:
-        """What `data._target_` names, or the model that has its loaders itself."""
+        """The `_target_` of the data, or of a model that has its own loaders."""
         return str((self.config.get("data") or self.config.model).get("_target_"))
 
     @property
     def has_trained(self) -> bool:
-        """Whether an attempt of this run, an earlier one too, is a training."""
+        """Whether any attempt of this run trains."""
         return any(attempt.task == TRAIN for attempt in self.run.attempts())
 
 
@@ -81,13 +81,13 @@ def build(
     """Builds everything, on this rank.
 
     Args:
-        config: Recipe and where, merged.
+        config: The recipe merged with where it runs.
         run, attempt: Where files go.
-        environment: Who this rank is.
-        resources: How many ranks there are, on what.
+        environment: Which rank this is.
+        resources: The number of ranks, nodes and devices, and the accelerator.
         stop: Whether this process was asked to end.
         loggers: Lightning loggers.
-        checkpoint: What to go on from; the same on all ranks.
+        checkpoint: What to resume from; the same on all ranks.
     """
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
@@ -96,7 +96,7 @@ def build(
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
     nodes = (config.get("callbacks") or {}).items()
-    chosen = {str(name): make(node) for name, node in nodes if node}  # null takes one away
+    chosen = {str(name): make(node) for name, node in nodes if node}  # null removes one
     strategy = make(config.strategy)
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
@@ -132,15 +132,16 @@ def build(
 
 
 def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
-    """(rank, how many) among those that take different data; a strategy may know better."""
+    """(rank, count) among the ranks that take different data; a strategy may override it."""
     share_of = getattr(strategy, "data_share", None)
     rank, world_size = environment.rank, environment.world_size
     return share_of(rank, world_size) if share_of is not None else (rank, world_size)
 
 
 def make(node: Any) -> Any:
-    """Instantiates a `_target_` node with plain Python containers, or as it says (`_convert_`); its
-    errors are its own. `torch.float32`, or `float32`, is one where a dtype is asked for."""
+    """Instantiates a `_target_` node, with plain Python containers unless `_convert_` says
+    otherwise. Errors are the original ones, not Hydra's. Where a dtype is expected, `torch.float32`
+    or `float32` becomes one."""
     if isinstance(node, DictConfig):
         given = plain(node)
         typed = with_dtypes(given)
@@ -154,7 +155,7 @@ def make(node: Any) -> Any:
 def build_module(config: DictConfig) -> LightningModule:
     from lightning.pytorch import seed_everything
 
-    # The same weights on every rank, whatever strategy would or would not broadcast them.
+    # The same weights on every rank, whether or not the strategy broadcasts them.
     seed_everything(config.seed, workers=True, verbose=False)
     return make(config.model)
 
@@ -166,11 +167,11 @@ def configures_optimizers(module: LightningModule) -> bool:
 def attach_optimizer(
     module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
 ) -> None:
-    """Gives a module the config's optimizer and schedule, as its `configure_optimizers`.
+    """Sets the config's optimizer and schedule as the module's `configure_optimizers`.
 
     Args:
-        declared: The global batch as the config says it, for loaders that do not say.
-        position: Knows what the loaders say.
+        declared: The config's global batch, for loaders that do not state theirs.
+        position: Knows the loaders' batch size.
     """
     optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
     if not optimizer_node:
@@ -202,11 +203,11 @@ def attach_optimizer(
 
 
 def may_fuse(config: DictConfig) -> bool:
-    """Whether an optimizer may use its fused kernel, if nobody has said so.
+    """Whether an optimizer may use its fused kernel where the user has not decided.
 
-    A fused step would unscale the gradients of 16-mixed itself, after they were clipped: Lightning
-    refuses that. DeepSpeed's optimizers hold one flat parameter, and keep their groups in their own
-    way, with the kernels' names.
+    With 16-mixed, a fused step would unscale the gradients itself, after they were clipped, and
+    Lightning refuses that. DeepSpeed's optimizers hold one flat parameter. They keep their groups
+    in their own way, including the keys that choose a kernel.
     """
     half = str(config.trainer.get("precision")) in ("16", "16-mixed")
     clips = bool(config.trainer.get("gradient_clip_val"))
@@ -215,8 +216,8 @@ def may_fuse(config: DictConfig) -> bool:
 
 
 class Unprofiled(PassThroughProfiler):
-    """Lightning's profiler that does nothing, 35 times a step of a default run, in a quarter of
-    its time: a context that is there already, not a generator each time."""
+    """Lightning's profiler that does nothing. It is called 35 times per step of a default run. One
+    shared context takes a quarter of the time of a new generator for each call."""
 
     _nothing = nullcontext()
 
@@ -233,8 +234,8 @@ def build_trainer(
     loggers: list[Any],
     run: RunDirectory,
 ) -> Trainer:
-    """Lightning's Trainer, of which distdl owns the parts named in `conf/trainer`'s docs."""
-    arguments = dict(make(config.trainer))  # a profiler, or a time, may be a node
+    """Lightning's Trainer. distdl sets its devices, plugins, callbacks and loggers."""
+    arguments = dict(make(config.trainer))  # a profiler or a time may be a node
     arguments.pop("use_distributed_sampler", None)  # see below
     arguments.update(
         accelerator=process_group.accelerator_of(environment, resources.accelerator),
@@ -242,9 +243,9 @@ def build_trainer(
         num_nodes=resources.num_nodes,
         profiler=arguments.get("profiler") or Unprofiled(),
     )
-    if arguments.get("benchmark") is None:  # cudnn's search takes kernels that are not
+    if arguments.get("benchmark") is None:  # cudnn's search may take non-deterministic kernels
         arguments["benchmark"] = not arguments.get("deterministic")
-    if config.checkpoint.get("sharded"):  # validation has asked whether it can
+    if config.checkpoint.get("sharded"):  # validation has checked that it can
         strategy.sharded_checkpoints = True
     process_group.give_backends(strategy, resources.accelerator)
     trainer = Trainer(
@@ -255,9 +256,9 @@ def build_trainer(
         logger=loggers or False,
         default_root_dir=Path(run.path),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
-        # Ours writes them; a user's own ModelCheckpoint may stand beside it (callbacks/apart.py).
+        # Ours writes them; a user's own ModelCheckpoint may be used beside it (callbacks/apart.py).
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
-        # Sharding by rank is in `distribute`, which can also resume and count exactly.
+        # `distribute` shards by rank, and can also resume and count exactly.
         use_distributed_sampler=False,
     )
     portable.speak_names(trainer.strategy)

@@ -1,8 +1,8 @@
-"""`model.compile=measured`: which mode of torch.compile is fastest here, or none.
+"""`model.compile=measured`: finds which mode of torch.compile is fastest here, if any.
 
-It trains a few steps in each mode on these very devices, with the run's own data, before the
-training; the fastest is written into the attempt's launch.yaml, so that a resume takes it over and
-does not measure again (as `strategy.autotune`, see `distdl.worker.autotune`).
+Before the training, it trains a few steps in each mode, with the run's own devices and data. The
+fastest mode is written into the attempt's launch.yaml, so a resume uses it and does not measure
+again (like `strategy.autotune`, see `distdl.worker.autotune`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from distdl.worker.rank_context import RankContext
 # torch's own names: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 MODES = ("default", "reduce-overhead", "max-autotune")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-# The first steps compile, and record the graphs where there are any.
+# The first steps compile, and record CUDA graphs where the mode uses them.
 WARM_UP, STEPS = 5, 10
-# A compiled step must be so much shorter: below that it may be noise, and it starts later.
+# A compiled step must be at least this much shorter: a smaller gain may be noise, and compiling
+# delays the start.
 LEAST_GAIN = 0.03
 
 
 def way(mode: str | bool) -> autotune.Candidate:
-    """Of running the network: False as it is, or a mode of torch.compile."""
+    """One way to run the network: uncompiled (False), or in a mode of torch.compile."""
     return autotune.Candidate({"model.compile": mode}, f"model.compile={str(mode).lower()}")
 
 
 def chosen(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest mode in place of "measured". Collective.
+    """The config with the fastest mode instead of "measured". Collective.
 
     Raises:
-        UserError: The step does not train as it is, or there is no compiler.
+        UserError: The model trains in no mode, or there is no compiler.
     """
     if config.task._target_ not in (BENCHMARK, TRAIN):
         return config
@@ -55,18 +56,18 @@ def chosen(config: DictConfig, context: RankContext) -> DictConfig:
 
 
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
-    """What can differ here. CUDA graphs keep gradients in memory that the next replay overwrites,
-    so with accumulated batches they are left out; on a CPU all modes are nearly one."""
+    """The modes that can differ here. CUDA graphs keep gradients in memory that the next replay
+    overwrites, so they are left out with accumulated batches. On a CPU all modes are alike."""
     accumulates = int(config.trainer.get("accumulate_grad_batches") or 1) > 1
     tried = MODES[:1] if accelerator == "cpu" else MODES
     return [False, *(m for m in tried if not (accumulates and m in CUDA_GRAPHS))]
 
 
 def fastest(measured: list[autotune.Measured]) -> autotune.Candidate:
-    """The first (not compiled), unless another is shorter by `LEAST_GAIN`.
+    """The uncompiled setting (the first), unless another one is shorter by `LEAST_GAIN`.
 
     Raises:
-        UserError: None can train.
+        UserError: No mode can train.
     """
     able = [each for each in measured if each.seconds is not None]
     if not able:

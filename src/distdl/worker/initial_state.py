@@ -1,8 +1,8 @@
 """What a task takes from a checkpoint: its own run's, another run's, Lightning's, or bare weights.
 
-A new training resumes from all of the state of its start if that fits: optimizers, schedules,
-loops, with the rates and settings that it asks for itself. Else it takes the weights alone, and one
-warning gives the reason.
+A new training that starts from a checkpoint restores all of its state if that fits: optimizers,
+schedules and loops, with the rates and settings of the new config. Otherwise it takes only the
+weights, and one warning gives the reason.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from distdl.worker.build import Built
 
 log = logging.getLogger(__name__)
 
-# What torch.compile, DistributedDataParallel and `convert --to weights` add to names or take away.
+# What torch.compile, DistributedDataParallel and `convert --to weights` change in names.
 AFFIX = re.compile(r"^(module|network)\.|_orig_mod\.")
-# torch has added these or taken them away; all other keys of a schedule's state show its kind.
+# Keys that differ between versions of torch. All other keys of a schedule's state show its kind.
 OF_VERSIONS = ("verbose", "default_min_lr")
 
 
@@ -47,10 +47,10 @@ def start(context: Built, path: str | None, loop: Callable[..., Any], **more: An
 
 
 def prepare(context: Built, path: str) -> None:
-    """Puts `load` where the Trainer restores weights, and `restore` where it restores the rest.
+    """Installs `load` where the Trainer restores weights, and `restore` where it restores the rest.
 
-    What is evaluated logs at the file's step and epoch. They raise a UserError where the weights do
-    not fit, and where all of it fits and the file's training was as long as this one shall be.
+    An evaluation logs at the checkpoint's step and epoch. They raise a UserError if the weights do
+    not fit, or if all of it fits but the checkpoint has already trained as long as this run shall.
     """
     trainer, module, file = context.trainer, context.module, shown(Path(path))
     connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
@@ -69,7 +69,7 @@ def prepare(context: Built, path: str) -> None:
             what = f"its weights are not those of {type(module).__name__} as configured: {error}"
             remedy = "the class and arguments that wrote it; strict_loading = False of the module"
             raise UserError.at(file, what, remedy) from None
-        if trainer.state.fn != TrainerFn.FITTING:  # of which Lightning takes the weights alone
+        if trainer.state.fn != TrainerFn.FITTING:  # Lightning takes only the weights
             loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
             loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
 
@@ -81,14 +81,14 @@ def prepare(context: Built, path: str) -> None:
         foreign, why = KEY not in checkpoint, None
         asked = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
         if foreign:
-            loop._combined_loader = None  # the loaders may have begun with another epoch's order
+            loop._combined_loader = None  # the loaders may have started with another epoch's order
             if (why := misfit(checkpoint, trainer)) is None:
                 try:
                     connector.restore_optimizers()
-                except ValueError as error:  # they have other groups of parameters
+                except ValueError as error:  # their parameter groups differ
                     why = str(error)
         if why is not None:
-            if len(trainer.optimizers) > 1:  # the first of them may have fitted
+            if len(trainer.optimizers) > 1:  # the first ones may have been restored
                 strategy.setup_optimizers(trainer)
             message = "%s: its weights are taken alone, and the training begins anew: %s"
             return log.warning(message, file, why)
@@ -123,16 +123,16 @@ def prepare(context: Built, path: str) -> None:
 def ask_again(
     trainer: Trainer, asked: list[Any], before: list[Any] | None, file: str, batch_ratio: float
 ) -> None:
-    """Gives a new run the rates and settings that it asks for, where its start has others.
+    """Gives a new run its configured rates and settings, where the checkpoint's differ.
 
     Args:
-        asked: Of each optimizer its groups as they were built, before the state was restored.
-        before: The rates with which those of the start were built; None: it does not say.
-        file: The start.
+        asked: For each optimizer, its groups as built, before the state was restored.
+        before: The rates with which the checkpoint's groups were built; None: not recorded.
+        file: The checkpoint.
         batch_ratio: By how much the rate will change with the global batch.
     """
     schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
-    # Those that turn the momentum as well keep it among their own settings.
+    # Schedules that change the momentum as well keep it among their own settings.
     moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
     differences: dict[str, str] = {}
     for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, asked, strict=True)):
@@ -142,7 +142,8 @@ def ask_again(
                 if group.get(name) != mine[name]:
                     differences[name] = f"{name} {mine[name]} and not {group.get(name)}"
                     group[name] = mine[name]
-            # A file of Lightning's shows it by its schedule: else the module may have set it.
+            # Lightning's own checkpoints record the built rate only with a schedule. Without one,
+            # the module may have set the rate.
             was, now = group.get("initial_lr"), mine.get("initial_lr", mine["lr"])
             with suppress(IndexError, TypeError):
                 was = before[number][index]  # type: ignore[index]
@@ -164,7 +165,7 @@ def ask_again(
 
 
 def misfit(checkpoint: Mapping[str, Any], trainer: Trainer) -> str | None:
-    """Why the state of optimizers and schedules is not that of this training's; None: it may be."""
+    """Why the state of optimizers and schedules does not fit this training; None: it may fit."""
     states, optimizers = checkpoint.get("optimizer_states"), trainer.optimizers
     if states is None or "lr_schedulers" not in checkpoint:
         return "it holds no state of optimizers"
@@ -172,7 +173,7 @@ def misfit(checkpoint: Mapping[str, Any], trainer: Trainer) -> str | None:
         return f"it has {len(states)} optimizers, not {len(optimizers)}"
     for state, optimizer in zip(states, optimizers, strict=True):
         kind: Any = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps it
-        # Switches are newer than some files, and off.
+        # Switches are left out: files from before a switch existed lack it, and it was off then.
         defaults = getattr(kind, "defaults", {})
         settings = {k for k, v in defaults.items() if not isinstance(v, bool | None)}
         if lacks := settings - state["param_groups"][0].keys():

@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     """Runs one rank of one attempt and returns its exit code.
 
     Args:
-        argv: Of the command line, None for this process's own.
-        stop: What has listened to signals since the process began, if anything has.
+        argv: The command line; None for this process's own.
+        stop: Has listened for signals since the process began, if given.
     """
     parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
     parser.add_argument("bundle", type=Path, help="where config.yaml is")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         if rank == 0:
             attempt.end(state, **facts)
         return state.exit_code
-    except BaseException as error:  # whatever it was, it is recorded and named
+    except BaseException as error:  # every error is recorded and named
         if isinstance(error, UserError):
             print(f"distdl: {redact(str(error))}", file=sys.stderr)
         return fail(attempt, rank, error)
@@ -100,7 +100,7 @@ def newest(run: RunDirectory) -> int:
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     """Process group -> build -> task; returns the task's metrics."""
-    with uncollected():  # all that is slow to import, before the ranks wait for each other
+    with uncollected():  # the slow imports, before ranks wait for each other
         from distdl import tracking  # noqa: F401
         from distdl.checkpoint import fetching  # noqa: F401
         from distdl.distributed import process_group, rank_table
@@ -108,19 +108,19 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
 
     adopt_lightnings_loggers()
     config = effective_config(bundle, context.launch)
-    # The user's code comes before everything that is installed.
+    # The user's code comes before all installed packages.
     python_path = bundle.python_path(context.launch)
     lightning_names.serve()
     make_importable(python_path)
     allow = OmegaConf.select(config, "project.allow") or ()
-    with contextlib.chdir("."):  # an import may go elsewhere, and paths to type are from here
+    with contextlib.chdir("."):  # an import may change it, and shown paths are relative to it
         kinds.refuse(resolve(config).values, Trust(tuple(python_path), tuple(allow)))
     context.stop.check()
     environment, accelerator = context.environment, context.resources.accelerator
     rank_table.refuse_missing_device(environment, accelerator)
     if accelerator == "cpu":
         allocator.keep_freed_memory()
-    log.debug("imported; joins the other ranks")  # each may take minutes: the file says which
+    log.debug("imported; joins the other ranks")  # each may take minutes
     process_group.connect(environment, accelerator)
     failed = False
     try:
@@ -129,7 +129,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
         raise
     except BaseException as error:
         failed = True
-        # Now: taking this rank down makes the others fail, and their errors must come second.
+        # Record it now: ending this rank makes the others fail, and their errors must come second.
         note(context.attempt, environment.rank, error)
         raise
     finally:
@@ -137,7 +137,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
 
 
 def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
-    """What follows once all ranks are connected: checkpoint, measured choices, tracking, task."""
+    """Runs after all ranks are connected: checkpoint, measured choices, tracking, task."""
     from distdl import tracking
     from distdl.checkpoint import fetching
     from distdl.distributed import process_group, rank_table
@@ -171,7 +171,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
             tracker.settle()
             context.stop.check()
             if rank == 0:
-                # A strategy may leave a part of the model on each rank: it is counted before.
+                # Counted now: a strategy may leave only a part of the model on each rank.
                 complete = summary.parameters_of(built.module)
                 summary.print_start(built, resources, context.launch)
 
@@ -190,7 +190,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
         state = ended.state
         raise
     except BaseException as error:
-        note(attempt, rank, error)  # before the tracker, which may take its time
+        note(attempt, rank, error)  # before the tracker, which may be slow
         raise
     finally:
         tracker.finish(str(state))
@@ -198,8 +198,8 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
 
 @contextlib.contextmanager
 def lightnings_refusals() -> Iterator[None]:
-    """Raises a UserError in place of what Lightning's own code raises, as that is for the user to
-    change: without the traceback, which the log file has."""
+    """Turns an error raised by Lightning's own code into a UserError, since the user can correct
+    the cause. The traceback is only in the log file."""
     from distdl.validation import misfits
 
     plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
@@ -217,7 +217,7 @@ def lightnings_refusals() -> Iterator[None]:
 
 
 def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
-    """Calls the task by itself: through Hydra its exceptions would come out as Hydra's."""
+    """Calls the task directly: through Hydra its exceptions would become Hydra's."""
     from hydra.utils import get_method
 
     arguments = configs.plain(config.task)
@@ -226,32 +226,33 @@ def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
 
 
 def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
-    """The frozen recipe, where this attempt runs, and what this attempt changed."""
+    """The frozen recipe merged with where this attempt runs and what it changes."""
     return configs.merge(
         bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
     )
 
 
 def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
-    """What training starts from: the run's own newest, else `checkpoint.resume_from`."""
+    """The checkpoint that training starts from: the run's own newest, else
+    `checkpoint.resume_from`."""
     from distdl.runs import checkpoints
 
     newest = checkpoints.CheckpointStore(run.checkpoints).newest()
     if newest is not None:
         return str(newest)
     other = config.checkpoint.get("resume_from")
-    # Absolute: `fetching.provide` takes what is relative as a part of the run.
+    # Absolute, since `fetching.provide` takes a relative path as a part of the run.
     return str(checkpoints.find(other).absolute()) if other else None
 
 
 def note(attempt: Attempt, rank: int, error: BaseException) -> int:
-    """Records what failed first on this rank, and logs it at once: what follows may take its time,
-    or end with a kill. Returns the exit code."""
+    """Records this rank's first failure and logs it at once, since what follows may take long or
+    end with a kill. Returns the exit code."""
     code = JobState.FAILED.exit_code
     if isinstance(error, UserError):
         code = EXIT_REFUSED
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
-        code = error.code or code  # whoever calls exit(0) in the middle has not trained
+        code = error.code or code  # exit(0) before the end is a failure
     text = redact("".join(traceback.format_exception(error)))
     more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
     more |= {"where": where} if (where := place_in(text)) else {}
@@ -262,7 +263,7 @@ def note(attempt: Attempt, rank: int, error: BaseException) -> int:
     debugged = isinstance(error, bdb.BdbQuit)
     caused = first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED
     if debugged or caused or isinstance(error, UserError):
-        log.debug("%s", text)  # for the file: what is on screen says it without a traceback
+        log.debug("%s", text)  # for the file: the screen shows it without a traceback
     if debugged:
         log.error("ended in the debugger")
     elif isinstance(error, UserError):

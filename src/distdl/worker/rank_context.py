@@ -1,4 +1,4 @@
-"""What one rank of an attempt knows; read and resolved once, and handed on."""
+"""What one rank of an attempt knows, read and resolved once, then passed on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from distdl.runs.directory import Attempt, RunDirectory
 
 @dataclass(frozen=True)
 class RankContext:
-    """
+    """One rank of an attempt.
+
     Args:
-        attempt: Where its files are.
-        launch: What its launch.yaml holds; a measured choice is added to it.
-        resources: How many ranks there are, on what.
-        environment: Which of them this one is.
+        attempt: Has the paths of its files.
+        launch: The contents of its launch.yaml; a measured choice is added to it.
+        resources: The number of ranks, nodes and devices, and the accelerator.
+        environment: Which of the ranks this one is.
         stop: Whether this process was asked to end.
     """
 

@@ -1,4 +1,4 @@
-"""The log of one rank: a file of its own, and what of it a person sees on the terminal."""
+"""The log of one rank: its own file, and the part of it that is shown on the terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from distdl.runs.directory import Attempt
 from distdl.util.imports import FOR_AUTHORS, log_early
 from distdl.util.redact import RedactingFilter
 
-QUIET = ("urllib3",)  # it logs each retry; its callers report what comes of them
+QUIET = ("urllib3",)  # it logs each retry; its callers report the outcome
 HANDLER = "distdl"  # the name of our log handlers
-# Whose INFO lines a person wants to see: ours, and the table of `debug=profile`.
+# Loggers whose INFO lines are shown: ours, and the table of `debug=profile`.
 SHOWN = ("distdl", "lightning.pytorch.profilers")
 
 
 class ScreenHandler(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is at that moment: a live progress bar replaces it."""
+    """Writes to the current stderr, which a live progress bar replaces."""
 
     @property
     def stream(self) -> TextIO:
@@ -30,10 +30,10 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(attempt: Attempt, rank: int) -> None:
-    """Every rank into a file of its own; rank 0, and the errors of the others, on screen too."""
+    """Logs every rank to its own file; rank 0, and other ranks' errors, also to the screen."""
     attempt.logs.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
-    # A basicConfig in the user's code, imported before this, would show each line once more.
+    # A basicConfig in the user's code, imported earlier, would show each line twice.
     screens = (sys.stderr, sys.stdout)
     for old in [*root.handlers]:
         plain = type(old) is logging.StreamHandler and old.stream in screens
@@ -61,9 +61,9 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     logging.captureWarnings(True)
     for category in FOR_AUTHORS:
         warnings.filterwarnings("ignore", category=category)
-    # It cannot see that our loaders do go on; distdl.data.loading names those that do not.
+    # Lightning cannot see that our loaders resume; distdl.data.loading names those that do not.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
-    # Lightning knows only its own way to Slurm.
+    # Lightning knows only its own way to use Slurm.
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     if rank:
         warnings.filterwarnings("ignore")
@@ -71,8 +71,8 @@ def start_logging(attempt: Attempt, rank: int) -> None:
 
 
 def adopt_lightnings_loggers() -> None:
-    """Lightning, once imported, has handlers of its own: its warnings come by ours instead, and
-    its chatter stays in the file."""
+    """Lightning installs handlers when it is imported. Ours replace them, so its warnings are shown
+    and its other messages stay in the file."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True

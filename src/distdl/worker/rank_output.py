@@ -1,8 +1,8 @@
-"""What a node's ranks print: the first one's to the terminal, the others' to files, redacted.
+"""The output of a node's ranks: the first rank's to the terminal, the others' to files, redacted.
 
-A rank's log passes a filter in the rank itself (`redact.RedactingFilter`); what it, or a library in
-C below it, simply prints does not. So the files are written here, in the process that starts the
-ranks: the last lines of a rank that is killed are not lost.
+A rank redacts its own log (`redact.RedactingFilter`), but not what it, or a C library, prints
+directly. So the process that starts the ranks writes these files. It also keeps the last lines of a
+rank that is killed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from distdl.util.redact import redact
 
-READ, LONGEST = 1 << 16, 1 << 18  # bytes: at a time, and of a text that is held back
-PATIENCE = 2.0  # seconds; a process that a rank left behind may hold its pipe open
+READ, LONGEST = 1 << 16, 1 << 18  # bytes: per read, and of text held back
+PATIENCE = 2.0  # seconds; a process that a rank left behind may keep its pipe open
 BEGIN, END = b"-----BEGIN", b"-----END"
 
 
@@ -42,7 +42,7 @@ class RankOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The ranks have ended; what they have written is in the pipes."""
+        """Called after the ranks have ended: their remaining output is in the pipes."""
         for end in self._ends:
             os.close(end)
         deadline = time.monotonic() + PATIENCE
@@ -50,7 +50,7 @@ class RankOutput:
             thread.join(max(0, deadline - time.monotonic()))
 
     def pipe_to(self, path: str) -> str:
-        """Makes a pipe into a file; returns the name under which torch can open it."""
+        """Makes a pipe into a file; returns the name by which torch can open it."""
         reading, writing = os.pipe()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
@@ -62,7 +62,7 @@ class RankOutput:
 
 
 def pump(reading: int, stream: Stream) -> None:
-    """Empties a pipe until nobody can write into it any more."""
+    """Empties a pipe until all its writers have closed it."""
     with open(reading, "rb", buffering=0) as pipe:
         while data := pipe.read(READ):
             stream.add(data)
@@ -70,7 +70,8 @@ def pump(reading: int, stream: Stream) -> None:
 
 
 class Stream:
-    """One file, written line by line: a secret is not to be cut in two, nor a key of many lines."""
+    """One file, written line by line, so that no secret is cut in two. A key of several lines is
+    kept together as well."""
 
     def __init__(self, file: BinaryIO | Any) -> None:
         self.file, self.held = file, b""
@@ -92,8 +93,8 @@ class Stream:
     def _write(self, count: int) -> None:
         text, self.held = self.held[:count], self.held[count:]
         if text:
-            # The disk may be full. That loses lines, and must not lose the thread: nobody else
-            # empties the pipes, and a rank that prints into a full one waits for ever.
+            # The disk may be full. That loses lines, but must not end the thread: nothing else
+            # empties the pipe, and a rank that prints into a full pipe waits for ever.
             with contextlib.suppress(OSError):
                 self.file.write(redact(text.decode(errors="replace")).encode())
 

@@ -1,7 +1,7 @@
 """How the ranks of one machine find each other: a store on the loopback interface.
 
-torch's own rendezvous listen on every interface. This one opens the store that the ranks use on a
-socket that it has bound itself; as there is one agent, nothing is to be agreed on.
+torch's own rendezvous handlers listen on every interface. This one opens the ranks' store on a
+socket that it has bound itself. There is only one agent, so nothing has to be agreed on.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NAME, HOST, TIMEOUT = "distdl-loopback", "127.0.0.1", 600  # seconds
 
 
 def register() -> str:
-    """Makes it known to torch; returns its name."""
+    """Registers it with torch; returns its name."""
     rendezvous_handler_registry.register(NAME, Loopback)
     return NAME
 
 
 class Loopback(StaticTCPRendezvous):
-    """One agent, one store, one address that nobody else can reach."""
+    """One agent, one store, one address that no other machine can reach."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         super().__init__(HOST, 0, 0, 1, parameters.run_id, TIMEOUT)
@@ -45,6 +45,6 @@ class Loopback(StaticTCPRendezvous):
                 is_master=True,
                 timeout=self.timeout,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach(),  # without it, every interface
+                master_listen_fd=listener.detach(),  # else it listens on every interface
             )
         return super().next_rendezvous()

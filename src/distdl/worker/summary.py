@@ -1,4 +1,4 @@
-"""What is reported of a run: to the tracker at its start, to a person at its start and its end."""
+"""What a run reports: to the tracker at its start, on the screen at its start and its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from distdl.worker.rank_context import RankContext
 
 
 def run_info(config: DictConfig, context: RankContext) -> RunInfo:
-    """What tracking records, without anything that names this rank."""
+    """What tracking records, the same for all ranks."""
     run, launch, world_size = context.run, context.launch, context.resources.world_size
     run_id = launch["run_id"]
     provenance = read_json(run.path / PROVENANCE)
     params = parameters(config, provenance)
-    if configs.is_own((config.get("data") or {}).get("_target_")):  # others divide it
+    if configs.is_own((config.get("data") or {}).get("_target_")):  # other classes divide it
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": world_size}
@@ -56,9 +56,9 @@ def run_info(config: DictConfig, context: RankContext) -> RunInfo:
 
 
 def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tracker shows as columns, by dotted names: swept values, whatever else was typed, and
-    then the rest of the config, without what is null. What comes from the environment or lies at
-    this place stays as it is written."""
+    """The columns that a tracker shows, by dotted names: swept values first, then other overrides,
+    then the rest of the config without null values. A value that comes from the environment or from
+    `${input:...}` stays an expression."""
     resolved = resolve(configs.recipe_of(config))
     kept = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
     flat: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, A
 
 
 def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Everything below nested mappings but empty ones; a list is one value."""
+    """All values inside nested mappings, except empty mappings; a list is one value."""
     if not isinstance(values, dict):
         yield path, values
         return
@@ -82,7 +82,8 @@ def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def called(swept: Sequence[str]) -> str:
-    """A sweep's member by what it varies: `lr=0.1 seed=2`; by full names where two end alike."""
+    """The name of a sweep's member by its varied values: `lr=0.1 seed=2`. It uses full names where
+    two short ones are equal."""
     keys = [override.partition("=")[0] for override in swept]
     ends = [key.rpartition(".")[2] for key in keys]
     names = ends if len({*ends}) == len(ends) else keys
@@ -91,7 +92,7 @@ def called(swept: Sequence[str]) -> str:
 
 
 def output_dir_of(run: Path, run_id: str) -> Path:
-    """The folder of all runs; a store that holds this one alone is its own."""
+    """The folder of all runs; for a store that holds only this run, the store itself."""
     return run.parents[run_id.count("/")] if str(run).endswith(run_id) else run
 
 
@@ -102,7 +103,7 @@ def for_rank(info: RunInfo, here: Environment) -> RunInfo:
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
-    """Where, how many and from which checkpoint; `print_batch` follows once loaders are known."""
+    """Prints run, devices and checkpoint; `print_batch` follows once the loaders are known."""
     last = built.run.last_attempt()
     print(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
@@ -116,12 +117,12 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
 def print_batch(
     built: Built, size: Resources, attempt: Attempt, before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Parameters, samples per step and learning rate, by the model and the loaders that there are
-    now; puts the first two on record for the report and for the attempts that follow.
+    """Prints parameters, samples per step and learning rate, from the actual model and loaders. It
+    records the first two for the report and for later attempts.
 
     Args:
-        before: The parameters before a strategy took the model: it may have left a part of them
-            here.
+        before: The parameters before the strategy took the model. A strategy may have left only a
+            part of them on this rank.
 
     Returns:
         The parameters.
@@ -152,9 +153,9 @@ def print_batch(
 
 
 def parameters_of(module: nn.Module) -> dict[str, int]:
-    """How many there are, `total` and `trainable`, of those whose shape is known by now."""
+    """The number of parameters, `total` and `trainable`, among those whose shape is known."""
     known = [p for p in module.parameters() if not nn.parameter.is_lazy(p)]
-    # DeepSpeed's third stage leaves an empty tensor in place of what other ranks hold.
+    # DeepSpeed's ZeRO-3 leaves an empty tensor for what other ranks hold.
     sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in known]
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
 
@@ -162,7 +163,7 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
 def print_end(
     built: Built, metrics: dict[str, float], opens: Sequence[str], started: float
 ) -> None:
-    """What came out, where it lies, and what to type next."""
+    """Prints the result, where it is, and what to type next."""
     minutes, seconds = divmod(int(time.time() - started), 60)
     values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
     print()
@@ -182,6 +183,6 @@ def print_end(
     for line in opens:
         print(f"watch   {line}")
     print(f"next    python -m distdl report {path}", flush=True)
-    # A benchmark keeps nothing to go on from, and neither does `trainer.fast_dev_run`.
+    # A benchmark leaves no checkpoint to resume from, and neither does `trainer.fast_dev_run`.
     if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)
