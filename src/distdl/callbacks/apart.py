@@ -44,7 +44,7 @@ def give_own_folders(trainer: Trainer, ours: Path) -> None:
 def refuse_ours(trainer: Trainer, ours: Path) -> None:
     """Makes `trainer.save_checkpoint` raise a UserError for paths in `ours`.
 
-    Every kind of callback saves by this method.
+    Callbacks of every kind save with this method.
     """
     save = trainer.save_checkpoint
 

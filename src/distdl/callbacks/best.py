@@ -64,7 +64,7 @@ class Best:
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
         """Whether the chosen metric is still not logged after a validation. Collective.
 
-        If the default metric is missing, this only warns.
+        For the default metric, and in a sanity check, it warns and returns False.
 
         Args:
             trainer: After a validation.

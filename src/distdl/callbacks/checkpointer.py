@@ -170,8 +170,9 @@ class Checkpointer(Callback):
     def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
         """Replaces `on_advance_end` of Lightning's batch loop, to save as late as possible.
 
-        The module's `on_train_batch_end` (after ours) and the loggers have run by then. The
-        plateau schedules have too, unless a validation follows: it may take long, so we save first.
+        The module's `on_train_batch_end`, which follows ours, and the loggers have run by then.
+        Without a validation, the save also comes after the step of the plateau schedules. A
+        validation may take long, so the save comes before it.
         """
         loop = trainer.fit_loop.epoch_loop
         if loop._skip_next_val:  # resumed from a save at this point: all of this was done
@@ -184,8 +185,8 @@ class Checkpointer(Callback):
             trainer.should_stop = False
             due = loop._should_check_val_fx(data_fetcher)
             trainer.should_stop = True
-            # If only the stop causes this validation, a run without the stop would not have it:
-            # save the generators as they are before it.
+            # A validation that only the stop causes is not part of the resumed run: save the
+            # generators as they were before it.
             self._rng = None if due else resume_state.rng_state()
         if validates and stepped:
             self._validates = inside

@@ -187,10 +187,10 @@ def steps_of(trainer: Trainer) -> int:
 
 
 def rates(optimizers: list[Any]) -> dict[str, float]:
-    """`lr`, the rate of the first optimizer's first group, and the rates of several groups.
+    """`lr`, the rate of the first optimizer's first group; if there are more groups, all rates.
 
-    Several groups are also named as Lightning's LearningRateMonitor names them: `lr-Adam`,
-    `lr-SGD/pg1`, `lr-SGD-1`. The groups of a config's optimizer share one rate.
+    The names are those of Lightning's LearningRateMonitor: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`.
+    The groups of a config's optimizer share one rate, so they get `lr` only.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}

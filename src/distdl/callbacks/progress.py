@@ -27,8 +27,8 @@ HINT_AFTER = 10.0  # seconds: workers start, files are read for the first time
 class Progress(Callback):
     """Shows speed, data_wait, loss, lr, memory and the module's `prog_bar=True` values.
 
-    They change at every log step. If the Trainer has a progress bar of Lightning's, this callback
-    removes itself.
+    It updates at every log step. If the Trainer has a Lightning progress bar, this callback removes
+    itself.
 
     Args:
         bar: True or False; None: a bar if the output is a terminal.
@@ -199,7 +199,7 @@ def remedy(datamodule: Any) -> str:
 
 
 def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
-    """The module's `prog_bar=True` metrics and, if `has_loss` is false, all with "loss" in name."""
+    """The module's `prog_bar=True` metrics; if not `has_loss`, also all with "loss" in the name."""
     shown: dict[str, Any] = dict(trainer.progress_bar_metrics)
     if not has_loss:
         shown |= {k: v for k, v in trainer.callback_metrics.items() if "loss" in k.lower()}

@@ -49,7 +49,7 @@ def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: i
     if not samples_per_batch or kept["samples_per_batch"] == samples_per_batch:
         return
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    # A save inside on_train_batch_end precedes the increment of `completed`.
+    # 1 after a save inside on_train_batch_end, which precedes the increment of `completed`; else 0.
     open_batches = progress.current.processed - progress.current.completed
     shift = math.ceil(kept["consumed"] / samples_per_batch) - progress.current.processed
     for part in (progress.current, progress.total):
@@ -141,7 +141,7 @@ def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
 
 
 def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
-    """Restores which parameters are frozen (BackboneFinetuning changes this), and gradients."""
+    """Restores accumulated gradients, and which parameters are frozen (BackboneFinetuning)."""
     for name, parameter in module.named_parameters() if "frozen" in kept else ():
         if parameter.requires_grad == (name in kept["frozen"]):
             parameter.requires_grad_(name not in kept["frozen"])
@@ -150,7 +150,7 @@ def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
 
 
 def begin_epoch_again(trainer: Trainer) -> None:
-    """On a resume inside an epoch, lets callbacks set it up again without changing the rates."""
+    """On a resume inside an epoch, runs SET_UP_THE_EPOCH callbacks again and keeps the rates."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
