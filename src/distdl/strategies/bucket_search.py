@@ -18,8 +18,8 @@ class BucketSearch:
     """Tries a few sizes for `STEPS` steps each, then keeps the one with the shortest steps.
 
     The bucket size changes when gradients are sent, not their values, so the trials are ordinary
-    training steps. Horovod's autotuner works this way (Sergeev and Del Balso 2018,
-    https://arxiv.org/abs/1802.05799, section 5; `HOROVOD_AUTOTUNE`), with more unknowns.
+    training steps. Horovod's autotuner does the same for more parameters (Sergeev and Del Balso
+    2018, https://arxiv.org/abs/1802.05799, section 5; `HOROVOD_AUTOTUNE`).
 
     Args:
         gradient_mb: Size of all gradients (2^20 bytes); larger buckets make no difference.

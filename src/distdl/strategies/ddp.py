@@ -36,8 +36,8 @@ class DDPStrategy(DriftingStrategy):
         bucket_cap_mb: Approximate size of gradient buckets (2^20 bytes); "auto" tries a few sizes
             during the first steps.
         first_bucket_mb: Size of the bucket that fills first, with the last layers. A small one is
-            sent while most of the backward is still to run. It has no effect with a hook that keeps
-            state per bucket (powersgd) or if torch's DDP does not take `bucket_cap_mb_list`.
+            sent while most of the backward is still to run. All buckets have the same size with a
+            hook that keeps state per bucket (powersgd), or if DDP takes no `bucket_cap_mb_list`.
     """
 
     def __init__(
@@ -143,8 +143,7 @@ class DDPStrategy(DriftingStrategy):
     # ---------------------------------------------------------------------------------- steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # DDP averages the parameters that were trainable when it was built; BackboneFinetuning
-        # unfreezes others later.
+        # DDP averages what was trainable when it was built; BackboneFinetuning unfreezes later.
         if any(parameter.requires_grad for parameter in self._left_out):
             self._wrap_again()
 

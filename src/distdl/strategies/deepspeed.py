@@ -219,7 +219,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             self._indexed = False
 
     def _unwrap(self) -> None:
-        """Turns the engine's module into an ordinary one again, also for use by the next engine."""
+        """Destroys the engine and turns its module into an ordinary one again."""
         if self._engine is None or self.lightning_module is None:
             return
         module, engine = self.lightning_module, self._engine
@@ -250,7 +250,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `distdl.checkpoint.portable` describes, complete on rank 0. Collective."""
+        """In the form of `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
         assert self.lightning_module is not None

@@ -233,7 +233,7 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
             parts of the module by themselves, with backward passes in between.
 
     Returns:
-        The blocks of `pipeline_blocks()` with at least `minimum` parameters. Without such blocks,
+        The blocks of `pipeline_blocks()` with at least `minimum` parameters. Without this method,
         submodules chosen from the inside out that have `minimum` parameters outside their inner
         units. No unit shares a parameter with a module outside it.
     """

@@ -1,4 +1,4 @@
-"""Detects uses that FSDP2 gets wrong silently, during the training, and raises."""
+"""Checks during training that raise for uses with silently wrong results under FSDP2."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def refuse_second_order(unit: Any) -> None:
 def watch_weights(module: Any) -> None:
     """Makes `training_step` raise if its first calls change weights. Collective.
 
-    Weights outside inner units are gathered during the step. A change would go to this copy, which
-    is discarded.
+    Weights outside inner units are gathered during the step: a change goes to a copy, which is then
+    discarded.
     """
     slices: dict[str, Any] = dict(module.named_parameters())
     step = module.training_step

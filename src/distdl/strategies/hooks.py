@@ -1,4 +1,4 @@
-"""DDP's communication hooks, which send something else than plain gradients, on every device."""
+"""DDP's communication hooks, which replace the all-reduce of plain gradients, on every device."""
 
 # No `from __future__ import annotations`: DDP checks the annotation of `bucket`.
 from collections.abc import Callable, Mapping

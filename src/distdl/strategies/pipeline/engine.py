@@ -108,7 +108,7 @@ class Engine:
         edges: The edge before each piece, and the one after the last.
         schedule: gpipe, 1f1b, interleaved or zero_bubble.
         micro_batches: Micro-batches per batch.
-        loss: Maps (output, target) of one micro-batch to its loss, already divided.
+        loss: Maps (output, target) of one micro-batch to its share of the batch's loss.
         done: Called with the number of a piece whose gradients are complete.
     """
 

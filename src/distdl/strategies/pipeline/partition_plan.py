@@ -43,7 +43,7 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     """Runs a sample through the blocks on rank 0. Collective.
 
     Raises:
-        UserError: More pieces than blocks, or the blocks are not what the model's forward does.
+        UserError: More pieces than blocks, or the blocks do not compute the model's forward.
     """
     too_many = stage_rules.too_many(
         strategy.position.stages, strategy.pieces_per_stage, len(blocks)

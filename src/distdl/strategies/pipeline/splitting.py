@@ -27,7 +27,7 @@ class Block:
     into the received tensor, which autograd forbids.
 
     Args:
-        name: The block's name for the user: that of its first module with name and parameters.
+        name: The block's name for the user, from its first module that has a name and parameters.
         parts: Modules, applied in order, and their names in the LightningModule.
     """
 
@@ -140,7 +140,7 @@ def split(module: nn.Module, blocks: Sequence[Block], kept: Collection[int]) -> 
 
 @contextmanager
 def complete(module: nn.Module) -> Iterator[None]:
-    """Inside, the module is complete: it has the other stages' blocks, on `meta`.
+    """Temporarily completes the module with the other stages' blocks, on `meta`.
 
     Names, their order and the groups of an optimizer are then the same as in one process.
     """

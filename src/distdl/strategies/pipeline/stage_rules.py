@@ -61,7 +61,7 @@ class StagePosition:
         return self.stage == self.stages - 1
 
     def groups(self, device_type: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The ranks of this pipeline in the order of their stages, and the copies of this stage.
+        """The groups of this pipeline (in the order of its stages) and of this stage's copies.
 
         Collective.
         """
