@@ -69,7 +69,7 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def load(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
     """As `read`, with all state restored (`plain_state.restored`) for a resume."""
     checkpoint = read(path, weights_only=weights_only, mmap=mmap)
-    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # weights have none
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # not in bare weights
     return restored(checkpoint, path, trust=weights_only is False)
 
 

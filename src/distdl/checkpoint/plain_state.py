@@ -148,7 +148,7 @@ class Packing:
 def is_leaf(value: Any) -> bool:
     """Whether torch reads a value as it is, and the value is not a container."""
     if value is None or type(value) in LEAVES:
-        return not (type(value) is int and value.bit_length() > 2000)  # torch reads 255 bytes
+        return not (type(value) is int and value.bit_length() > 2000)  # torch's limit: 255 bytes
     if type(value) is bytes:
         return bool(value)  # torch cannot read empty bytes
     if type(value) in (torch.Tensor, nn.Parameter):

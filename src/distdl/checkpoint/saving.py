@@ -90,7 +90,7 @@ class Saver:
         Args:
             trainer: Between two steps.
             name: The file's name.
-            best: Let best.ckpt point to it.
+            best: Link best.ckpt to it.
             facts: For the manifest.
 
         Raises:
