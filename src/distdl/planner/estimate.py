@@ -155,7 +155,7 @@ def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
 
 
 def pipeline(measured: MeasuredStep, n: int) -> Estimate:
-    """Estimates one 1F1B pipeline over all devices, cut into even forward costs.
+    """Estimates one 1F1B pipeline over all devices, with stages of even forward cost.
 
     Stage s of n holds at most n - s micro-batches [P]. At each cut, a micro-batch sends its
     activation forward and its gradient back.
