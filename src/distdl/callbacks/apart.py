@@ -1,7 +1,7 @@
-"""Keeps what a user's callbacks save apart from distdl's own checkpoints.
+"""Keeps the checkpoints of a user's callbacks apart from distdl's own.
 
-Names like `last.ckpt` and `epoch_003.ckpt` are common to both, and a ModelCheckpoint deletes what
-it has written: in one folder each would write over the other's files and delete them.
+Both use names like `last.ckpt` and `epoch_003.ckpt`, and both delete old files. In one folder,
+each would overwrite and delete the other's files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ FOLDER = "model_checkpoints"  # of a run
 
 
 def give_own_folders(trainer: Trainer, ours: Path) -> None:
-    """Moves every Checkpoint callback that would write into `ours`, or names no folder, next to it.
+    """Redirects Checkpoint callbacks with no folder, or one inside `ours`, to a folder beside it.
 
     Args:
-        trainer: Before its callbacks restore their state, which counts for its own folder alone.
+        trainer: Before its callbacks restore their state: ModelCheckpoint ignores the state of
+            another folder.
         ours: RUN/checkpoints.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -41,9 +42,9 @@ def give_own_folders(trainer: Trainer, ours: Path) -> None:
 
 
 def refuse_ours(trainer: Trainer, ours: Path) -> None:
-    """Makes `trainer.save_checkpoint` refuse what lies in `ours`: a callback of any kind calls it.
+    """Makes `trainer.save_checkpoint` raise a UserError for paths in `ours`.
 
-    The refusal is a UserError.
+    Callbacks of every kind save with this method.
     """
     save = trainer.save_checkpoint
 
@@ -57,10 +58,12 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
 
 
 def save_swa(trainer: Trainer, run: Path) -> None:
-    """What SWA has averaged becomes the model's weights when the training ends, after the last of
-    our checkpoints: a file of their own. Collective."""
+    """Saves SWA's averaged weights in a file of their own. Collective.
+
+    SWA puts them into the model when the training ends, after our last checkpoint.
+    """
     averages = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
-    # Not where the training was stopped before.
+    # Not if the training stopped before SWA's last epoch.
     if any(c.n_averaged is not None and trainer.current_epoch > c.swa_end for c in averages):
         path = run / FOLDER / f"swa_epoch_{trainer.current_epoch:03d}.ckpt"
         trainer.save_checkpoint(path)
@@ -68,7 +71,7 @@ def save_swa(trainer: Trainer, run: Path) -> None:
 
 
 def below(path: Any, folder: Path) -> Path | None:
-    """Where `path` lies inside `folder`, through whatever links; None: elsewhere."""
+    """`path` relative to `folder`, with links resolved; None: it is outside."""
     if "://" in str(path):
         return None
     real, top = Path(os.path.realpath(path)), Path(os.path.realpath(folder))

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights for which the host never waits for the GPU."""
+"""An exponential moving average of the weights without device syncs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class EMAWeightAveraging(LightningEMA):
-    """Lightning's, with its arguments and its checkpoints (its name is the key in them).
+    """Lightning's EMAWeightAveraging, with the same arguments and checkpoints.
 
-    torch's AveragedModel keeps the number of its updates on the device and asks for it twice a
-    step. Here it is kept on the host, and the weights are averaged a group at a time
-    (`get_ema_multi_avg_fn`), which differs from Lightning's result by rounding.
+    It has the same class name because the name is the key in a checkpoint. torch's AveragedModel
+    keeps its number of updates on the device and reads it twice a step. Here the number is on the
+    host. The weights are averaged in groups (`get_ema_multi_avg_fn`), so results differ from
+    Lightning's by rounding.
 
     Args:
-        decay: Of the average, per update.
+        decay: Decay of the average per update.
         kwargs: See Lightning's EMAWeightAveraging.
     """
 
@@ -35,12 +36,12 @@ class EMAWeightAveraging(LightningEMA):
         if stage == "fit":
             average = self._average_model
             assert average is not None
-            average.__class__ = CountedOnHost  # Lightning's set-up makes one of torch's
+            average.__class__ = CountedOnHost  # Lightning's setup makes torch's own
             average.n_averaged = average.n_averaged.cpu()
 
 
 class CountedOnHost(AveragedModel):
-    """torch's AveragedModel, whose `n_averaged` stays on the host; `updates` is its value."""
+    """torch's AveragedModel with `n_averaged` on the host; `updates` is its value."""
 
     n_averaged: Tensor
     updates = 0

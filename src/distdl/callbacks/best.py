@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, by the metric that `checkpoint.monitor` names."""
+"""Which checkpoint is the best by the metric `checkpoint.monitor`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from distdl.util.suggest import closest
 
 log = logging.getLogger(__name__)
 
-# As in conf/distdl.yaml. Nobody chose it, so a module that logs other names trains on without a
-# best.ckpt, with a warning.
+# As in conf/distdl.yaml. The user did not choose it, so a module that does not log it trains
+# without a best.ckpt, with a warning.
 DEFAULT = "val/acc1"
 
 
 class Best:
-    """The best value so far, as rank 0 knows it: what others log may differ, or be missing.
+    """The best value so far. Rank 0 decides: other ranks may log another value, or none.
 
     Args:
-        monitor: The metric's name; None: there is no best.
-        mode: "min" or "max". What is no number is never the best.
+        monitor: The metric's name; None: no best checkpoint.
+        mode: "min" or "max". NaN is never the best.
     """
 
     def __init__(self, monitor: str | None, mode: str) -> None:
@@ -56,20 +56,20 @@ class Best:
         return {"best": self.score, "monitor": self.monitor}
 
     def load(self, kept: Mapping[str, Any]) -> None:
-        """Goes on from `state`; a score of another metric, or NaN, is none."""
+        """Restores `state`; ignores a score that is NaN or of another metric."""
         score = kept["best"]
         same = kept.get("monitor", self.monitor) == self.monitor
         self.score = score if same and score is not None and not math.isnan(score) else None
 
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
-        """Whether the metric was asked for and is not logged, although there was a validation.
+        """Whether the chosen metric is still not logged after a validation. Collective.
 
-        Of the default metric only a warning is given. Collective.
+        For the default metric, and in a sanity check, it warns and returns False.
 
         Args:
             trainer: After a validation.
-            early: In the middle of an epoch: what the training logs may come at its end, so only a
-                metric of the validation is known to be missing.
+            early: Inside an epoch. Training metrics may be logged at its end, so only a metric of
+                the validation is known to be missing.
         """
         if self.monitor is None or self._found or not (self.validated or trainer.sanity_checking):
             return False
@@ -87,7 +87,7 @@ class Best:
         return False
 
     def refuse(self, trainer: Trainer) -> None:
-        """Ends a training whose metric is missing and whose state is saved.
+        """Ends a training whose metric is missing. Its state must be saved already.
 
         Raises:
             Unfinished: Always.

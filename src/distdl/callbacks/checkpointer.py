@@ -1,14 +1,14 @@
-"""Writes checkpoints, and ends an attempt that was asked to end, on all ranks at the same step.
+"""Writes checkpoints, and ends an attempt on request, on all ranks at the same step.
 
-Three moments, each of which Lightning (2.6) can resume from:
+It saves at three moments. Lightning (2.6) can resume from each of them:
 
-- after an optimizer step inside an epoch (not its last: the epoch's end follows at once),
-- inside a validation, whose loop then starts again from its first batch,
-- at the end of an epoch, after everything that Lightning and the module do there; also of one that
-  was cut short, which a resume continues.
+- after an optimizer step inside an epoch, except the last (the epoch's end follows at once);
+- inside a validation; a resume repeats this validation from its first batch;
+- at the end of an epoch, after all hooks of Lightning and the module. An epoch that was cut short
+  is saved too, and a resume continues it.
 
-What Lightning does not keep is added: the position in the data, the global batch, and each rank's
-random number generators.
+A checkpoint also holds what Lightning does not save: the position in the data, the global batch
+and each rank's random number generators.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ SAVE = 1  # its index in `Checkpointer._flags`
 
 
 class Checkpointer(Callback):
-    """See the module.
+    """See the module's docstring.
 
     Args:
-        store: Where checkpoints go.
+        store: Where checkpoints are written.
         stop: Whether this process was asked to end.
-        position: The position in the training data; this callback moves it.
-        global_batch_size: Samples per optimizer step over all ranks as the config says, for
-            loaders that do not; None: neither says.
+        position: The position in the training data; this callback advances it.
+        global_batch_size: Samples per optimizer step over all ranks, from the config. Used if the
+            loaders do not state it. None: unknown.
         accumulate: Batches per optimizer step.
-        optimizer: The config's optimizer node, to scale the learning rate when a run resumes with
-            another global batch; None: the module has its own.
-        seed: Reseeds the generators when a run resumes at another world size.
+        optimizer: The config's optimizer node, to rescale the learning rate if a run resumes with
+            another global batch. None: the module configures its own optimizer.
+        seed: Reseeds the generators if a run resumes at another world size.
         every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
             trust_pickle: As in `conf/distdl.yaml`.
     """
@@ -103,13 +103,13 @@ class Checkpointer(Callback):
 
     @property
     def samples_per_batch(self) -> int:
-        """By how much a batch moves the position; 0: unknown."""
+        """Samples by which a batch advances the position; 0: unknown."""
         return self.position.per_batch or (self._declared or 0) // self.accumulate
 
     # ------------------------------------------------------------------------------- moments
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Before those of Lightning, which come last.
+        # Lightning puts Checkpoint callbacks last, so this precedes their setup.
         if stage == "fit":
             misfits.refuse(trainer)
         apart.give_own_folders(trainer, self.saver.store.folder)
@@ -118,10 +118,10 @@ class Checkpointer(Callback):
             apart.refuse_ours(trainer, self.saver.store.folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        apart.give_own_folders(trainer, self.saver.store.folder)  # one chosen in their own set-up
+        apart.give_own_folders(trainer, self.saver.store.folder)  # a setup may have chosen one
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning would broadcast a flag and read it back (a device sync) on every step.
+        # Lightning would broadcast a flag and read it back (a device sync) at every step.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         loop = trainer.fit_loop
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
@@ -141,10 +141,10 @@ class Checkpointer(Callback):
             )
             resume_state.restore_parameters(pl_module, self._kept)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
-                # The loaders of this epoch, which were begun already, draw their seeds once more.
+                # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
                 iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
             resume_state.begin_epoch_again(trainer)
-            # Not while loading: only the loaders, which come later, know what a batch holds.
+            # Not while loading: the loaders are built later, and only they know the batch size.
             resume_state.recount_batches(trainer, self._kept, self.samples_per_batch)
             before = self._kept["global_batch_size"]
             resume_state.rescale(trainer, self.optimizer, before, self.global_batch_size)
@@ -155,7 +155,7 @@ class Checkpointer(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.position.epoch != trainer.current_epoch:
             self.position.epoch, self.position.consumed = trainer.current_epoch, 0
-        self._refuse_missing_metric(trainer)  # what others log at an epoch's end is there by now
+        self._refuse_missing_metric(trainer)  # epoch-end metrics are logged by now
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -164,25 +164,29 @@ class Checkpointer(Callback):
         self.position.consumed += self.samples_per_batch
         if loop._should_accumulate():
             return
-        # One that steps by hand accumulates as it likes: then gradients are kept.
+        # Manual optimization without a step in this batch: gradients may be accumulated. Save them.
         self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
 
     def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
-        """Instead of the `on_advance_end` of Lightning's loop over batches. By then the
-        module's `on_train_batch_end`, which follows ours, and the loggers have had the batch, and
-        after it the plateau schedules. Only a validation, which may take long, comes later."""
+        """Replaces `on_advance_end` of Lightning's batch loop, to save as late as possible.
+
+        The module's `on_train_batch_end`, which follows ours, and the loggers have run by then.
+        Without a validation, the save also comes after the step of the plateau schedules. A
+        validation may take long, so the save comes before it.
+        """
         loop = trainer.fit_loop.epoch_loop
-        if loop._skip_next_val:  # saved when all of this was done, and not a batch since
+        if loop._skip_next_val:  # resumed from a save at this point: all of this was done
             loop._skip_next_val = False
             return
-        stepped = not loop._should_accumulate()  # half an optimizer step is not saved
+        stepped = not loop._should_accumulate()  # never save during an accumulation
         inside = not loop._num_ready_batches_reached()
         validates = loop._should_check_val_fx(data_fetcher)
         if validates and trainer.should_stop:
             trainer.should_stop = False
             due = loop._should_check_val_fx(data_fetcher)
             trainer.should_stop = True
-            # Only because it ends here: a resume from here never had this validation.
+            # A validation that only the stop causes is not part of the resumed run: save the
+            # generators as they were before it.
             self._rng = None if due else resume_state.rng_state()
         if validates and stepped:
             self._validates = inside
@@ -199,7 +203,7 @@ class Checkpointer(Callback):
         overdue = trainer.global_rank == 0 and self._overdue()
         stop, save, failed = self._agreement.exchange(*self._flags(overdue))
         if loop._num_ready_batches_reached():
-            if stop or failed:  # seen again at the epoch's end, and by every rank
+            if stop or failed:  # raise them again: the epoch's end handles them
                 self._agreement.exchange(stop, False, failed)
             return
         if failed:
@@ -216,7 +220,7 @@ class Checkpointer(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            # A rank with more batches than another agrees with none in its last ones.
+            # Ranks may have different numbers of batches: exchange only in those that all have.
             self._common = least_of_all(sum(trainer.fit_loop.epoch_loop.val_loop.max_batches))
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
@@ -234,12 +238,12 @@ class Checkpointer(Callback):
         if trainer.state.fn != "fit":
             return
         if trainer.sanity_checking:
-            self.best.missing(trainer, early=True)  # it warns
+            self.best.missing(trainer, early=True)  # only for its warning
             return
         self.best.validated = True
 
     def _validated(self, trainer: Trainer) -> None:
-        """Inside an epoch; what was validated at its end is seen there."""
+        """After a validation inside an epoch; `_epoch_ended` handles one at the epoch's end."""
         if self.best.improved(trainer):
             self._save(trainer, "best")
         elif self.best.missing(trainer, early=True):
@@ -249,23 +253,26 @@ class Checkpointer(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            # max_steps, max_time or early stopping ended it before its last batch.
+            # max_steps, max_time or early stopping ended the epoch before its last batch.
             self._stop_now()
             self._save(trainer, "cut")
             self.saver.settle()
 
     def _after_epoch(self, trainer: Trainer) -> None:
-        """Instead of Lightning's `on_advance_end`. That calls the hooks of an epoch's end, the
-        module's after ours, and then steps the plateau schedules: all of it is to be kept."""
+        """Replaces Lightning's `on_advance_end`, to save after it.
+
+        It calls the epoch-end hooks (the module's after ours), then steps the plateau schedules. A
+        checkpoint must include their effects.
+        """
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
-            loop.restarting = False  # or Lightning leaves the step of the plateau schedules out
+            loop.restarting = False  # else Lightning does not step the plateau schedules
         type(loop).on_advance_end(loop)
         if not loop.epoch_loop._num_ready_batches_reached():
             return
         progress = loop.epoch_progress
         for part in (progress.total, progress.current):
-            part.completed -= 1  # as in the hooks, where Lightning saves and resumes from
+            part.completed -= 1  # its value in the hooks, where Lightning would save
         try:
             self._epoch_ended(trainer)
         finally:
@@ -281,7 +288,7 @@ class Checkpointer(Callback):
         refused = self.best.missing(trainer)  # before the next epoch
         if stop or last or best or refused or epoch % self.every_n_epochs == 0:
             self._save(trainer, "epoch", best=best)
-        if last:  # others may want to read it when the training ends
+        if last:  # hooks at the end of training may read the checkpoint
             self.saver.settle()
         elif stop:
             self._end(trainer)
@@ -296,14 +303,14 @@ class Checkpointer(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self.saver.free()  # what was begun is published; the other ranks may be gone
+        self.saver.free()  # finish the write under way; not collective: other ranks may be gone
 
     def _flags(self, save: bool = False) -> tuple[bool, bool, bool]:
         """What this rank reports: asked to stop, a save is due, a save has failed."""
         return bool(self.stop), save, bool(self.saver.error)
 
     def _stop_now(self) -> bool:
-        """Whether any rank was asked to end; a rare moment, at which failures are raised too."""
+        """Whether any rank was asked to end. Raises if a save has failed. Collective, and slow."""
         stop, _, failed = self._agreement.now(*self._flags())
         if failed:
             self.saver.settle()
@@ -345,7 +352,7 @@ class Checkpointer(Callback):
         self._kept = kept
 
     def batch_ratio(self, kept: Mapping[str, Any]) -> float:
-        """By how much the rate of a checkpoint changes with this run's global batch."""
+        """The factor by which a checkpoint's rate changes with this run's global batch."""
         before, now = kept.get("global_batch_size"), self.global_batch_size
         if not (before and now and self.optimizer):
             return 1.0
@@ -364,7 +371,7 @@ class Checkpointer(Callback):
         if reason != "epoch":
             name = f"epoch_{epoch:03d}_step_{step:08d}.ckpt"
         self._reason = reason
-        for logger in trainer.loggers:  # a resume from here logs none of it again
+        for logger in trainer.loggers:  # a resume from here does not log these again
             if isinstance(logger, Journal):
                 logger.flush()
         self.saver.save(
@@ -379,7 +386,7 @@ class Checkpointer(Callback):
             metrics={k: float(v) for k, v in trainer.callback_metrics.items()},
         )
         self._saved_step, self._saved_at = step, time.monotonic()
-        self._agreement.withdraw(SAVE)  # one that is overdue was asked for again at this step
+        self._agreement.withdraw(SAVE)  # an overdue save was requested again at this step
 
     def _refuse_missing_metric(self, trainer: Trainer) -> None:
         if self.best.missing(trainer):

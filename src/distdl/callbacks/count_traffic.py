@@ -17,14 +17,13 @@ log = logging.getLogger(__name__)
 
 
 class CountTraffic(Callback):
-    """Counts what leaves in training steps; says it at the end and writes `logs/traffic.json`.
+    """Counts the bytes sent in training steps; logs them at the end, writes `logs/traffic.json`.
 
-    Counting slows the steps down. What is sent outside of them (validation, checkpoints) is not
-    counted.
+    Counting slows the steps down. Traffic of validations and checkpoints is not counted.
 
     Args:
-        skip_steps: Optimizer steps that come first and are not counted: DDP agrees on its buckets
-            in them.
+        skip_steps: Optimizer steps at the start that are not counted: DDP settles its buckets in
+            them.
     """
 
     def __init__(self, skip_steps: int = 2) -> None:

@@ -1,8 +1,8 @@
-"""The loss and the speed of training, measured without touching the device between two log steps.
+"""The loss and the speed of training, measured without a device sync between two log steps.
 
 Lightning's `self.log` costs about a quarter of a millisecond per call and step. Here a step costs
-two clock reads and one addition on the device; every `trainer.log_every_n_steps` optimizer steps
-the sums are read once, averaged over the ranks, and given to the loggers.
+two clock reads and one addition on the device. Every `trainer.log_every_n_steps` optimizer steps
+the sums are read once, averaged over the ranks and given to the loggers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 class StepMetrics(Callback):
     """Logs `train/loss`, `lr`, `perf/images_per_second`, `perf/data_wait`, `perf/memory_gib`.
 
-    The loss is what `training_step` returns, the mean since the last log, over all ranks. Further
-    rates than one have names of their own (`rates`). Images per second count all ranks.
-    `data_wait` is the share of the time in which the step waited for its batch (0 to 1). At the end
-    of an epoch: `data/damaged`, how many images of it could not be decoded, where there were any.
+    The loss is the value of `training_step`, averaged since the last log and over all ranks.
+    Several learning rates get names of their own (see `rates`). Images per second count all ranks.
+    `data_wait` is the share of the time that steps waited for their batch (0 to 1). An epoch with
+    images that could not be decoded ends with their number, `data/damaged`.
 
     Args:
         batch_size: Samples per device and batch; None: the first dimension of a batch's tensors.
-        attempt: Its status.json is kept up to date (global rank 0), every five seconds at most.
-        position: Knows better how many samples a batch holds, once there are loaders.
-        tell: Called on global rank 0 when training starts, when the loaders are known.
+        attempt: Its status.json is updated (by global rank 0) at most every five seconds.
+        position: Once the loaders exist, its samples per batch replace `batch_size`.
+        tell: Called on global rank 0 when training starts and the loaders are known.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StepMetrics(Callback):
         self._batch_end = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The time of a validation is no time of a training step.
+        # Do not count the validation as time of a training step.
         self._batch_end = time.perf_counter()
 
     def on_train_batch_start(
@@ -126,7 +126,7 @@ class StepMetrics(Callback):
         metrics: dict[str, float] = {}
         if self._losses:
             metrics["train/loss"] = float(trainer.strategy.reduce(self._loss / self._losses))
-            # Reading it waits for the steps that a GPU has not done yet: their time counts too.
+            # Reading it waits for steps that the GPU has queued: their time counts too.
             now = time.perf_counter()
             self._seconds += now - self._batch_end
             self._batch_end = now
@@ -156,7 +156,7 @@ class StepMetrics(Callback):
                 step,
                 trainer.log_every_n_steps,  # type: ignore[attr-defined]
             )
-        # A module that logs its own train/loss keeps it, also where the epoch's end makes it.
+        # A module's own train/loss takes precedence, also one that is reduced at the epoch's end.
         begun = trainer.fit_loop.epoch_loop._results.values()
         logged = {*trainer.callback_metrics, *(result.meta.name for result in begun)}
         for logger in trainer.loggers:
@@ -176,17 +176,22 @@ class StepMetrics(Callback):
 
 
 def steps_of(trainer: Trainer) -> int:
-    """The steps so far, as logs, metrics and checkpoints count them: optimizer steps; with manual
-    optimization batches, of which each may take several steps of several optimizers, or none."""
+    """The step number in logs, metrics and checkpoints: optimizer steps so far.
+
+    With manual optimization it is the number of batches: a batch may take several optimizer steps,
+    or none.
+    """
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def rates(optimizers: list[Any]) -> dict[str, float]:
-    """`lr`, of the first group of the first optimizer; where there are several, each besides by the
-    name that Lightning's LearningRateMonitor gives it: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`. The
-    groups of a config's optimizer have one rate."""
+    """`lr`, the rate of the first optimizer's first group; if there are more groups, all rates.
+
+    The names are those of Lightning's LearningRateMonitor: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`.
+    The groups of a config's optimizer share one rate, so they get `lr` only.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}
     one = len(groups) < 2 or all("reference_lr" in group for group in groups)
@@ -203,7 +208,7 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch, however it is nested."""
+    """The first dimension of the first tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
     values = batch.values() if isinstance(batch, dict) else batch
@@ -213,7 +218,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak of the device's memory, or this process's resident memory on the CPU."""
+    """The device's peak memory, or this process's resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return psutil.Process().memory_info().rss / 2**30

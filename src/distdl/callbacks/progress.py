@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a bar on a terminal, plain lines elsewhere."""
+"""Progress output of a training: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ HINT_AFTER = 10.0  # seconds: workers start, files are read for the first time
 
 
 class Progress(Callback):
-    """Samples a second, data_wait, loss, lr, memory and what the module logs with `prog_bar=True`,
-    at every log step. Beside a progress bar of Lightning's it shows nothing.
+    """Shows speed, data_wait, loss, lr, memory and the module's `prog_bar=True` values.
+
+    It updates at every log step. If the Trainer has a Lightning progress bar, this callback removes
+    itself.
 
     Args:
-        bar: True or False; None: a bar when the output is a terminal.
-        refresh_seconds: How often the bar is redrawn at most.
+        bar: True or False; None: a bar if the output is a terminal.
+        refresh_seconds: The shortest time between two redraws.
     """
 
     def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2) -> None:
@@ -50,7 +52,7 @@ class Progress(Callback):
             if isinstance(callback, StepMetrics) and self not in callback.listeners:
                 callback.listeners.append(self)
 
-    @functools.cached_property  # rich looks at a dozen variables, and this is asked at every step
+    @functools.cached_property  # rich reads a dozen variables, and every step asks
     def _draws(self) -> bool:
         return self._console.is_terminal if self.bar is None else self.bar
 
@@ -91,7 +93,7 @@ class Progress(Callback):
                 total,
                 "  ".join(parts),
             )
-        # The first batches of an epoch always wait; three logs in a row are a habit.
+        # The first batches of an epoch always wait: warn only after three logs in a row.
         self._hot = self._hot + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
         settled = time.monotonic() - self._began >= HINT_AFTER
         if self._hot >= 3 and settled and not self._hinted:
@@ -135,7 +137,7 @@ class Progress(Callback):
         self._close()
 
     def _open(self, trainer: Trainer, title: str, total: float) -> None:
-        """Draws a task, below the one that it is a part of."""
+        """Draws a task below its parent task."""
         if not (self._draws and trainer.is_global_zero):
             return
         if self._line is None:
@@ -151,8 +153,8 @@ class Progress(Callback):
             line.stop()
 
 
-# Bars on the screen, that a debugger or a question of the user's code takes away. The next batch
-# draws it again.
+# Bars on the screen. A debugger or an input() of the user's code removes them; the next batch
+# draws them again.
 DRAWN: set[Progress] = set()
 ASKS = ("builtins.breakpoint", "builtins.input", "sys.settrace")
 
@@ -162,7 +164,7 @@ def give_way(bar: Progress) -> None:
     _listen()
 
 
-@functools.cache  # for good: Python keeps such hooks
+@functools.cache  # once: Python cannot remove an audit hook
 def _listen() -> None:
     def hear(event: str, args: Any) -> None:
         if event in ASKS:
@@ -173,7 +175,7 @@ def _listen() -> None:
 
 
 def remedy(datamodule: Any) -> str:
-    """What makes training wait less for its data, by what this run has: the cheapest first."""
+    """How this run could wait less for its data, the cheapest measure first."""
     workers, most = getattr(datamodule, "num_workers", None), default_workers()
     if workers is None and "num_workers" in inspect.signature(type(datamodule).__init__).parameters:
         workers = getattr(datamodule, "hparams", {}).get("num_workers")
@@ -197,7 +199,7 @@ def remedy(datamodule: Any) -> str:
 
 
 def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
-    """What the module logs with `prog_bar=True` and, without a loss, each `..._loss` of its own."""
+    """The module's `prog_bar=True` metrics; if not `has_loss`, also all with "loss" in the name."""
     shown: dict[str, Any] = dict(trainer.progress_bar_metrics)
     if not has_loss:
         shown |= {k: v for k, v in trainer.callback_metrics.items() if "loss" in k.lower()}
@@ -207,8 +209,10 @@ def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
 def described(
     metrics: dict[str, float], logged: dict[str, float] | None = None, unit: str = "samples/s"
 ) -> list[str]:
-    """`loss 6.91`, `lr 0.1`, `312 img/s`, `data_wait 1 %`, `mem 3.2 GiB`; rates that differ are
-    all shown, and what the module has `logged`."""
+    """`loss 6.91`, `lr 0.1`, `312 img/s`, `data_wait 1 %`, `mem 3.2 GiB`, and `logged`.
+
+    Learning rates that differ are all shown.
+    """
     parts = []
     if "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4f}")

@@ -1,4 +1,4 @@
-"""Which samples each step was trained on: a CSV per rank, for proofs and for hunting bad data."""
+"""Records the samples of each step in a CSV per rank, to prove coverage and find bad data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class RecordSamples(Callback):
     """Appends `attempt,epoch,step,ids` to `logs/samples-rank<r>.csv` (ids separated by spaces).
 
-    `step` counts batches over all epochs from 1. Needs batches that are dicts with an `index`, as
-    distdl's own data modules make them.
+    `step` counts batches over all epochs, from 1. Batches must be dicts with an `index`, as in
+    distdl's own data modules.
     """
 
     def __init__(self) -> None:

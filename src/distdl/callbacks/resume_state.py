@@ -1,4 +1,4 @@
-"""What a checkpoint needs so that a resume is exact, and Lightning (2.6) does not keep."""
+"""State that an exact resume needs and that Lightning (2.6) does not save."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from distdl.optim import optimizers as optim
 
 log = logging.getLogger(__name__)
 
-# Their `on_train_epoch_start` sets up the epoch, and may come twice. Lightning leaves that hook out
-# when it resumes inside an epoch.
+# Their `on_train_epoch_start` sets up the epoch and may run twice. Lightning skips this hook when
+# it resumes inside an epoch.
 SET_UP_THE_EPOCH = (theirs.GradientAccumulationScheduler, theirs.StochasticWeightAveraging)
 
 
 def restart_validation(fit_loop: dict[str, Any]) -> None:
-    """Saved inside a validation: its loop shall start again from its first batch."""
+    """For a save inside a validation: the resumed run repeats it from its first batch."""
     progress = fit_loop["epoch_loop.val_loop.batch_progress"]
     for part in ("total", "current"):
         progress[part].update(ready=1, started=1, processed=0, completed=0)
@@ -32,24 +32,24 @@ def restart_validation(fit_loop: dict[str, Any]) -> None:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Saved where an epoch was cut short: Lightning counts it as done, and it is not."""
+    """For a save where an epoch was cut short: Lightning has counted that epoch as done."""
     for part in ("total", "current"):
         fit_loop["epoch_progress"][part]["processed"] -= 1
 
 
 def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: int) -> None:
-    """Lightning counts batches; when they hold another number of samples, they are other batches.
+    """Converts Lightning's batch counts if a batch holds another number of samples than before.
 
     Rounded up, so that the rest of the epoch never needs more samples than it has.
 
     Args:
-        kept: Of the checkpoint.
-        samples_per_batch: Of this run; 0: unknown.
+        kept: Our part of the checkpoint.
+        samples_per_batch: In this run; 0: unknown.
     """
     if not samples_per_batch or kept["samples_per_batch"] == samples_per_batch:
         return
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    # The checkpoint was written inside on_train_batch_end, one before `completed`.
+    # 1 after a save inside on_train_batch_end, which precedes the increment of `completed`; else 0.
     open_batches = progress.current.processed - progress.current.completed
     shift = math.ceil(kept["consumed"] / samples_per_batch) - progress.current.processed
     for part in (progress.current, progress.total):
@@ -62,10 +62,10 @@ def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: i
 def rescale(
     trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
 ) -> None:
-    """Another global batch: the rate follows its rule, the schedule keeps its epoch.
+    """For another global batch: the rate follows its scaling rule, the schedule keeps its epoch.
 
     Args:
-        optimizer: The config's node; None: the module has its own.
+        optimizer: The config's node; None: the module configures its own.
         before, now: Samples per optimizer step; None: unknown.
     """
     if not before or not now or before == now:
@@ -93,7 +93,7 @@ def rescale(
 
 
 def built_rates(optimizers: list[Any]) -> list[list[float]]:
-    """Of the groups of optimizers that have not stepped: before a schedule's first factor."""
+    """The rates of optimizers that have not stepped, without the schedule's first factor."""
     return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
 
 
@@ -111,7 +111,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
-    """Each rank's own state at the same world size; else fresh ones from seed and rank."""
+    """Restores each rank's own state; at another world size, reseeds from seed and rank."""
     from lightning.pytorch import seed_everything
 
     if len(states) != process_group.world_size():
@@ -128,11 +128,11 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
 
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
-    """What weights and optimizers do not hold. Collective.
+    """State of parameters beyond weights and optimizer state. Collective.
 
     Args:
-        half_a_step: A module that steps by hand has accumulated gradients, which DDP has averaged
-            (a slice of FSDP's is left out).
+        half_a_step: A module with manual optimization has accumulated gradients: keep them. They
+            are equal on all ranks under DDP; FSDP's slices are left out.
     """
     named = list(module.named_parameters())
     frozen = process_group.gather([name for name, p in named if not p.requires_grad])
@@ -141,7 +141,7 @@ def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
 
 
 def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
-    """Callbacks such as BackboneFinetuning say what is trained, and when: it is as it was then."""
+    """Restores accumulated gradients, and which parameters are frozen (BackboneFinetuning)."""
     for name, parameter in module.named_parameters() if "frozen" in kept else ():
         if parameter.requires_grad == (name in kept["frozen"]):
             parameter.requires_grad_(name not in kept["frozen"])
@@ -150,7 +150,7 @@ def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
 
 
 def begin_epoch_again(trainer: Trainer) -> None:
-    """A resume inside an epoch: callbacks that set it up do so again, and the rates stay."""
+    """On a resume inside an epoch, runs SET_UP_THE_EPOCH callbacks again and keeps the rates."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -158,11 +158,11 @@ def begin_epoch_again(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, SET_UP_THE_EPOCH):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    for group, rate in zip(groups, rates, strict=True):  # a new scheduler sets its first
+    for group, rate in zip(groups, rates, strict=True):  # a new scheduler has set its first rate
         group["lr"] = rate
 
 
 def without_search(trainer: Trainer) -> None:
-    """A resumed run has its learning rate: Lightning would search for it again."""
+    """Removes LearningRateFinder: a resumed run has its rate and must not search again."""
     kept = [c for c in trainer.callbacks if not isinstance(c, theirs.LearningRateFinder)]  # type: ignore[attr-defined]
     trainer.callbacks = kept  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A timeline of a few training steps, on every rank: what computes, what sends, what waits."""
+"""A timeline of a few training steps on every rank: computation, communication, waiting."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 class Trace(Callback):
     """Writes `logs/trace-rank<r>.json.gz` for https://ui.perfetto.dev or chrome://tracing.
 
-    Collectives are in it by name (`gloo:all_reduce`, `nccl:all_reduce`), beside the kernels.
+    It shows kernels and collectives (`gloo:all_reduce`, `nccl:all_reduce`).
 
     Args:
-        skip_batches: Batches that come first: buckets are rebuilt and caches warmed in them.
-        batches: How many are recorded; a trace grows by megabytes with each.
-        shapes: Record the shapes of inputs, which makes it larger still.
+        skip_batches: First batches that are not recorded: they rebuild buckets and warm caches.
+        batches: Batches to record; each adds megabytes to the trace.
+        shapes: Also record the shapes of inputs, which makes the trace larger.
     """
 
     def __init__(self, skip_batches: int = 5, batches: int = 3, shapes: bool = False) -> None:
@@ -42,7 +42,7 @@ class Trace(Callback):
 
         self._profile = profile(
             activities=activities,
-            # Its own warm-up counts as one that is skipped.
+            # The profiler's warm-up batch counts as skipped.
             schedule=schedule(
                 skip_first=max(0, self.skip_batches - 1),
                 wait=0,

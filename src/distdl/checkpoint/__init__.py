@@ -1,1 +1,1 @@
-"""Durable checkpoints, and every strategy's form of them as one portable form."""
+"""Durable checkpoints, and one portable form for the checkpoints of every strategy."""

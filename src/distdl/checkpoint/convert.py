@@ -1,4 +1,4 @@
-"""What `convert` writes for other programs, and whether what it wrote is what it read."""
+"""Writes checkpoints for `convert`, and checks that the written file equals the source."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from distdl.checkpoint import formats
 from distdl.runs.checkpoints import CheckpointStore
 
-# Lightning's moving average: the file's weights are the average then, and these the trained ones.
+# With Lightning's weight averaging, the file's weights are the average, and these the trained ones.
 BEHIND_THE_AVERAGE = "current_model_state"
-# What of a checkpoint is neither weights nor optimizer state, and how people call it.
+# Parts besides weights and optimizer state, with their names for the user.
 PARTS = {
     "lr_schedulers": "schedulers",
     "loops": "loops",
@@ -24,12 +24,12 @@ PARTS = {
 
 
 def opened(source: Path) -> dict[str, Any]:
-    """A checkpoint that may run code while it is read, in a form that needs none from then on."""
+    """Reads a checkpoint that may run code, and converts it to a form that needs none."""
     return formats.plain(formats.load(source, weights_only=False))[0]
 
 
 def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The network's own weights: without the name that our classifier has put before them."""
+    """The network's own weights, without the prefix that our classifier adds."""
     prefix = "network."
     if all(name.startswith(prefix) for name in state):
         return {name.removeprefix(prefix): value for name, value in state.items()}
@@ -52,7 +52,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], source: Path, target: Path) 
 
 
 def compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
-    """How many tensors of each part are equal, after making sure that all of it is."""
+    """Checks that all parts are equal; returns the number of tensors in each part."""
     weights, statistics = split(before["state_dict"])
     compared = {"weights": compare(weights, split(after["state_dict"])[0], "weights")}
     if statistics:
@@ -69,21 +69,21 @@ def compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 def split(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights, and the running statistics of batch norm."""
+    """Splits a state into weights and batch norm's running statistics."""
     last = ("running_mean", "running_var", "num_batches_tracked")
     statistics = {k: v for k, v in state.items() if k.rpartition(".")[2] in last}
     return {k: v for k, v in state.items() if k not in statistics}, statistics
 
 
 def compare(before: Any, after: Any, path: str) -> int:
-    """Counts the tensors in two nested containers that are equal in every bit.
+    """Checks that two nested containers are equal bit by bit; returns their number of tensors.
 
     Raises:
-        RuntimeError: Something differs; with its path.
+        RuntimeError: Something differs; the message has its path.
     """
     if isinstance(before, torch.Tensor):
         same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
-        # By their bytes: NaN equals itself, and 0.0 is not -0.0.
+        # Compare bytes: NaN equals itself, and 0.0 differs from -0.0.
         if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
             raise RuntimeError(f"what was written differs from what was read: {path}")
         return 1

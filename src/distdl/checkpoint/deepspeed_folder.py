@@ -1,8 +1,8 @@
-"""Reading the folders that DeepSpeed writes, without an engine and at any world size.
+"""Reads DeepSpeed's checkpoint folders, without an engine and at any world size.
 
-A folder holds, below its tag, the model states (buffers, shapes by name, what the trainer added)
-and for each rank the optimizer states: flat partitions, as `distdl.strategies.deepspeed_state`
-describes, among them the weights in 32 bit.
+The subfolder named by the tag holds the model states (buffers, shapes by name, the Trainer's
+state) and the optimizer states of each rank. These are flat partitions, described in
+`distdl.strategies.deepspeed_state`, and include the float32 weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from distdl.util.errors import UserError
 
 FP32 = "single_partition_of_fp32_groups"
-TRAINER = "lightning"  # our key for what the Trainer keeps beside weights and optimizer states
-# The same in folders that Lightning itself wrote, where it lies among DeepSpeed's own keys.
+TRAINER = "lightning"  # our key for the Trainer's other state
+# That state's keys in folders that Lightning itself wrote, where they are among DeepSpeed's keys.
 LIGHTNINGS = (
     *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers"),
     *("hyper_parameters", "datamodule_hyper_parameters"),
@@ -31,17 +31,17 @@ def is_one(path: Path) -> bool:
 
 
 def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """A folder as one portable checkpoint, in host memory.
+    """Reads a folder as one portable checkpoint, in host memory.
 
-    DeepSpeed's own objects in it (loss scalers, enums) are read as `Inert`; none of its code runs,
-    nor does it have to be installed.
+    DeepSpeed's own objects in it (loss scalers, enums) are read as `Inert`. None of DeepSpeed's
+    code runs, and it does not have to be installed.
 
     Args:
         path: The folder above the tag.
-        trust: Let its files run code while they are unpickled, where they hold other objects.
+        trust: Let files with other objects run code while they are unpickled.
 
     Raises:
-        UserError: A rank's file is missing, or one of them holds other objects and is not trusted.
+        UserError: A rank's file is missing, or a file holds other objects and is not trusted.
     """
     latest = path / "latest"
     tag = latest.read_text().strip() if latest.is_file() else next(path.glob("*/*.pt")).parent.name
@@ -65,12 +65,12 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def weights(
     models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    """The full weights in 32 bit, and the buffers, in the module's order.
+    """The full float32 weights and the buffers, in the module's order.
 
-    As DeepSpeed's `zero_to_fp32` puts them together.
+    Merged as in DeepSpeed's `zero_to_fp32`.
 
     Args:
-        models: Each rank's model states; only rank 0's, below stage 3.
+        models: Each rank's model states; below stage 3, only rank 0's.
         parts: Each rank's optimizer states.
     """
     state, stage_3 = models[0], is_stage_3(parts)
@@ -94,7 +94,7 @@ def weights(
 
 
 def ranked(folder: Path, pattern: str) -> list[Path]:
-    """Files in the order of the ranks in their names."""
+    """Files sorted by the ranks in their names."""
     return sorted(
         folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
     )
@@ -110,7 +110,7 @@ def loaded(file: Path, trust: bool) -> dict[str, Any]:
 
 
 class Inert:
-    """Stands for an object of DeepSpeed's, and does nothing."""
+    """Replaces an object of DeepSpeed's when unpickled; has no behaviour."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -125,9 +125,9 @@ def optimizer_state(
     """The optimizer's state by name.
 
     Args:
-        parts: Each rank's.
-        shapes: Of the parameters in each flat tensor, in their order: of a group in stages 1 and 2,
-            of a part of one in stage 3.
+        parts: Each rank's optimizer states.
+        shapes: Shapes of the parameters in each flat tensor, in order. A flat tensor holds a group
+            in stages 1 and 2, a part of a group in stage 3.
     """
     key_of_states = "optimizer_state_dict" if is_stage_3(parts) else "base_optimizer_state"
     base = [part[key_of_states] for part in parts]
@@ -150,7 +150,7 @@ def optimizer_state(
 
 
 def is_stage_3(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each parameter is partitioned, and not the flat tensor of a group."""
+    """Whether each parameter is partitioned by itself, not the flat tensor of a group."""
     return int(parts[0]["zero_stage"]) == 3
 
 
@@ -160,16 +160,16 @@ def cut(
     parts: Sequence[Mapping[str, Any]],
     index: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a group, out of the ranks' partitions of its flat tensor.
+    """The parameters of a group, cut out of the ranks' partitions of its flat tensor.
 
     Args:
         flats: Each rank's partition.
-        shapes: Of the parameters, in their order.
+        shapes: Shapes of the parameters, in order.
         parts: Each rank's optimizer states.
-        index: Of the group.
+        index: Index of the group.
     """
     at = 0
-    if is_stage_3(parts):  # every parameter is cut into the ranks' parts; the last is padded
+    if is_stage_3(parts):  # each parameter has one part per rank; the last part is padded
         for name, shape in shapes.items():
             size = math.ceil(shape.numel() / len(flats))
             yield name, torch.cat([f[at : at + size] for f in flats])[: shape.numel()].view(shape)

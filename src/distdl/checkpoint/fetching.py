@@ -1,4 +1,4 @@
-"""The checkpoint to resume from, on every node, even where the hosts share no file system."""
+"""Provides the checkpoint to resume from on every node, also without a shared file system."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
-CHUNK = 64 * 2**20  # bytes that are under way at once
+CHUNK = 64 * 2**20  # bytes per broadcast
 
 
 def provide(chosen: str | None, store: Path, environment: Environment) -> str | None:
-    """Rank 0 has chosen a checkpoint; nodes that lack it get it over the process group.
+    """Sends rank 0's checkpoint over the process group to nodes that lack it. Collective.
 
-    A manifest, which holds the hash, tells apart checkpoints of the same name.
+    The manifest holds the hash and so distinguishes checkpoints of the same name.
 
     Args:
-        chosen: Rank 0's choice; what other ranks give does not matter.
-        store: The run's directory as this rank sees it; mounts may differ from node to node.
-        environment: Who this rank is. Every rank must call.
+        chosen: Rank 0's choice; the value on other ranks is ignored.
+        store: The run's directory on this rank; mounts may differ between nodes.
+        environment: This rank's environment.
 
     Returns:
         The checkpoint's path on this rank, or None.
@@ -39,7 +39,7 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     chosen = process_group.tell_all(chosen)
     if chosen is None:
         return None
-    path = store / chosen  # what lies outside the store is absolute, and stays so
+    path = store / chosen  # a path outside the store is absolute and stays so
     if environment.world_size == 1:
         return str(path)
     manifest = manifest_of(path)
@@ -68,13 +68,13 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
             chunk = torch.empty(count, dtype=torch.uint8)
             if source is not None:
                 chunk = torch.frombuffer(bytearray(source.read(count)), dtype=torch.uint8)
-            dist.broadcast(chunk, src=0)  # a CPU tensor: by gloo
+            dist.broadcast(chunk, src=0)  # a CPU tensor, so by gloo
             if target is not None:
                 target.write(chunk.numpy().tobytes())
     if lacks:
         sync(temporary)
         os.replace(temporary, path)
-        if text:  # with it the copy counts as intact
+        if text:  # the manifest marks the copy as intact
             write_text(manifest, text, durable=True)
     dist.barrier()
     return str(path)

@@ -1,11 +1,10 @@
-"""Reads a checkpoint in whatever form, as one portable dict (see `distdl.checkpoint.portable`).
+"""Reads a checkpoint of any form as one portable dict (see `distdl.checkpoint.portable`):
 
 - a file: Lightning's layout, or bare weights (`.pth` of torchvision and timm, `.safetensors`);
 - a folder of torch's distributed checkpoint, which `checkpoint.sharded=true` writes under FSDP;
 - a folder of DeepSpeed's.
 
-None of them runs code of its own while it is read, unless the user allows it
-(`checkpoint.trust_pickle`).
+Reading runs no code from the checkpoint unless the user allows it (`checkpoint.trust_pickle`).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from distdl.checkpoint.plain_state import TRUST, Packing, restored
 from distdl.util.errors import Problem, UserError
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-TYPES = ("hparams_type", "datamodule_hparams_type")  # the classes of what is a mapping by now
+TYPES = ("hparams_type", "datamodule_hparams_type")  # their classes, which `described` drops
 
 
 class AnyCheckpoint(TorchCheckpointIO):
     """Writes files as Lightning does, and reads every form.
 
-    While `taker` is set, it is asked first, and what it takes is not written: see
+    If `taker` is set and returns True for a checkpoint, the checkpoint is not written: see
     `distdl.checkpoint.saving`.
     """
 
@@ -50,13 +49,13 @@ class AnyCheckpoint(TorchCheckpointIO):
 
 
 def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint that loads with weights_only, and what in it is a pickle (`Packing.pickled`).
+    """A checkpoint that loads with weights_only, and a list of its pickles (`Packing.pickled`).
 
     Args:
-        checkpoint: As Lightning's `dump_checkpoint` makes it.
+        checkpoint: From Lightning's `dump_checkpoint`.
 
     Raises:
-        UserError: It holds what cannot be saved.
+        UserError: It holds an object that cannot be saved.
     """
     packing = Packing()
     new = {
@@ -68,23 +67,23 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def load(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
-    """As `read`, for a training to resume from: all state is as it was when it was saved."""
+    """As `read`, with all state restored (`plain_state.restored`) for a resume."""
     checkpoint = read(path, weights_only=weights_only, mmap=mmap)
-    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # weights have none
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # not in bare weights
     return restored(checkpoint, path, trust=weights_only is False)
 
 
 def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
-    """A checkpoint of any form, in host memory.
+    """Reads a checkpoint of any form into host memory.
 
     Args:
         path: A file or a folder.
-        weights_only: False lets a file run code while it is unpickled; only for files of one's own.
-        mmap: Map a file's tensors instead of reading them: for who copies what it needs.
+        weights_only: False lets a file run code while it is unpickled: only for trusted files.
+        mmap: Map a file's tensors instead of reading them, if the caller copies what it needs.
 
     Raises:
-        UserError: The folder has no known form, the file is no complete checkpoint, or it holds
-            what cannot be read without running code.
+        UserError: The folder has no known form, the file is not a complete checkpoint, or it holds
+            objects that cannot be read without running code.
     """
     try:
         if path.is_dir():
@@ -101,13 +100,13 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
         )
     except (FileNotFoundError, PermissionError, MemoryError, UserError):
         raise
-    except Exception as error:  # of a file of another kind anything is raised: a KeyError, too
+    except Exception as error:  # files of other kinds can raise anything, even a KeyError
         raise UserError(unreadable(path, error)) from error
     return checkpoint if is_training(checkpoint) else {"state_dict": weights_of(checkpoint)}
 
 
 def unreadable(path: Path, error: Exception) -> Problem:
-    """Without torch's own advice, which is to let the file run code."""
+    """The problem, without torch's advice to let the file run code."""
     objects = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
     if objects:
         what = f"holds an object of {objects[1]}, and is read without running code of its own"
@@ -129,13 +128,13 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
 
 
 def is_training(checkpoint: Any) -> bool:
-    """Whether this is a checkpoint in Lightning's layout, and not bare weights."""
+    """Whether this is a checkpoint in Lightning's layout, not bare weights."""
     is_mapping = isinstance(checkpoint, Mapping)
     return is_mapping and isinstance(checkpoint.get("state_dict"), Mapping)
 
 
 def weights_of(weights: Any) -> dict[str, torch.Tensor]:
-    """The weights of a file that holds nothing else; some put them below "model".
+    """The weights of a file with weights only, also if they are under "model".
 
     Raises:
         UserError: It holds something else.

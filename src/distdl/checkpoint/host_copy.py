@@ -1,4 +1,4 @@
-"""The values of a checkpoint at one moment, in host memory."""
+"""A snapshot of a checkpoint's values in host memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# A tensor elsewhere is copied on its device, and by torch.save to the host.
+# A tensor on another device is cloned there, and torch.save brings it to the host.
 COPIED = ("cpu", "cuda")
 
 
 class HostCopy:
-    """A copy of a checkpoint in host memory, which the next copy uses again.
+    """A copy of a checkpoint in host memory; the next copy reuses the memory.
 
-    Each storage is copied once, so tensors that share one still do, and the file is the
-    one that `torch.save` would have written. The memory is kept because fresh memory costs more
-    than the copy: the kernel clears it page by page, and pinning it is slower still.
+    Each storage is copied once, so tensors that shared one still do, and the file is the same as
+    `torch.save` of the original. The memory is kept because new memory costs more than the copy:
+    the kernel clears it page by page, and pinning it takes even longer.
     """
 
     def __init__(self) -> None:
         self._checkpoint: dict[str, Any] | None = None
-        # By size in bytes, and whether pinned: what the copy at hand uses, and what is left.
+        # By size in bytes and whether pinned: memory of the current copy, and unused memory.
         self._used: dict[tuple[int, bool], list[torch.UntypedStorage]] = defaultdict(list)
         self._left: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
         self._storages: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
-        # By identity, with the originals: they live, and keep their identity, as long as the copy.
+        # By id: (copy, original). Keeping the original alive keeps its id unique.
         self._values: dict[int, tuple[Any, Any]] = {}
         self._events: dict[torch.device, torch.cuda.Event] = {}
 
@@ -38,19 +38,19 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Copies a checkpoint, instead of the one before.
+        """Copies a checkpoint and forgets the previous one.
 
-        Copies from a GPU are queued on its current stream, so they come after the step that has
-        ended and before the next one changes anything; only `write` waits for them.
+        Copies from a GPU are queued on its current stream: after the step that has ended, and
+        before the next step changes anything. Only `write` waits for them.
         """
         self.release()
         self._checkpoint = self._copy(checkpoint)
         for device, event in self._events.items():
             event.record(torch.cuda.current_stream(device))
-        self._left = {}  # nothing had this size any more
+        self._left = {}  # of sizes that the checkpoint no longer has
 
     def write(self, path: Path) -> None:
-        """Writes the file, in whatever thread.
+        """Writes the file; may run in any thread.
 
         Raises:
             OSError: It cannot be written.
@@ -61,7 +61,7 @@ class HostCopy:
             with path.open("wb") as file:
                 torch.save(self._checkpoint, file)
         except RuntimeError as error:
-            # On a full disk torch's writer fails twice, and the second time with a riddle.
+            # On a full disk torch's writer fails twice, and its second error hides the reason.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -86,7 +86,7 @@ class HostCopy:
         elif type(value) in (tuple, list):
             new = type(value)(map(self._copy, value))
         elif isinstance(value, dict):
-            new = copy.copy(value)  # of its own class, with its attributes
+            new = copy.copy(value)  # keeps the class and its attributes
             for key, each in value.items():  # `update` of a Counter would add
                 new[key] = self._copy(each)
         else:
@@ -105,7 +105,7 @@ class HostCopy:
 
     def _storage(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
         size, on_gpu = storage.nbytes(), device.type == "cuda"
-        if size == 0:  # they are all at the address 0
+        if size == 0:  # all empty storages have address 0
             return torch.UntypedStorage(0)
         key = (device, storage.data_ptr(), size)
         if key not in self._storages:
@@ -120,11 +120,11 @@ class HostCopy:
 
 
 def host_memory(size: int, *, pinned: bool) -> torch.UntypedStorage:
-    """`size` bytes. Into pinned ones a GPU copies by itself and at the full rate of the bus."""
+    """`size` bytes. A GPU copies into pinned memory asynchronously, at the full bus rate."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of its storage, and nothing else."""
+    """Whether a tensor is only a strided view of its storage."""
     more = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
     return tensor.layout is torch.strided and tensor.device.type in COPIED and not more

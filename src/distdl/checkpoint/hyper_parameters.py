@@ -1,8 +1,8 @@
-"""Hyperparameters as plain data: what `save_hyperparameters()` collected, whatever it is.
+"""Converts the hyperparameters of `save_hyperparameters()`, of any type, to plain data.
 
-No resume reads them; Lightning's `load_from_checkpoint` hands them to the module. So they become
-mappings, lists, numbers and text: a `functools.partial` as Hydra writes one (`_target_`), a class,
-function or network by its name.
+A resume does not read them; only Lightning's `load_from_checkpoint` passes them to the module.
+Mappings, lists, numbers and text are therefore enough. A `functools.partial` becomes a Hydra node
+(`_target_`); a class, function or network becomes its name.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import nn
 
 from distdl.checkpoint.plain_state import MAPPINGS, is_leaf, loads, name_of
 
-LONGEST = 200  # characters of a text that stands for an object
+LONGEST = 200  # characters of a text that replaces an object
 
 
 def described(value: Any) -> Any:
-    """A value as plain data; what has no such form as text."""
+    """A value as plain data; an object without such a form becomes text."""
     if is_leaf(value):
         return value
     if isinstance(value, Container):
         try:
             return OmegaConf.to_container(value, resolve=True)
-        except Exception:  # whatever a resolver raises: it stays as it was written
+        except Exception:  # if a resolver fails: keep the interpolation as written
             return OmegaConf.to_container(value, resolve=False)
     if isinstance(value, Mapping):
         new = {k if is_leaf(k) else str(k): described(v) for k, v in value.items()}
@@ -70,5 +70,5 @@ def described(value: Any) -> Any:
         return value
     try:
         return repr(value)[:LONGEST]
-    except Exception:  # their own code
+    except Exception:  # a `__repr__` of the user's code
         return name_of(type(value))

@@ -1,9 +1,9 @@
 """State of callbacks, data and modules, in a form that `torch.load(weights_only=True)` reads.
 
-torch reads tensors, numbers, strings and containers of them without running code of the file. What
-else has a form without code (a path, an array, a deque, a member of an enum) is kept in that form,
-as {TAG: kind, ...}, and comes back as it was. What has none is kept as the bytes of its pickle,
-which is opened only by those who trust the file.
+torch reads tensors, numbers, strings and containers of them without running code from the file.
+Some other types (path, array, deque, enum member) are stored as plain data, {TAG: kind, ...}, and
+restored to their type. All other objects are stored as the bytes of their pickle, which is opened
+only if the user trusts the file.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
 
 
 def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str, Any]:
-    """A checkpoint as it was before it was packed.
+    """Undoes `Packing`.
 
     Args:
-        checkpoint: As it was read.
-        file: Where it was read from, for the message.
+        checkpoint: As read from the file.
+        file: Its path, for the message.
         trust: Open pickles.
 
     Raises:
-        UserError: It holds a pickle, and is not trusted; or a form that is not as we write it.
+        UserError: It holds a pickle and is not trusted, or a form that distdl does not write.
     """
     try:
         return _restored(checkpoint, trust, "")
@@ -56,23 +56,23 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
 
 
 class Packing:
-    """One checkpoint's way into plain forms.
+    """Converts one checkpoint to plain forms.
 
-    `pickled` has an entry for each object that is kept as a pickle: "callbacks.Mine.seen (a
+    `pickled` has an entry for each object that is stored as a pickle: "callbacks.Mine.seen (a
     mine.Seen)".
     """
 
     def __init__(self) -> None:
         self.pickled: list[str] = []
-        self._open: set[int] = set()  # containers that we are inside of
+        self._open: set[int] = set()  # containers being packed, to detect cycles
 
     def pack(self, value: Any, path: str) -> Any:
         """A value in a form that loads with weights_only.
 
-        Tensors, and containers with nothing else inside, are the same objects and no copies.
+        Tensors, and containers that need no change, are returned as they are, not copied.
 
         Raises:
-            UserError: An object inside cannot be pickled either.
+            UserError: An object inside can neither be converted nor pickled.
         """
         if is_leaf(value):
             return value
@@ -88,7 +88,7 @@ class Packing:
         form = self._form(value, path)
         if form is not None:
             return form
-        if loads(value):  # a class that the user has made known to torch, for one
+        if loads(value):  # such as a class that the user has registered with torch
             return value
         self.pickled.append(f"{path} (a {name_of(kind)})")
         try:
@@ -106,7 +106,7 @@ class Packing:
             new = {key: self.pack(each, f"{path}.{key}") for key, each in value.items()}
             if all(new[key] is value[key] for key in value):
                 return value
-            changed = copy.copy(value)  # of its own class, with its attributes
+            changed = copy.copy(value)  # keeps the class and its attributes
             for key, each in new.items():
                 changed[key] = each
             return changed
@@ -115,7 +115,7 @@ class Packing:
         return value if same else type(value)(each)
 
     def _form(self, value: Any, path: str) -> dict[str, Any] | None:
-        """The form of what can be made again without code of the file, or None."""
+        """The plain form of a value that can be rebuilt without code from the file, or None."""
         kind = type(value)
         if isinstance(value, PurePath):
             return {TAG: "path", "text": str(value)}
@@ -146,14 +146,14 @@ class Packing:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is read as it is, and has nothing inside."""
+    """Whether torch reads a value as it is, and the value is not a container."""
     if value is None or type(value) in LEAVES:
-        return not (type(value) is int and value.bit_length() > 2000)  # torch reads 255 bytes
+        return not (type(value) is int and value.bit_length() > 2000)  # torch's limit: 255 bytes
     if type(value) is bytes:
-        return bool(value)  # torch does not read an empty one
+        return bool(value)  # torch cannot read empty bytes
     if type(value) in (torch.Tensor, nn.Parameter):
         return not vars(value)
-    # A slice of a tensor: it is in no file, but in the folder that all ranks write.
+    # A DTensor slice: written to the sharded folder, never to a file.
     return isinstance(value, torch.Tensor) and hasattr(value, "placements")
 
 
@@ -162,13 +162,13 @@ def is_key(value: Any) -> bool:
 
 
 def loads(value: Any) -> bool:
-    """Whether torch itself reads what it writes of a value."""
+    """Whether torch can save a value and load it with weights_only."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception:  # what cannot be pickled raises anything
+    except Exception:  # pickling can raise anything
         return False
     return True
 
@@ -184,12 +184,12 @@ def octets(data: bytes) -> torch.Tensor:
 
 
 def name_of(value: Any) -> str:
-    """A class or function as `_target_` would name it; of another callable, its class."""
+    """The name of a class or function as in `_target_`; for other objects, that of their class."""
     value = value if hasattr(value, "__qualname__") else type(value)
     return f"{value.__module__}.{value.__qualname__}"
 
 
-# ----------------------------------------------------------------------------------- and back
+# ----------------------------------------------------------------------------------- restoring
 
 
 class _NotTrusted(Exception):
@@ -248,13 +248,13 @@ def raw(form: Mapping[str, Any]) -> bytes:
 
 
 def member(module: str, qualname: str, name: str) -> enum.Enum:
-    """A member of an enum that this process has loaded; nothing is imported for it.
+    """A member of an enum whose module is already imported. Imports nothing.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The enum was not found.
     """
     named: Any = sys.modules.get(module)
-    for part in qualname.split("."):  # no attribute that a module or class would compute
+    for part in qualname.split("."):  # by `vars`: a computed attribute would run code
         named = vars(named).get(part) if named is not None else None
     if not (isinstance(named, type) and issubclass(named, enum.Enum)):
         raise ValueError(f"{module}.{qualname} is no enum here")

@@ -1,14 +1,14 @@
-"""Optimizer state by parameter name: the form in which every strategy writes and reads it.
+"""Optimizer state by parameter name, the form that every strategy writes and reads.
 
-torch keys the state of an optimizer by the position of a parameter in its groups. A position means
-something else as soon as the parameters are split over stages, flattened or put into other groups;
-a name does not. So a checkpoint of distdl is one file in Lightning's layout whose weights have the
-module's own names, and whose optimizer states are
+torch keys optimizer state by a parameter's position in the groups. Positions change if parameters
+are split over stages, flattened or grouped differently; names do not. A checkpoint of distdl is
+therefore one file in Lightning's layout. Its weights have the module's own names, and its optimizer
+states are
 
     {"state": {name: {"momentum_buffer": full tensor, ...}},
      "param_groups": [{"lr": 0.1, ..., "params": [name, ...]}, ...]}
 
-Files of distdl 0.1 are keyed by position; both functions leave alone what has their form already.
+Files of distdl 0.1 are keyed by position. `to_names` and `to_indices` accept either form.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def to_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
     """The state of `optimizer` with names instead of positions.
 
     Args:
-        state: As of `optimizer.state_dict()`, or keyed by name already. Tensors are not copied.
-        optimizer: Whose groups give positions their meaning; it must hold the parameters that the
-            state was written for, in their order.
-        module: Whose `named_parameters()` are the names: the LightningModule.
+        state: From `optimizer.state_dict()`, or already by name. Tensors are not copied.
+        optimizer: Its groups define the positions, so it must hold the parameters that the state
+            was written for, in the same order.
+        module: The LightningModule, whose `named_parameters()` give the names.
 
     Raises:
         ValueError: The optimizer has other groups than the state.
@@ -41,10 +41,10 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
     """The state in the form that `optimizer.load_state_dict` takes.
 
     Args:
-        state: By name, or by position already. It may hold more parameters than the optimizer (of
-            which a stage of a pipeline has a share); what those have is left out.
-        optimizer: Whose parameters want their state.
-        module: Whose names they have.
+        state: By name, or already by position. It may hold more parameters than the optimizer (a
+            pipeline stage has a share of them); the others are left out.
+        optimizer: The optimizer to load into.
+        module: The LightningModule, whose `named_parameters()` give the names.
 
     Raises:
         ValueError: The state lacks a parameter of the optimizer.
@@ -55,8 +55,8 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     """The names of an optimizer's parameters, group by group.
 
-    A parameter that is not the module's has its position for a name: "group0.parameter3". One that
-    is pruned (torch.nn.utils.prune) has the name that it had, under which its weights are saved.
+    A parameter outside the module is named by its position: "group0.parameter3". A pruned one
+    (torch.nn.utils.prune) keeps its original name, under which its weights are saved.
     """
     masks = {name for name, _ in module.named_buffers()}
     names = {}
@@ -70,13 +70,13 @@ def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
 
 
 def is_named(state: Mapping[str, Any]) -> bool:
-    """Whether a state is keyed by name; one without any parameter is as good as named."""
+    """Whether a state is keyed by name; True for a state without parameters."""
     keys = [key for group in state.get("param_groups", ()) for key in group["params"]]
     return all(isinstance(key, str) for key in keys)
 
 
 def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """`to_names`, given the names: for those whose optimizer no longer has the parameters."""
+    """`to_names` with given names, for optimizers that no longer hold the module's parameters."""
     if is_named(state):
         return dict(state)
     groups = state["param_groups"]
@@ -101,7 +101,7 @@ def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict
 
 
 def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """`to_indices`, given the names of the parameters that the optimizer has."""
+    """`to_indices` with the given names of the optimizer's parameters."""
     if not is_named(state):
         return dict(state)
     group_of = {name: group for group in state["param_groups"] for name in group["params"]}
@@ -113,7 +113,7 @@ def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
         )
     groups, values, position = [], {}, 0
     for number, own in enumerate(names):
-        # A stage may have nothing of a group: then only its position tells which one it is.
+        # A pipeline stage may have no parameter of a group: identify the group by its position.
         kept = group_of[own[0]] if own else state["param_groups"][number]
         groups.append({**kept, "params": list(range(position, position + len(own)))})
         for name in own:
@@ -124,7 +124,7 @@ def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
 
 
 def add_groups(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
-    """Gives an optimizer the groups that a module added to it while it was trained."""
+    """Adds the groups that the module had added to its optimizer before the checkpoint."""
     parameters = dict(module.named_parameters())
     for group in state["param_groups"][len(optimizer.param_groups) :] if is_named(state) else ():
         optimizer.add_param_group({"params": [parameters[name] for name in group["params"]]})
@@ -133,8 +133,8 @@ def add_groups(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 def speak_names(strategy: Strategy) -> None:
     """Makes a strategy of Lightning's write and read optimizer states by name.
 
-    Left alone is a strategy that has its own way with them: ours, which speak names by themselves,
-    and whatever keeps its state elsewhere.
+    Strategies that override these methods are unchanged: ours already use names, and others keep
+    their state elsewhere.
     """
     own = type(strategy)
     if (

@@ -1,9 +1,9 @@
 """Saves checkpoints in the background of the training.
 
-The training waits until rank 0 has copied what is to be written (`host_copy`); a thread then
-writes, syncs, hashes and publishes it. A thread and not a process: what takes long in it (torch's
-writer, sha256, fsync) runs without the interpreter's lock, and steps beside it were not slower than
-beside a process, which would need shared memory and seconds to start (docs/training.md).
+The training waits only until rank 0 has copied the checkpoint (`host_copy`). A thread then writes,
+syncs, hashes and publishes it. Its slow parts (torch's writer, sha256, fsync) release the GIL, and
+steps were no slower than with a process. A process would need shared memory and seconds to start
+(docs/training.md).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ REMEDY = (
     "keep tensors, numbers, strings and containers of them; or, if only you can write into the "
     "run: checkpoint.trust_pickle=true"
 )
-PATIENCE = 1.0  # seconds; a shorter wait for the write before is not reported
+PATIENCE = 1.0  # seconds; a shorter wait for the previous write is not reported
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be saved; those before it are as they were."""
+    """A checkpoint could not be saved; earlier ones are unchanged."""
 
 
 def refuse_pickles(trainer: Trainer) -> None:
-    """Before the first step: state that only pickle can keep could not be resumed. Collective.
+    """Raises before the first step if some state needs a pickle: a resume would refuse it.
 
-    What hooks add to a checkpoint is seen when the first one is saved.
+    State that hooks add to a checkpoint is checked when the first one is saved. Collective.
 
     Raises:
-        UserError: Names the state, and the key that allows it.
+        UserError: Names the state and the key that allows it.
     """
     states: dict[str, Any] = {
         "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},  # type: ignore[attr-defined]
@@ -68,13 +68,13 @@ def refuse_pickles(trainer: Trainer) -> None:
 
 
 class Saver:
-    """Writes one training's checkpoints into its store, one at a time and each of one step.
+    """Writes the checkpoints of one training into its store, one at a time.
 
     Args:
-        store: Where they go.
+        store: Where they are written.
         keep_last: How many are kept.
-        background: Do not stop the training for it. A folder of slices is written by all ranks
-            while they wait, and only hashed and published behind them.
+        background: Write while the training continues. A sharded folder is always written in the
+            foreground by all ranks; only hashing and publishing run in the background.
     """
 
     def __init__(self, store: CheckpointStore, *, keep_last: int, background: bool = True) -> None:
@@ -85,19 +85,19 @@ class Saver:
         self._has_warned = self._warned = False
 
     def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
-        """Begins to save the training as it is now, after the save before has ended. Collective.
+        """Waits for the previous save, then starts to save the current state. Collective.
 
         Args:
             trainer: Between two steps.
-            name: Of the file.
-            best: It is best.ckpt from now on.
+            name: The file's name.
+            best: Link best.ckpt to it.
             facts: For the manifest.
 
         Raises:
-            SaveError: The one before failed; without `background`, this one.
+            SaveError: The previous save failed, or without `background` this one.
         """
         started = time.monotonic()
-        self.settle()  # its memory is ours then
+        self.settle()  # then its memory can be reused
         waited = time.monotonic() - started
         report = self.background and not self._has_warned and trainer.is_global_zero
         if report and waited > PATIENCE:
@@ -109,7 +109,7 @@ class Saver:
                 name,
             )
         with self._copying(trainer):
-            # As trainer.save_checkpoint, which is for users and refuses our store.
+            # trainer.save_checkpoint does the same, but refuses our store: it is for users.
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             checkpoint, pickles = formats.plain(checkpoint)
             self._warn_of(pickles, trainer)
@@ -118,17 +118,17 @@ class Saver:
         if trainer.is_global_zero:
             stall = time.monotonic() - started if self._copy.held else None
             work = functools.partial(self._publish, name, best, facts, started, stall)
-            # No daemon: an interpreter that ends in the ordinary way waits for it as well.
+            # Not a daemon: the interpreter waits for it before a normal exit.
             self._thread = threading.Thread(target=self._run, args=(name, work), name=name)
             self._thread.start()
         if not self.background:
             self.settle()
 
     def settle(self) -> None:
-        """Waits until what was begun is published. Collective.
+        """Waits until the save under way is published. Collective.
 
         Raises:
-            SaveError: It failed; on all ranks.
+            SaveError: On all ranks, if it failed.
         """
         self.wait()
         error, self.error = process_group.tell_all(self.error), ""
@@ -136,13 +136,13 @@ class Saver:
             raise SaveError(error)
 
     def wait(self) -> None:
-        """The same on this rank alone; what went wrong has been logged, and is in `error`."""
+        """As `settle`, but on this rank only, and without raising: see `error`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def free(self) -> None:
-        """Gives the memory of the copies back."""
+        """Waits for the write under way and frees the copy's memory."""
         self.wait()
         self._copy = HostCopy()
 
@@ -157,7 +157,7 @@ class Saver:
 
     @contextmanager
     def _copying(self, trainer: Trainer) -> Iterator[None]:
-        """Inside, what rank 0 would write into a file is copied instead."""
+        """Inside, rank 0 copies a checkpoint instead of writing it to a file."""
         plugin = trainer.strategy.checkpoint_io
         if not self.background or not isinstance(plugin, AnyCheckpoint):
             yield
@@ -171,7 +171,7 @@ class Saver:
     def _take(self, checkpoint: dict[str, Any]) -> bool:
         try:
             self._copy.take(checkpoint)
-        except Exception as error:  # no memory, or something that pickles and cannot be copied
+        except Exception as error:  # out of memory, or an object that cannot be copied
             self._copy.release()
             if not self._has_warned:
                 self._has_warned = True
@@ -187,7 +187,7 @@ class Saver:
     def _run(self, name: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # it would be lost with the thread
+        except BaseException as error:  # else it would be lost with the thread
             self.error = f"{name} could not be saved: {type(error).__name__}: {error}"
             log.error("%s; the checkpoints before it are as they were", self.error)
             with suppress(OSError):

@@ -1,7 +1,8 @@
-"""The folder of torch's distributed checkpoint (DCP), into which every rank writes its slices.
+"""Writes and reads the folder of torch's distributed checkpoint (DCP), with each rank's slices.
 
-torch reads its index, `.metadata`, by pickle, and what is no tensor as well. Here the index is read
-by an unpickler that knows DCP's own classes and nothing else, and the rest with weights_only.
+torch unpickles the index, `.metadata`, and all values that are not tensors without restriction.
+Here the index is read by an unpickler that allows only DCP's own classes, and the rest is read with
+weights_only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from distdl.runs.checkpoints import remove
 
 INDEX = ".metadata"
-REST = "rest.pt"  # what of a sharded checkpoint is no weight and no optimizer state
+REST = "rest.pt"  # the checkpoint without weights and optimizer states
 OPTIMIZER = "optimizer_{}"
 SHARDED = ("state_dict", "optimizer_states")
 
@@ -32,7 +33,7 @@ OF_METADATA = (
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
 )
-# Classes that hold values, and functions that look one up: none of them does anything else.
+# Classes that only hold values, and functions that only look up a value.
 KNOWN = {
     *(("torch.distributed.checkpoint.metadata", name) for name in OF_METADATA),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -48,18 +49,18 @@ def is_one(path: Path) -> bool:
 
 
 def write(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> None:
-    """Writes a folder into which every rank puts its slices. Collective.
+    """Writes a folder with the slices of every rank. Collective.
 
     Args:
         checkpoint: Portable, except that tensors may be slices (DTensor).
-        path: The folder; every rank must reach it.
+        path: The folder, on a file system that all ranks share.
         write_rest: True on one rank.
     """
     rest = dict(checkpoint)
     state = {"state_dict": rest.pop("state_dict")}
     for number, optimizer in enumerate(rest.pop("optimizer_states", ())):
         state[OPTIMIZER.format(number)] = optimizer
-    if write_rest:  # slices of more ranks may lie there, from a save that was cut off
+    if write_rest:  # an interrupted save may have left slices of more ranks
         remove(path)
         path.mkdir(parents=True)
     dist.barrier()
@@ -69,20 +70,20 @@ def write(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> Non
 
 
 def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """A folder as one checkpoint, in host memory.
+    """Reads a folder as one checkpoint, in host memory.
 
     Args:
         path: The folder.
         trust: Let the folder run code while it is unpickled.
 
     Raises:
-        pickle.UnpicklingError: It holds what cannot be read without that.
+        pickle.UnpicklingError: It holds objects that cannot be read without `trust`.
     """
     state: dict[str, Any] = {}
     reader = _Reader(path, trust)
     try:
         _load_state_dict(state, storage_reader=reader, planner=_Planner(trust), no_dist=True)
-    except CheckpointException as error:  # which holds each rank's
+    except CheckpointException as error:  # holds the error of each rank
         raise next(iter(error.failures.values()))[0] from None
     rest = path / REST
     checkpoint = {}
@@ -131,7 +132,7 @@ class _Planner(_EmptyStateDictLoadPlanner):
         self._trust = trust
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """What is no tensor, which torch's own planner unpickles without restriction."""
+        """Reads values other than tensors, which torch's planner unpickles without restriction."""
         plain = BytesIO()
         torch.save(torch.load(value, weights_only=not self._trust), plain)
         plain.seek(0)

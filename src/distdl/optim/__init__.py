@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate over time, from their config nodes."""
+"""Optimizers and learning rate schedules, built from their config nodes."""
 
 from distdl.optim.schedules import constant, warmup_cosine, warmup_step
 

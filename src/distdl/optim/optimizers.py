@@ -1,4 +1,4 @@
-"""From the optimizer and schedule nodes to the real ones: learning rates, decay, schedules."""
+"""Builds optimizers and schedules from their config nodes: learning rates, decay, schedules."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_nor
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
 OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
-# Of a parameter group; null in a checkpoint: a resume keeps its own.
+# Keys of a parameter group that are null in a checkpoint: a resumed run keeps its own values.
 KERNELS = {"fused", "foreach"}
 
 # _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
-# timm's own that are no subclass of torch's; the others are.
+# timm's norm layers that are not subclasses of torch's.
 _TIMM_NORMS = (
     *("RmsNorm", "RmsNorm2d", "SimpleNorm", "SimpleNorm2d", "FrozenBatchNormAct2d"),
     *("FilterResponseNormTlu2d", "FilterResponseNormAct2d", "GlobalResponseNorm"),
@@ -50,13 +50,13 @@ _TIMM_NORMS = (
 
 
 def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> float:
-    """The learning rate for a global batch, from one that is given per `reference` images.
+    """Scales a learning rate from a global batch of `reference` to `global_batch`.
 
     Args:
-        lr: For a global batch of `reference`.
+        lr: The rate for a global batch of `reference`.
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
         rule: "linear" (Goyal et al. 2017), "sqrt" (Krizhevsky 2014, "One weird trick") or "none".
-        reference: What `lr` was tuned for.
+        reference: The global batch that `lr` was tuned for.
 
     Raises:
         UserError: For another rule.
@@ -72,13 +72,13 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
 
 
 def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
-    """The full learning rate of an optimizer node, which has an `lr`."""
+    """The scaled learning rate of an optimizer node, which must have an `lr`."""
     lr, rule, reference = _lr_terms(config)
     return scale_lr(lr, global_batch, rule, reference)
 
 
 def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
-    """One line on how the learning rate of an optimizer node comes about."""
+    """One line that explains the learning rate of an optimizer node."""
     config = _plain(config)
     if "lr" not in config:
         return "lr is the optimizer's default"
@@ -94,15 +94,15 @@ def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
 def parameter_groups(
     module: nn.Module, weight_decay: float | None, decay_norm_and_bias: bool = False
 ) -> list[dict[str, Any]]:
-    """The trainable parameters, each once, apart by whether weight decay is applied to them.
+    """The trainable parameters, each once, grouped by whether weight decay applies.
 
-    No decay for what a normalisation layer owns and for biases (Goyal et al. 2017, section 5.3; He
-    et al. 2019, "Bag of Tricks"), decided by the type of the layer that owns it, never by its name.
+    Parameters of normalisation layers and biases are not decayed (Goyal et al. 2017, section 5.3;
+    He et al. 2019, "Bag of Tricks"). Normalisation layers are found by their type, not their name.
 
     Args:
-        module: Whatever is trained.
-        weight_decay: Of the decayed ones; None: the optimizer's default.
-        decay_norm_and_bias: Decay all of them.
+        module: The module to train.
+        weight_decay: For the decayed group; None: the optimizer's default.
+        decay_norm_and_bias: Decay all parameters.
 
     Returns:
         At most two groups for an optimizer, decayed ones first; an empty one is left out.
@@ -126,14 +126,14 @@ def parameter_groups(
 
 
 def _norm_types() -> tuple[type, ...]:
-    # Whoever uses timm's layers has imported them; nothing else should wait for the import.
+    # A model with timm's layers has imported them already; other models need not wait for that.
     timm = sys.modules.get("timm.layers")
     imported = [getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)]
     return (*_NORMS, *imported)
 
 
 def _is_bias(owner: nn.Module, name: str) -> bool:
-    # Torch's attention and recurrent layers have several: in_proj_bias, bias_ih_l0.
+    # torch's attention and recurrent layers have several biases: in_proj_bias, bias_ih_l0.
     several = isinstance(owner, nn.MultiheadAttention | nn.RNNBase)
     return name == "bias" or (several and "bias" in name)
 
@@ -141,17 +141,17 @@ def _is_bias(owner: nn.Module, name: str) -> bool:
 def build_optimizer(
     module: nn.Module, config: Mapping[str, Any], *, global_batch: int, fuse: bool = True
 ) -> Optimizer:
-    """The optimizer of an optimizer node over `module`'s trainable parameters.
+    """Builds an optimizer over `module`'s trainable parameters from an optimizer node.
 
     Each group also holds "reference_lr", the rate before scaling, for the schedules' warm-up.
 
     Args:
-        module: Whatever is trained.
+        module: The module to train.
         config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
-            decay_norm_and_bias (False), and arguments of the class. `fused` None or absent: where
-            `can_fuse`, if `fuse`.
+            decay_norm_and_bias (False), and arguments of the class.
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
-        fuse: False: leave `fused` to torch where the node does not set it.
+        fuse: If `fused` is null or absent in the node: True sets it where `can_fuse` allows; False
+            leaves the choice to torch.
 
     Raises:
         UserError: When nothing is trainable, or the node names no class.
@@ -183,14 +183,14 @@ def build_optimizer(
 
 
 def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
-    """Whether an optimizer has a kernel that updates all of these parameters in one pass.
+    """Whether an optimizer has a fused kernel for all of these parameters.
 
-    The formula is the same as without; sums of products are rounded once less, so that weights may
-    differ in the last bit. torch chooses the kernels of one pass per operation (`foreach`) by
-    itself on a GPU, and a loop over the parameters on a CPU.
+    A fused kernel computes the same formula, but rounds sums of products once less, so weights may
+    differ in the last bit. Without it, torch uses `foreach` kernels on a GPU and a loop over the
+    parameters on a CPU.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
-    # FSDP's: torch has no rule for how to shard the fused step of SGD (2.15).
+    # DTensors of FSDP: torch has no sharding rule for SGD's fused step (2.15).
     sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is not None and any(isinstance(p, sharded.DTensor) for p in parameters):
         return False
@@ -200,7 +200,7 @@ def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
 
 
 def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Which kernels do a step is a matter of the device: a checkpoint holds nothing about it."""
+    """Clears the choice of kernels in a checkpoint: it depends on the device."""
     for group in state["param_groups"]:
         group.update(dict.fromkeys(KERNELS & group.keys()))
 
@@ -213,7 +213,7 @@ def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, 
 
 
 def _state_laid_out_alike(optimizer: Optimizer) -> None:
-    """After loading: what FSDP or DeepSpeed wrote is not channels_last."""
+    """After loading: state from FSDP or DeepSpeed is not channels_last."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -221,7 +221,7 @@ def _state_laid_out_alike(optimizer: Optimizer) -> None:
 
 
 def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
-    """Before a step: autograd lays a gradient out as its parameter; a hook or a user need not."""
+    """Before a step: autograd's gradients have their parameter's layout; others may not."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             if parameter.grad is not None:
@@ -229,8 +229,11 @@ def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, laid out as `parameter` is: on a CPU a fused kernel (torch 2.15) takes them for it
-    and does not look, so that each number would be added to another weight."""
+    """`tensor` in the memory layout of `parameter`.
+
+    A fused kernel on a CPU (torch 2.15) assumes equal layouts without a check. With another layout
+    it would add each number to the wrong weight.
+    """
     if tensor.layout is not torch.strided or tensor.stride() == parameter.stride():
         return tensor
     sizes = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
@@ -252,23 +255,23 @@ def build_schedule(
     max_epochs: int,
     total_steps: float | None = None,
 ) -> dict[str, Any]:
-    """The schedule of a schedule node, as Lightning's `lr_scheduler` dict; {} for an empty node.
+    """Builds a schedule as Lightning's `lr_scheduler` dict; {} for an empty node.
 
-    `steps_per_epoch`, `max_epochs` and `total_steps` are handed to a target that takes them, unless
-    the node sets them itself. It steps once per optimizer step if it is ours or takes
-    `total_steps`, else once per epoch; `interval` overrides that.
+    A target that takes `steps_per_epoch`, `max_epochs` or `total_steps` gets them, unless the node
+    sets them. A schedule of ours, or one that takes `total_steps`, steps once per optimizer step;
+    others step once per epoch. The node's `interval` overrides this.
 
     Args:
-        optimizer: From `build_optimizer`, or any.
-        config: `_target_`, arguments of the target, and what Lightning takes beside it (interval,
-            frequency, monitor, strict, name).
-        steps_per_epoch: Optimizer steps (after accumulation) of an epoch.
-        max_epochs: Of the complete training.
-        total_steps: Of the complete training, which may end within an epoch; infinity: unknown;
-            None: with the last epoch.
+        optimizer: Any optimizer.
+        config: `_target_`, arguments of the target, and Lightning's settings (interval, frequency,
+            monitor, strict, name).
+        steps_per_epoch: Optimizer steps (after accumulation) per epoch.
+        max_epochs: Epochs of the complete training.
+        total_steps: Optimizer steps of the complete training, which may end within an epoch;
+            infinity: unknown; None: it ends with the last epoch.
 
     Raises:
-        UserError: The target needs to know when training ends, and it is unknown.
+        UserError: The target needs the length of the training, and it is unknown.
     """
     config = _plain(config or {})
     if not config:

@@ -1,4 +1,4 @@
-"""Learning rates over time, per optimizer step: warm-up, then a cosine, steps or a constant."""
+"""Learning rate schedules per optimizer step: warm-up, then a cosine, steps or a constant."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Length:
-    """Of a training, in optimizer steps (after accumulation).
+    """The length of a training in optimizer steps (after accumulation).
 
     Args:
-        steps_per_epoch: Of a complete epoch; data without a length is one epoch.
-        max_epochs: How many are begun, at least one.
-        total_steps: All of it; infinity: nothing ends it, or the end of the data is unknown.
+        steps_per_epoch: Steps of a complete epoch; data without a length counts as one epoch.
+        max_epochs: Epochs that are started, at least one.
+        total_steps: Steps in total; infinity: no limit, or the data's length is unknown.
     """
 
     steps_per_epoch: int
@@ -32,11 +32,10 @@ class Length:
 
 
 def length_of(trainer: Any) -> Length:
-    """What `max_epochs`, `max_steps` and the loader's length leave of a training, whichever ends it
-    first. The loaders must be there.
+    """The length by `max_epochs`, `max_steps` and the loader, whichever ends the training first.
 
     Args:
-        trainer: Lightning's.
+        trainer: Lightning's, with its loaders set up.
     """
     total = trainer.estimated_stepping_batches
     total = math.inf if total < 0 else total  # -1: no max_steps, and data without a length
@@ -60,18 +59,18 @@ def warmup_cosine(
     """Linear warm-up, then half a cosine to `min_lr_ratio` of the full rate (Loshchilov 2017).
 
     Args:
-        optimizer: Its rates are the full ones.
-        steps_per_epoch: Optimizer steps.
-        max_epochs: The cosine ends with the last of them, unless `total_steps` ends before.
-        warmup_epochs: May be a fraction; 0: none.
+        optimizer: Has the full rates.
+        steps_per_epoch: Optimizer steps per epoch.
+        max_epochs: The cosine ends with the last epoch, or with `total_steps` if given.
+        warmup_epochs: May be a fraction; 0: no warm-up.
         min_lr_ratio: From 0 to 1.
-        warmup_from: Where the warm-up starts, as a share of the full rate, or "reference": at the
-            rate before scaling by the global batch, as Goyal et al. 2017 do (section 2.2), so that
-            a run at the reference batch has none. The k-th of w steps has the share
-            start + (1 - start) * k / w: with 0, the first step already learns a little.
+        warmup_from: The warm-up's start as a share of the full rate. "reference": the rate before
+            scaling by the global batch (Goyal et al. 2017, section 2.2), so a run at the reference
+            batch has no warm-up. The k-th of w steps has the share start + (1 - start) * k / w, so
+            the first step's rate is above 0 even if the start is 0.
         total_steps: Optimizer steps of the complete training, which may end within an epoch.
 
-    A warm-up longer than the training is cut with it, with a warning.
+    If the warm-up is longer than the training, the training ends within it, with a warning.
     """
     total = steps_per_epoch * max_epochs if total_steps is None else total_steps
     warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
@@ -94,11 +93,11 @@ def warmup_step(
     warmup_from: float | str = "reference",
     total_steps: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up, then times `gamma` at each milestone: the schedule of Goyal et al. 2017.
+    """Linear warm-up, then a factor of `gamma` at each milestone (Goyal et al. 2017).
 
     Args:
         milestones: In epochs.
-        gamma: Factor at each of them.
+        gamma: The factor at each milestone.
 
     The other arguments are those of `warmup_cosine`.
     """
@@ -120,7 +119,7 @@ def constant(
     warmup_from: float | str = 0.0,
     total_steps: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up (by default none), then the full rate. Arguments: see `warmup_cosine`."""
+    """Linear warm-up (default: none), then the full rate. Arguments: see `warmup_cosine`."""
     total = steps_per_epoch * max_epochs if total_steps is None else total_steps
     warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
     return _warmed_up(optimizer, warmup, warmup_from, lambda step: 1.0)
@@ -129,7 +128,7 @@ def constant(
 def _warmup_steps(steps_per_epoch: int, warmup_epochs: float, total: float) -> int:
     warmup = round(warmup_epochs * steps_per_epoch)
     if warmup > total:
-        # A short trial of a long recipe is no mistake, but its rate is not the recipe's.
+        # A short trial of a long recipe is allowed, but its rates are not the recipe's.
         log.warning(
             "schedule.warmup_epochs=%g is %d optimizer steps and training lasts %d: all of it is "
             "warm-up (schedule.warmup_epochs=0: none)",
@@ -149,7 +148,7 @@ def _warmed_up(
     else:
         start = float(warmup_from)
 
-    # A plain function: LambdaLR leaves it out of its state, which then is numbers only.
+    # A plain function: LambdaLR does not save it, so its state holds only numbers.
     def share(step: int) -> float:
         return start + (1 - start) * (step + 1) / warmup if step < warmup else after(step)
 
@@ -164,14 +163,15 @@ def rescale_schedule(
     new_lr: float,
     step_ratio: float,
 ) -> None:
-    """Go on under another global batch, after both states were loaded from a checkpoint.
+    """Adapts a schedule to another global batch, after both states were loaded from a checkpoint.
 
     Args:
-        scheduler: Built for the new run, its state the old run's. Ours follow the new run's curve
-            from here on; of others the current rate is multiplied by new_lr / old_lr.
-        optimizer: Likewise.
+        scheduler: Built for the new run, with the old run's state. A LambdaLR (all of ours)
+            follows the new run's curve; for others the current rate is multiplied by
+            new_lr / old_lr.
+        optimizer: Also of the new run, with the old run's state.
         old_lr: The full rate of the old run.
-        new_lr: Of the new one.
+        new_lr: The full rate of the new run.
         step_ratio: New steps per old step: old global batch / new global batch. 1 for a scheduler
             that steps once per epoch.
     """

@@ -1,1 +1,1 @@
-"""Memory and traffic of a step on paper: which strategy fits."""
+"""Estimates memory and traffic of a step under each strategy, and recommends one."""

@@ -2,15 +2,15 @@
 
 Sources, by the letters used below:
 
-- [Z] Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054: what is partitioned
-  (section 5), and that stage 3 sends half as much again as plain data parallelism (section 7).
-  Stages 1 and 2 could send as little as that, but DeepSpeed all-reduces its buckets and then
-  gathers the weights: counted by `benchmarks/traffic.py`, they send as much as stage 3.
-- [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3: an all-reduce
-  of S bytes over n ranks sends 2 (n - 1) / n x S from each, its halves (reduce-scatter, all-gather)
-  one half each.
+- [Z] Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054: what each stage partitions
+  (section 5). Stage 3 sends 1.5 times as much as plain data parallelism (section 7). Stages 1 and 2
+  could send as little as data parallelism, but DeepSpeed all-reduces its buckets and then gathers
+  the weights. `benchmarks/traffic.py` counts as many bytes for them as for stage 3.
+- [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3: in an
+  all-reduce of S bytes over n ranks, each sends 2 (n - 1) / n x S: one half in the reduce-scatter,
+  one in the all-gather.
 - [P] Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
-  https://arxiv.org/abs/2104.04473, section 2.2: the bubble of 1F1B, its micro-batches under way.
+  https://arxiv.org/abs/2104.04473, section 2.2: 1F1B's bubble, and its micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from dataclasses import dataclass, replace
 from distdl.benchmark.step_profile import MeasuredBlock, MeasuredStep
 
 GIB = 2**30
-# The rest is for kernels' workspaces, the allocator's fragments and the CUDA context.
+# The rest is for kernel workspaces, fragmentation of the allocator and the CUDA context.
 USABLE = 0.9
-# Of forward and backward, the backward takes two thirds: gradients can travel meanwhile.
+# The backward's share of forward and backward; gradients can be sent during it.
 BACKWARD = 2 / 3
-# What conf/strategy/deepspeed_*.yaml sets, in elements of 4 bytes.
+# The bucket size in conf/strategy/deepspeed_*.yaml, in bytes (elements of 4 bytes).
 DEEPSPEED_BUCKET = 4 * 200_000_000
 MICRO_BATCHES_PER_STAGE = 4  # as strategy=pipeline
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What it would run on.
+    """The hardware of the estimated run.
 
     Args:
-        devices: All together.
-        memory: Of one, in bytes.
+        devices: Total number.
+        memory: Bytes per device.
         link: Bits per second that a device sends.
-        flops: Floating-point operations per second that it sustains.
+        flops: Sustained floating-point operations per second of a device.
     """
 
     devices: int
@@ -54,15 +54,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One strategy: bytes on the fullest device, bytes that the busiest one sends per step.
+    """One strategy: bytes on the fullest device, and bytes that the busiest one sends per step.
 
     Args:
-        batches: Of `MeasuredStep.batch_size`, that a device works through in a step, one by one.
-        other: Buckets and weights that are gathered for a while.
-        overlap: The share of the computation behind which sending can hide.
+        batches: Batches of `MeasuredStep.batch_size` that a device computes in a step, in sequence.
+        other: Buckets and temporarily gathered weights.
+        overlap: The share of the computation that sending can overlap with.
         idle: The share of a step in which a device waits for another (a pipeline's bubble).
         host: Bytes in host memory, per device.
-        missing: Why it is not possible; then the rest says nothing.
+        missing: Why the strategy is not possible; the other fields are then meaningless.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Estimate:
 
     @property
     def fixed(self) -> float:
-        """What does not depend on the batch."""
+        """The bytes that do not depend on the batch."""
         return self.weights + self.gradients + self.optimizer + self.other
 
     @property
@@ -91,26 +91,28 @@ class Estimate:
         return not self.missing and self.total <= machine.usable
 
     def seconds(self, measured: MeasuredStep, machine: Machine) -> float:
-        """A step, of which only what cannot hide behind the computation adds to it."""
+        """The time of a step: computation, plus the sending that does not overlap with it."""
         work = measured.flops / machine.flops
         sending = 8 * self.sent / machine.link
         return self.batches * work / (1 - self.idle) + max(0.0, sending - self.overlap * work)
 
 
 def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
-    """Every strategy at the same global batch: `measured.batch_size` on each device, or one device
-    that accumulates as many of them."""
+    """Estimates every strategy at the same global batch.
+
+    Each device computes a batch of `measured.batch_size`; a single device accumulates as many.
+    """
     n = machine.devices
-    once = (n - 1) / n  # what a ring's half sends of S bytes [R]
+    once = (n - 1) / n  # the share of S bytes that half a ring all-reduce sends [R]
     gradients, state = measured.gradients, measured.optimizer
-    trained = gradients  # weights that are trained: as many bytes as their gradients
-    frozen = measured.weights - trained  # and buffers: nobody partitions those
+    trained = gradients  # trainable weights have as many bytes as their gradients
+    frozen = measured.weights - trained  # includes buffers; no strategy partitions them
     activations = measured.activations + measured.transient
-    buckets = 2 * DEEPSPEED_BUCKET if gradients else 0.0  # two, as `overlap_comm` needs
+    buckets = 2 * DEEPSPEED_BUCKET if gradients else 0.0  # `overlap_comm` needs two
     complete = Estimate(
         "single", measured.weights, gradients, state, activations=activations, batches=n
     )
-    # Optimizer and gradients of the step are on the host.
+    # Optimizer state and gradients are on the host.
     offload = Estimate(
         "deepspeed_offload",
         measured.weights,
@@ -123,7 +125,7 @@ def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
         return [complete, offload]
     ddp = replace(complete, name="ddp", batches=1)
     buffers = once * measured.buffers
-    # DeepSpeed steps on a copy of a rank's partition, which counts as optimizer state here.
+    # DeepSpeed's optimizer steps on a copy of the rank's partition: count it as optimizer state.
     zero1 = replace(
         ddp,
         name="deepspeed_zero1",
@@ -153,10 +155,10 @@ def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
 
 
 def pipeline(measured: MeasuredStep, n: int) -> Estimate:
-    """One pipeline of all devices with 1F1B, cut so that forward costs are even.
+    """Estimates one 1F1B pipeline over all devices, with stages of even forward cost.
 
-    Stage s of n holds at most n - s micro-batches [P]; each crosses a cut as an activation and
-    comes back as its gradient.
+    Stage s of n holds at most n - s micro-batches [P]. At each cut, a micro-batch sends its
+    activation forward and its gradient back.
     """
     if measured.no_blocks or len(measured.blocks) < n:
         few = f"{len(measured.blocks)} blocks for {n} stages"
@@ -166,7 +168,7 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
     costs = [block.flops or 1.0 for block in measured.blocks]
     stages = [measured.blocks[a:b] for a, b in itertools.pairwise(partition(costs, n))]
     micro_batches = MICRO_BATCHES_PER_STAGE * n
-    # A pipeline is given what all its devices would be given.
+    # The pipeline's batch is the batches of all its devices together.
     share = n / micro_batches
     ratio = measured.optimizer / measured.gradients if measured.gradients else 0.0
 

@@ -1,6 +1,6 @@
-"""Which strategy, and why: DDP if it fits, then what partitions, then a pipeline.
+"""Recommends a strategy: DDP if it fits, else one that partitions, else a pipeline.
 
-On a link that makes DDP wait: whatever takes the least time, one device alone included.
+If the link makes DDP wait, it recommends the fastest alternative, which may be a single device.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from distdl.benchmark.step_profile import MeasuredStep
 from distdl.planner.estimate import GIB, Estimate, Machine
 
-# Sending that adds less than this share to a step is acceptable.
+# Communication may add this share to a step's time.
 SLOW = 0.25
-# Seconds of work in a step, below which the latency of any link is longer.
+# Seconds of computation per step; with less, the latency of any link dominates.
 LITTLE = 1e-3
-# A batch is cut into at most so many parts, which are accumulated: more would idle the devices.
+# A batch is accumulated from at most this many parts: smaller parts would idle the devices.
 MOST_PARTS = 16
-# Steps alone, as in DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
+# The most local steps, about as in DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
 MOST_APART = 512
-# When DDP does not fit, in this order.
+# Tried in this order if DDP does not fit.
 INSTEAD_OF_DDP = {
     "fsdp": "weights, gradients and optimizer are shared out, for half as much traffic again",
     "deepspeed_offload": "the optimizer has to go to host memory, which slows each step",
@@ -30,7 +30,7 @@ INSTEAD_OF_DDP = {
 
 @dataclass(frozen=True)
 class StrategyAdvice:
-    """What to write, and why."""
+    """The recommended overrides, and the reason."""
 
     overrides: tuple[str, ...]
     reason: str
@@ -103,11 +103,11 @@ def _alone(
 def _too_slow(
     measured: MeasuredStep, by_name: dict[str, Estimate], machine: Machine
 ) -> StrategyAdvice | None:
-    """For a link that makes DDP wait."""
+    """The advice for a link that makes DDP wait; None if DDP is fast enough."""
     ddp, half = by_name["ddp"], by_name["ddp comm_hook=bf16"]
     smaller = () if ddp.fits(machine) else _accumulated(measured, ddp, machine)
     if smaller is None:
-        return None  # what to do about memory comes first
+        return None  # memory has to be solved first
 
     def seconds(row: Estimate) -> float:
         return row.seconds(measured, machine)
@@ -133,7 +133,7 @@ def _too_slow(
     reason = f"{waits}{why}, and takes {seconds(row):.2g} s"
     if row.idle:
         reason += f", its bubble of {100 * row.idle:.0f} % included"
-    # As many steps alone as make the exchange small, rounded up to a power of two.
+    # Enough local steps to make the exchange acceptable, rounded up to a power of two.
     needed = 8 * ddp.sent / machine.link / (SLOW * work)
     every = max(2, 1 << (math.ceil(needed) - 1).bit_length())
     if every <= MOST_APART:
@@ -145,7 +145,7 @@ def _too_slow(
 
 
 def _accumulated(measured: MeasuredStep, row: Estimate, machine: Machine) -> tuple[str, ...] | None:
-    """The overrides that cut a batch into parts which fit; None where it cannot be cut so."""
+    """The overrides that accumulate a batch from parts that fit; None if that is impossible."""
     size = measured.batch_size
     for parts in range(2, min(size, MOST_PARTS) + 1):
         if size % parts == 0 and row.fixed + row.activations / parts <= machine.usable:

@@ -1,4 +1,4 @@
-"""From overrides to a plan: the measured step, every strategy's estimate, and which to take."""
+"""Makes a plan from overrides: the measured step, all estimates and the recommendation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def plan_strategy(
 
     Args:
         overrides: As for a run.
-        devices: All together; None: the run's.
+        devices: Total number; None: as `how_many` finds.
         memory, link, flops: Of a device, see `Machine`.
 
     Raises:
-        UserError: Anything is wrong with the config or the training step.
+        UserError: The config or the training step has an error.
     """
     config = compose.compose(overrides)
     devices, note = how_many(config.trainer, devices)
@@ -58,7 +58,7 @@ def plan_strategy(
 
 
 def how_many(trainer: Any, asked: int | None) -> tuple[int, str]:
-    """Devices: as asked, as the config says, as there are here, or 8; and a note."""
+    """The number of devices: as asked, else from the config, the visible GPUs, or 8; and a note."""
     devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
     if asked:
         return asked, ""

@@ -1,9 +1,9 @@
-"""Strategies that are not simply a class of Lightning's."""
+"""Strategies that Lightning does not have, or not in this form."""
 
 import importlib
 from typing import Any
 
-# Where a class is; imported when it is asked for, since some of them take long.
+# The module of each class, imported on first use: some imports take long.
 _WHERE = {
     "DDPStrategy": "distdl.strategies.ddp",
     "LocalSGDStrategy": "distdl.strategies.local_sgd",
@@ -14,7 +14,7 @@ _WHERE = {
 
 
 def auto() -> str:
-    """Lightning's choice: one process alone, DDP over several."""
+    """Lightning's choice: plain training in one process, DDP over several."""
     return "auto"
 
 

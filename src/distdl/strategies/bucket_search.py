@@ -1,4 +1,4 @@
-"""Which bucket size is fastest here: tried on the first steps of the run itself."""
+"""Finds the fastest bucket size during the first steps of the run itself."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NOT_COUNTED = 2
 
 
 class BucketSearch:
-    """Tries a few sizes, `STEPS` steps each, and settles on the one with the shortest steps.
+    """Tries a few sizes for `STEPS` steps each, then keeps the one with the shortest steps.
 
-    The size of buckets changes when gradients travel and not what they are, so the steps are
-    ordinary ones of the training. As Horovod's autotuner does it (Sergeev and Del Balso 2018,
-    https://arxiv.org/abs/1802.05799, section 5; `HOROVOD_AUTOTUNE`), with fewer unknowns.
+    The bucket size changes when gradients are sent, not their values, so the trials are ordinary
+    training steps. Horovod's autotuner does the same for more parameters (Sergeev and Del Balso
+    2018, https://arxiv.org/abs/1802.05799, section 5; `HOROVOD_AUTOTUNE`).
 
     Args:
-        gradient_mb: Of all gradients together (2^20 bytes): above it, sizes are alike.
-        gather: Gives every rank's value on every rank, so that all of them choose alike.
-        sizes_mb: What to try, besides all gradients in one bucket.
+        gradient_mb: Size of all gradients (2^20 bytes); larger buckets make no difference.
+        gather: Returns every rank's value on every rank, so that all choose the same size.
+        sizes_mb: Sizes to try, besides one bucket for all gradients.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class BucketSearch:
         self.done = len(self.sizes) == 1
 
     def timed(self, seconds: float) -> bool:
-        """Takes the time of a step; True if the next step shall have another size (`self.size`)."""
+        """Takes the time of a step; True if `self.size` changes for the next step."""
         if self.done:
             return False
         self._steps.append(seconds)
         if len(self._steps) < STEPS:
             return False
-        # A step is as long as on its slowest rank.
+        # The slowest rank determines the time of a step.
         mine = statistics.median(self._steps[NOT_COUNTED:])
         self.seconds[self.size] = max(self.gather(mine))
         self._steps = []

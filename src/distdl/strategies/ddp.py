@@ -1,4 +1,4 @@
-"""DDP with what Lightning leaves out: hooks on every device, buckets of a measured size."""
+"""DDP with communication hooks on every device and a measured bucket size."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ log = logging.getLogger(__name__)
 
 
 class DDPStrategy(DriftingStrategy):
-    """Lightning's DDPStrategy, whose arguments (and DistributedDataParallel's) it takes too.
+    """Lightning's DDPStrategy; also takes its arguments and those of DistributedDataParallel.
 
     Args:
-        comm_hook: What travels instead of float32 gradients: "bf16" or "fp16" (half of it),
-            "powersgd" (low-rank factors), "post_local_sgd" (nothing between nodes, or between
-            devices on one node, and every so often the weights; Lin et al. 2018,
+        comm_hook: What is sent instead of float32 gradients: "bf16" or "fp16" (half the bytes),
+            "powersgd" (low-rank factors), "post_local_sgd" (weights every few steps, and no
+            gradients between nodes, or between devices of a single node; Lin et al. 2018,
             https://arxiv.org/abs/1808.07217).
-        powersgd_rank: Of powersgd's factors.
+        powersgd_rank: Rank of powersgd's factors.
         hook_start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd.
-        average_every: post_local_sgd: optimizer steps from one average of the weights to the next.
-        bucket_cap_mb: Gradients travel in buckets of about this size (2^20 bytes); "auto" tries a
-            few sizes on the first steps.
-        first_bucket_mb: Of the bucket that fills first, that of the last layers: a small one is on
-            its way while most of the backward is still to come. As large as the others with a hook
-            that keeps something per bucket (powersgd), and with a torch whose DDP takes no
-            `bucket_cap_mb_list`.
+        average_every: post_local_sgd: optimizer steps between two averages of the weights.
+        bucket_cap_mb: Approximate size of gradient buckets (2^20 bytes); "auto" tries a few sizes
+            during the first steps.
+        first_bucket_mb: Size of the bucket that fills first, with the last layers. A small one is
+            sent while most of the backward is still to run. All buckets have the same size with a
+            hook that keeps state per bucket (powersgd), or if DDP takes no `bucket_cap_mb_list`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class DDPStrategy(DriftingStrategy):
         self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
         takes = inspect.signature(DistributedDataParallel).parameters
         lists = "bucket_cap_mb_list"
-        # Not read from `kwargs`, which are passed on untouched: validation follows them.
+        # Read from `_ddp_kwargs`, not `kwargs`: validation must see `kwargs` passed on unchanged.
         self._choose_first = lists in takes and lists not in self._ddp_kwargs
         self._hook: hooks.Hook | None = None
         self._search: BucketSearch | None = None
@@ -65,7 +64,7 @@ class DDPStrategy(DriftingStrategy):
 
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with the arguments; paths are relative to the strategy node."""
+        """Problems of the arguments; paths are relative to the strategy node."""
         hook, size = config.get("comm_hook", "none"), config.get("bucket_cap_mb", 25)
         defaults = {"powersgd_rank": 1, "hook_start_step": 1000, "average_every": 4}
         for name, users in hooks.SETTINGS.items():
@@ -122,17 +121,17 @@ class DDPStrategy(DriftingStrategy):
         size = self._search.size if self._search else float(self.bucket_cap_mb)
         self._ddp_kwargs["bucket_cap_mb"] = size
         if self._choose_first:
-            # DDP's own first bucket of 1 MB is lost where the others are kept a size.
+            # Setting bucket_cap_mb disables DDP's own first bucket of 1 MB.
             apart = self.first_bucket_mb < size and self.comm_hook != "powersgd"
             sizes = [self.first_bucket_mb, size] if apart else None
             self._ddp_kwargs["bucket_cap_mb_list"] = sizes
-        # Lightning builds it on a stream of its own, and there gradients would be accumulated from
-        # then on: each backward would wait for that stream, and it for the backward.
+        # Lightning builds DDP on a side stream. Gradients would be accumulated on it from then on,
+        # and that stream and each backward would wait for each other.
         ids = self.determine_ddp_device_ids()
         return DistributedDataParallel(model, device_ids=ids, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA alone, and drops them silently elsewhere.
+        # Lightning registers hooks on CUDA only and ignores them silently elsewhere.
         assert isinstance(self.model, DistributedDataParallel)
         if self._hook is not None:
             self.model.register_comm_hook(*self._hook)
@@ -144,7 +143,7 @@ class DDPStrategy(DriftingStrategy):
     # ---------------------------------------------------------------------------------- steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # DDP averages what was trained when it was made; BackboneFinetuning unfreezes later.
+        # DDP averages what was trainable when it was built; BackboneFinetuning unfreezes later.
         if any(parameter.requires_grad for parameter in self._left_out):
             self._wrap_again()
 
@@ -179,11 +178,11 @@ class DDPStrategy(DriftingStrategy):
             self._wrap_again()
 
     def _wrap_again(self) -> None:
-        """DDP cannot change its buckets: another one replaces it, around the same module."""
+        """Wraps the module in a new DDP, since DDP cannot change its buckets."""
         assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
         self.model._remove_autograd_hooks()
-        # They may be views into the buckets that go. The step has used them.
+        # Gradients may be views into the old buckets. The step has used them already.
         for parameter in self.lightning_module.parameters():
             parameter.grad = None
         kept = self._ddp_kwargs

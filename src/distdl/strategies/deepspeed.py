@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO under Lightning, on GPUs and (by gloo, without a compiler) on a laptop's CPU.
+"""DeepSpeed's ZeRO under Lightning, on GPUs and (with gloo, without a compiler) on CPUs.
 
-Lightning's DeepSpeedStrategy, with what it lacks: portable checkpoints, batch norm in mixed
-precision, accumulation and clipping as under DDP, a validation after the training.
+Lightning's DeepSpeedStrategy lacks portable checkpoints, batch norm in mixed precision,
+accumulation and clipping as under DDP, and a validation after the training. This one adds them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from distdl.util.errors import Problem, UserError
 
 
 class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
-    """ZeRO (Rajbhandari et al. 2020): what DDP keeps on every rank is partitioned.
+    """ZeRO (Rajbhandari et al. 2020): partitions the state that DDP keeps on every rank.
 
     Args:
-        stage: 1: optimizer state; 2: and gradients; 3: and weights.
-        offload_optimizer: Optimizer state and step in host memory.
-        offload_parameters: Weights in host memory (stage 3).
+        stage: 1 partitions optimizer state; 2 also gradients; 3 also weights.
+        offload_optimizer: Keep optimizer state in host memory, and step there.
+        offload_parameters: Keep weights in host memory (stage 3).
         overlap_comm: Reduce gradients during the backward.
-        reduce_bucket_size, allgather_bucket_size: Elements that travel at once.
-        config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and what is
-            missing are filled in. Relative to the folder you start from, or to your project's root.
+        reduce_bucket_size, allgather_bucket_size: Elements per bucket.
+        config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and missing keys
+            are filled in. Relative to the current folder, or to your project's root.
         autotune: Measure micro-batches and stages before the training (`worker.autotune`).
 
     Raises:
@@ -63,7 +63,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise UserError.at("strategy", "DeepSpeed is not installed", INSTALL)
-        if not torch.cuda.is_available():  # asked while it is imported
+        if not torch.cuda.is_available():  # DeepSpeed reads it at import
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().__init__(
             stage=stage,
@@ -77,8 +77,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         )
         assert isinstance(self.config, dict)
         self.config.setdefault("zero_allow_untested_optimizer", True)  # torch's own: SGD, AdamW
-        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # which would need a compiler
-        # Else it waits for the device thrice a step, to time what StepMetrics reports without.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # it needs a compiler
+        # DeepSpeed's own timer syncs the device three times a step; StepMetrics needs no sync.
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
         self.autotune = autotune
         self._engine: Any = None
@@ -87,7 +87,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with the strategy node; paths are relative to it."""
+        """Problems of the strategy node; paths are relative to it."""
         trainer, local = context["config"]["trainer"], context["local"]
         if local and importlib.util.find_spec("deepspeed") is None:
             yield Problem("", "needs DeepSpeed, which is not installed", INSTALL)
@@ -123,8 +123,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        # Lightning divides the loss, DeepSpeed would again, and it would carry the batches that end
-        # an epoch over into the next one.
+        # Lightning already divides the loss; DeepSpeed would divide it again. It would also carry
+        # the last batches of an epoch over into the next one.
         return False
 
     @contextmanager
@@ -138,7 +138,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     @property
     def root_device(self) -> torch.device:
         device = super().root_device
-        # deepspeed.initialize wants a number, which a CPU has not.
+        # deepspeed.initialize needs a device index, and a CPU has none.
         return torch.device("cpu", 0) if self._indexed and device.type == "cpu" else device
 
     def setup_environment(self) -> None:
@@ -151,11 +151,11 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         device = self.root_device.type
-        # DeepSpeed joins the group it finds; a world of one has none yet.
+        # DeepSpeed uses an existing process group; a single process has none yet.
         _init_dist_connection(self.cluster_environment, process_group.backend(device))
         if device == "cpu":
             use_cpu()
-            # Else it compiles an extension for a minute, and fails without ninja.
+            # Else DeepSpeed compiles an extension: it takes a minute and needs ninja.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._process_group_backend = "nccl" if device == "cuda" else "gloo"
         self._init_deepspeed_distributed()
@@ -163,7 +163,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     def _set_node_environment_variables(self) -> None:
         super()._set_node_environment_variables()
         if self.root_device.type == "cuda":
-            # DeepSpeed takes it for the GPU's index, which is 0 where a rank sees one GPU only.
+            # DeepSpeed uses LOCAL_RANK as GPU index. If a rank sees one GPU only, the index is 0.
             for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
                 os.environ[name] = str(self.root_device.index)
 
@@ -179,8 +179,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         chosen = self.config.keys() & {"bf16", "fp16", "torch_autocast"}
         super()._format_config()
         if self.precision_plugin.precision == "bf16-mixed" and not chosen:
-            # Autocast, as under DDP: DeepSpeed's bf16 makes all weights bf16, which batch norm does
-            # not take on the CPU. Nothing is "safe": gradients are reduced in 32 bits.
+            # Autocast, as under DDP: DeepSpeed's bf16 casts all weights to bf16, which batch norm
+            # does not support on the CPU. No module is "safe", so gradients are reduced in float32.
             self.config.pop("bf16", None)
             self.config["torch_autocast"] = {
                 "enabled": True,
@@ -192,7 +192,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> Any:
-        # Afterwards the optimizer has flat partitions.
+        # Read the names first: afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]
         sharing.lay_out_plainly(model)
@@ -203,7 +203,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         assert isinstance(self.config, dict)
-        if not self.zero_stage_3:  # every rank has all weights: nothing to gather
+        if not self.zero_stage_3:  # every rank has all weights
             self.model_to_device()
             return
         sharing.lay_out_plainly(model)
@@ -219,7 +219,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             self._indexed = False
 
     def _unwrap(self) -> None:
-        """Makes a module that an engine held an ordinary one again, for the next engine or none."""
+        """Destroys the engine and turns its module into an ordinary one again."""
         if self._engine is None or self.lightning_module is None:
             return
         module, engine = self.lightning_module, self._engine
@@ -227,7 +227,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         full = deepspeed_state.weights(engine, module, self.root_device, keep=True)
         engine.destroy()
         for owner_name, owner in module.named_modules():
-            owner._parameters = dict(owner._parameters)  # stage 3 puts one of its own there
+            owner._parameters = dict(owner._parameters)  # stage 3 had replaced the dict
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     value = full[f"{owner_name}.{name}" if owner_name else name]
@@ -238,7 +238,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full weights on rank 0; nothing where DeepSpeed writes its own. Collective."""
+        """The full weights on rank 0; empty if DeepSpeed writes the checkpoint. Collective."""
         assert self.lightning_module is not None
         sharing.agree_on_buffers(self.lightning_module)
         if self.sharded_checkpoints:
@@ -250,7 +250,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `distdl.checkpoint.portable` describes, complete on rank 0. Collective."""
+        """In the form of `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
         assert self.lightning_module is not None
@@ -266,10 +266,10 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self.sharded_checkpoints:
-            # Under a key of our own: DeepSpeed puts its things beside it.
+            # Under our own key: DeepSpeed adds its own entries beside it.
             rest = {k: v for k, v in checkpoint.items() if k not in sharded_folder.SHARDED}
             folder = self.broadcast(str(filepath))
-            if self.is_global_zero:  # files of more ranks, from a save that was cut off
+            if self.is_global_zero:  # an interrupted save may have left files of more ranks
                 remove(Path(folder))
             self.barrier()
             self._engine.save_checkpoint(folder, "checkpoint", {deepspeed_folder.TRAINER: rest})
@@ -280,7 +280,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         self._unwrap()
         assert self.lightning_module is not None
         if any(hasattr(p, "ds_id") for p in self.lightning_module.parameters()):
-            # Made in `configure_model`, where Lightning has them partitioned at once.
+            # Built in `configure_model`, where Lightning partitions parameters on creation.
             self._restore_zero_state(checkpoint, strict=strict)
         else:
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -298,7 +298,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
 
 def use_cpu() -> None:
-    """Tells DeepSpeed that this process trains on the CPU, whatever GPUs the machine has."""
+    """Makes DeepSpeed use the CPU even if the machine has GPUs."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

@@ -10,8 +10,8 @@ from typing import Any
 from distdl.util.errors import Problem, UserError
 
 INSTALL = "pip install 'distdl[deepspeed]'"
-# What a file of DeepSpeed's settings may not set, since the run sets it. Its optimizers would be
-# compiled at the start, for minutes where that works at all, and know no `optimizer.*`.
+# Keys that a settings file must leave to the run. DeepSpeed's own optimizers need minutes of
+# compilation at the start, if it works at all, and ignore `optimizer.*`.
 SET_BY_THE_RUN = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches=...",
     "train_batch_size": "data.batch_size=...",
@@ -22,10 +22,10 @@ SET_BY_THE_RUN = {
 
 
 def find(config: str) -> Path:
-    """A file of DeepSpeed's settings: from the current folder, or where the user's code is.
+    """A file of DeepSpeed's settings, relative to the current folder or to one in `sys.path`.
 
     Raises:
-        UserError: There is none.
+        UserError: The file does not exist.
     """
     for folder in ("", *sys.path):
         path = Path(folder, config)
@@ -38,7 +38,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     """The settings in a file, without those that are "auto".
 
     Raises:
-        UserError: It is no JSON, or sets what the run sets; paths are relative to the node.
+        UserError: It is not JSON, or sets keys of the run; paths are relative to the node.
     """
     try:
         settings = json.loads(path.read_text())
@@ -58,7 +58,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def without_auto(node: Any) -> Any:
-    """Without what is "auto", as files written for Hugging Face's Trainer say it."""
+    """Drops values that are "auto", as in files for Hugging Face's Trainer."""
     if not isinstance(node, dict):
         return node
     kept = {key: without_auto(value) for key, value in node.items() if value != "auto"}

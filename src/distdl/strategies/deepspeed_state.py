@@ -1,13 +1,13 @@
 """ZeRO's flat partitions <-> full tensors by parameter name.
 
-ZeRO flattens the parameters of a group, cuts the result into one partition per rank and gives the
-optimizer that flat tensor. So a parameter is, on each rank, a fragment of a flat tensor (or
-nothing), and its momentum is the same fragment of the flat momentum (Rajbhandari et al. 2020,
+ZeRO flattens the parameters of a group, cuts the result into one partition per rank and gives each
+rank's optimizer its partition. So each rank has a fragment of a parameter (or nothing) in a flat
+tensor, and the momentum is the same fragment of the flat momentum (Rajbhandari et al. 2020,
 "ZeRO", section 5; `deepspeed/runtime/zero/stage_1_and_2.py` and `stage3.py`).
 
-DeepSpeed's own `safe_get_full_optimizer_state` and `safe_set_...` are not used: before the first
-step there is no state to set, and in stage 3 they take slices past the end of a parameter that does
-not divide by the world size (0.19).
+DeepSpeed's own `safe_get_full_optimizer_state` and `safe_set_...` do not work here. Before the
+first step there is no state to set. In stage 3 they slice past the end of a parameter whose size
+is not a multiple of the world size (0.19).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from distdl.util.errors import UserError
 
 @dataclass
 class Fragment:
-    """This rank's part of one parameter; all of it lies in `flat`.
+    """This rank's part of one parameter, inside one flat partition.
 
     Args:
-        flat: The partition that holds it, 32 bit: what the optimizer steps. None: nothing is here.
-        at: Where it begins in `flat`.
-        start: Where it begins in the flattened parameter.
-        count: Elements.
+        flat: The float32 partition that the optimizer steps. None: this rank has no part.
+        at: Offset in `flat`.
+        start: Offset in the flattened parameter.
+        count: Number of elements.
     """
 
     flat: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class Fragment:
 
 
 def is_sharded(engine: Any) -> bool:
-    """Whether ZeRO has flattened the parameters; stage 0 leaves a torch optimizer as it is."""
+    """Whether ZeRO has flattened the parameters; stage 0 keeps the torch optimizer."""
     return not isinstance(engine.optimizer, Optimizer)
 
 
@@ -54,7 +54,7 @@ def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
     """Where this rank keeps its part of a trainable parameter.
 
     Raises:
-        UserError: DeepSpeed keeps it in a way that is not known here.
+        UserError: DeepSpeed keeps it in a form that we cannot read.
     """
     zero = engine.optimizer
     if hasattr(parameter, "ds_id"):
@@ -81,7 +81,7 @@ def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
 def gathered(
     parameter: nn.Parameter, part: Fragment, flat: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """The full tensor that `flat` holds this rank's part of. Collective."""
+    """The full tensor, from each rank's part of it in `flat`. Collective."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
     full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
     if flat is not None and part.count:
@@ -92,7 +92,7 @@ def gathered(
 
 
 def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) -> dict[str, Any]:
-    """The full weights and buffers under the module's names, on ranks with `keep`. Collective."""
+    """The full weights and buffers by name, on ranks with `keep`. Collective."""
     import deepspeed
 
     full_weights: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) ->
         if isinstance(value, nn.Parameter) and value.requires_grad and is_sharded(engine):
             part = fragment(engine, value)
             full = gathered(value, part, part.flat, device)
-        elif hasattr(value, "ds_id"):  # a frozen one of stage 3
+        elif hasattr(value, "ds_id"):  # a frozen parameter in stage 3
             with deepspeed.zero.GatheredParameters([value]):
                 full = value.detach().clone()
         else:
@@ -116,11 +116,11 @@ def optimizer_state(
     device: torch.device,
     keep: bool,
 ) -> dict[str, Any]:
-    """The optimizer's state as `checkpoint.portable` describes, on ranks with `keep`. Collective.
+    """The optimizer's state in the form of `checkpoint.portable`, on ranks with `keep`. Collective.
 
     Args:
-        engine: DeepSpeed's, which trains `module`.
-        names: Of the parameters, group by group, as they were before ZeRO flattened them.
+        engine: The DeepSpeed engine of `module`.
+        names: The parameters' names by group, from before ZeRO flattened them.
     """
     if not is_sharded(engine):
         return portable.name_state(engine.optimizer.state_dict(), names)
@@ -147,9 +147,9 @@ def optimizer_state(
 
 
 def kinds(held: Mapping[str, Any], flat: torch.Tensor | None) -> Iterator[tuple[str, bool, Any]]:
-    """Each key of an optimizer's state, whether it has an element per weight, and else its value.
+    """Each key of a parameter's state, whether it has an element per weight, and if not, its value.
 
-    The same on every rank, also on one that holds nothing of the parameter. Collective.
+    Ranks without a part of the parameter get the same keys as the others. Collective.
     """
     mine = []
     for key, value in held.items():
@@ -167,7 +167,7 @@ def load_optimizer_state(
         ValueError: The state does not fit the optimizer.
     """
     named = portable.name_state(state, names)
-    indexed = portable.index_state(named, names)  # refuses what lacks a parameter
+    indexed = portable.index_state(named, names)  # raises if a parameter is missing
     if not is_sharded(engine):
         engine.optimizer.load_state_dict(indexed)
         return
@@ -191,7 +191,7 @@ def load_optimizer_state(
 
 
 def load_masters(engine: Any, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Sets the 32 bit masters of weights that the engine trains in fewer bits."""
+    """Sets the float32 master weights of an engine that trains in 16 bits."""
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad or name not in weights or not is_sharded(engine):
             continue

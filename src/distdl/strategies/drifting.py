@@ -1,8 +1,8 @@
-"""Ranks whose weights drift apart between two meetings, and stand together where it matters.
+"""Strategies under which the ranks' weights differ between two synchronisations ("meetings").
 
-Every validation and every checkpoint finds them equal: they meet first. So a checkpoint is an
-ordinary one, for any strategy and any number of ranks, and a resume does what the run
-that wrote it would have done.
+Ranks meet before every validation and every checkpoint, so their weights are equal there. A
+checkpoint is therefore an ordinary one, for any strategy and any number of ranks, and a resumed run
+continues as the original run would have.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ BUCKET_BYTES = 32 * 2**20
 
 
 class DriftingStrategy(LightningDDP):
-    """The base of strategies under which ranks take steps of their own.
+    """Base of strategies whose ranks take local steps.
 
-    A subclass calls `drifted` after such a step and overrides `meet` if a meeting is more than an
-    average. All ranks must do both at the same steps.
+    A subclass calls `drifted` after such a step. It overrides `meet` if a meeting is more than an
+    average. All ranks must call both at the same steps.
 
-    - Weights and floating-point buffers (batch norm's statistics) are averaged at a meeting.
+    - A meeting averages weights and floating-point buffers (batch norm's statistics).
     - Moving averages of the weights (Lightning's WeightAveraging) are averaged before a validation
-      or a checkpoint: being linear, they are then those of the averaged weights.
-    - The optimizer's state is averaged before a checkpoint, and every rank continues with what was
-      written.
+      or a checkpoint. They are linear, so the result is the moving average of the averaged weights.
+    - The optimizer's state is averaged before a checkpoint, and every rank continues with the
+      averaged state.
     """
 
-    _apart = False  # weights
-    _states_apart = False  # optimizer's state and moving averages
-    bytes_met = 0  # handed to the network in meetings, on this rank
+    _apart = False  # weights may differ between ranks
+    _states_apart = False  # optimizer state and moving averages may differ
+    bytes_met = 0  # sent by this rank in meetings
 
     def drifted(self) -> None:
         self._apart = self._states_apart = dist.is_initialized() and dist.get_world_size() > 1
 
     def meet(self) -> None:
-        """Gives all ranks the same weights and buffers: their mean."""
+        """Replaces the weights and buffers of all ranks by their mean."""
         self.bytes_met += average_(self._weights())
         self._apart = False
 
@@ -60,7 +60,7 @@ class DriftingStrategy(LightningDDP):
             self.meet()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights for a checkpoint. While training, all ranks must call it (they meet)."""
+        """The weights for a checkpoint. Collective in a training: the ranks meet."""
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if self._apart:
@@ -88,16 +88,16 @@ class DriftingStrategy(LightningDDP):
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor]) -> int:
-    """Puts the mean over all ranks into each tensor, in place.
+    """Replaces each tensor by its mean over all ranks, in place.
 
-    In buckets, for speed, so that it takes 64 MiB and not a second copy of a model. The layout of
-    the tensors (channels_last) stays, which torch's own averager loses.
+    Buckets make it fast and need 64 MiB instead of a second copy of a model. The memory layout
+    (channels_last) is kept; torch's own averager loses it.
 
     Args:
         tensors: Floating point, on one device; of the same shapes and types on all ranks.
 
     Returns:
-        Bytes handed to the network by this rank.
+        Bytes sent by this rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
@@ -114,12 +114,12 @@ def average_(tensors: Iterable[Tensor]) -> int:
 
 
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Momenta and the like, in the order of the parameters, which is the same on every rank."""
+    """State tensors (momenta), in the order of the parameters: the same on every rank."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key in sorted(state):
                 value = state[key]
-                # A single number counts steps.
+                # A zero-dimensional tensor is a step count.
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     yield value

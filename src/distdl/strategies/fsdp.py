@@ -1,7 +1,7 @@
-"""Fully sharded data parallel, FSDP2: every rank holds a slice of each weight.
+"""Fully sharded data parallel (FSDP2): every rank holds a slice of each weight.
 
-`torch.distributed.fsdp.fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
-per block of the model, under an ordinary LightningModule: nothing has to be written for it.
+Applies `fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to each
+block of an ordinary LightningModule. The module needs no code for it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# Their forward takes weights out of modules inside, whose own forward is not called.
+# Their forward reads weights of submodules without calling the submodules' forward.
 USE_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-# They have no forward to gather weights for.
+# They have no forward, so no hook could gather their weights.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 
@@ -45,16 +45,16 @@ PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     """Shards weights, gradients and optimizer state over all ranks.
 
-    Blocks are what the module states by `pipeline_blocks()`, else submodules found by their size.
-    What belongs to no block is sharded as one more unit, with the module itself. In mixed precision
-    (`trainer.precision=bf16-mixed`, autocast) weights travel in 32 bits.
+    Blocks come from the module's `pipeline_blocks()`; without it, submodules are chosen by size.
+    All other parameters form one more unit, the module itself. In mixed precision
+    (`trainer.precision=bf16-mixed`, autocast) weights are gathered in float32.
 
     Args:
-        min_parameters: A block of fewer parameters is no unit of its own: a collective of less than
-            a few MB is all latency.
+        min_parameters: A smaller block does not become a unit: a collective of less than a few MB
+            is all latency.
         reshard_after_forward: Free a block's weights after its forward and gather them again for
             the backward (as ZeRO-3); False keeps them in between (as ZeRO-2).
-        offload: Keep slices and optimizer state in host memory between the steps.
+        offload: Keep slices and optimizer state in host memory between steps.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with the strategy node; paths are relative to it."""
+        """Problems of the strategy node; paths are relative to it."""
         if context["accelerator"] == "mps":
             yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
         yield from sharing.refuse_averaging(context["config"])
@@ -107,7 +107,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _shard(self, module: nn.Module) -> None:
-        # Every rank has built the same full module and keeps its slices: nothing is sent.
+        # Every rank has built the same full module and keeps its slices, without communication.
         pins = torch.cuda.is_available()
         policy = CPUOffloadPolicy(pin_memory=pins) if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
@@ -118,18 +118,18 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             fully_shard(
                 unit,
                 mesh=mesh,
-                # The outermost is wanted again at once, for the backward.
+                # The backward needs the outermost unit again at once.
                 reshard_after_forward=self.reshard_after_forward and unit is not module,
                 offload_policy=policy,
             )
             refuse_second_order(unit)
         if not by_hand:
             watch_weights(module)
-        for step in STEPS:  # Lightning calls these and not `forward`
+        for step in STEPS:  # Lightning calls these, not `forward`
             register_fsdp_forward_method(module, step)
 
     def _reshard(self) -> None:
-        """Frees the weights that a forward without a backward has gathered."""
+        """Frees weights that stay gathered after a forward without a backward."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
@@ -139,20 +139,21 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         super().pre_backward(closure_loss)
         module: Any = self.lightning_module
         if not module.automatic_optimization and closure_loss.requires_grad:
-            # FSDP2 reduces gradients by what a unit returned: this loss is inside of the outermost.
+            # FSDP2 hooks the output of each unit. Under manual optimization, this loss never leaves
+            # the outermost unit, so hook it here.
             closure_loss.register_hook(module._get_fsdp_state()._pre_backward)
 
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full weights on rank 0; slices everywhere for a sharded checkpoint. Collective."""
+        """The full weights on rank 0; for a sharded checkpoint, each rank's slices. Collective."""
         assert self.lightning_module is not None
         sharing.agree_on_buffers(self.lightning_module)
         self._reshard()
         return self._outgoing(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `distdl.checkpoint.portable` describes; full on rank 0, or slices. Collective."""
+        """In the form of `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
         assert self.lightning_module is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self._reshard()
@@ -193,7 +194,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         assert self.lightning_module is not None
         self._reshard()
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
-            # By name first: what is by position was written for the same groups, unsharded.
+            # To names first: a state by position was written for the same groups, unsharded.
             named = portable.to_names(state, optimizer, self.lightning_module)
             indexed = portable.to_indices(named, optimizer, self.lightning_module)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -207,34 +208,34 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
 
 def sliced_like(full: Any, parameter: Any) -> Any:
-    """This rank's slice of a full tensor, as `parameter` is sliced, without communication.
+    """This rank's slice of a full tensor, cut as `parameter` is. No communication.
 
-    What has another shape (the step of Adam) belongs to every rank and stays as it is.
+    A tensor of another shape (Adam's step) is the same on every rank and is returned unchanged.
     """
     if not isinstance(full, torch.Tensor) or not isinstance(parameter, DTensor):
         return full
     if full.shape != parameter.shape:
         return full
     full = full.to(parameter.device)
-    # A copy, or the slice would keep the full tensor alive.
+    # A copy, else the slice would keep the full tensor alive.
     return distribute_tensor(
         full, parameter.device_mesh, parameter.placements, src_data_rank=None
     ).clone()
 
 
 def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module]:
-    """The submodules to shard on their own, inner ones first.
+    """The submodules to shard as units of their own, inner ones first.
 
     Args:
-        module: That contains them; it is none of them.
-        minimum: Parameters that a unit has, those of units inside it not counted.
-        each: Whatever else has weights of its own is a unit as well, since parts of the module are
-            called by themselves, with backward passes in between.
+        module: The module that contains them; not part of the result.
+        minimum: The least number of parameters of a unit, without those of units inside it.
+        each: Make every other submodule with weights a unit too. Needed if training_step calls
+            parts of the module by themselves, with backward passes in between.
 
     Returns:
-        Its stated blocks (`pipeline_blocks()`: names and modules), or submodules found from the
-        inside out: one that holds `minimum` parameters which no unit inside it has. None of them
-        shares a parameter with the outside.
+        The blocks of `pipeline_blocks()` with at least `minimum` parameters. Without this method,
+        submodules chosen from the inside out that have `minimum` parameters outside their inner
+        units. No unit shares a parameter with a module outside it.
     """
     times = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     taken: set[int] = set()
@@ -256,7 +257,7 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
                 consider(child, least)
 
     blocks: list[tuple[str, nn.Module]] = []
-    with suppress(UserError, AttributeError):  # it states none, or no chain of them
+    with suppress(UserError, AttributeError):  # no pipeline_blocks(), or no chain
         blocks = list(module.pipeline_blocks())  # type: ignore[operator]
     for _, block in blocks:
         consider(block, minimum)

@@ -1,4 +1,4 @@
-"""What FSDP2 gets wrong silently, seen in the training itself and refused there."""
+"""Checks during training that raise for uses with silently wrong results under FSDP2."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from distdl.distributed import process_group
 from distdl.util.errors import UserError
 
-CALLS = 2  # a moving average of the weights may begin with a copy, which changes nothing
+CALLS = 2  # the first update of a moving average may be a copy, which changes nothing
 
 
 def refuse_second_order(unit: Any) -> None:
-    """A gradient penalty: at the end of the first backward pass FSDP2 frees the weights that the
-    second one reads. Grad mode is on in a backward pass with `create_graph=True` alone."""
-    state = unit._get_fsdp_state()  # of a module that is sharded
+    """Makes `create_graph=True` (a gradient penalty) raise a UserError.
+
+    The second backward pass reads weights that FSDP2 frees at the end of the first one. Grad mode
+    is on during a backward pass only with `create_graph=True`.
+    """
+    state = unit._get_fsdp_state()
     pre_backward = state._pre_backward
 
     def refusing(gradient: torch.Tensor) -> torch.Tensor:
@@ -30,14 +33,17 @@ def refuse_second_order(unit: Any) -> None:
 
 
 def watch_weights(module: Any) -> None:
-    """The first calls of `training_step` must leave the weights alone: those of no inner unit are
-    gathered there, in a copy that is thrown away. Collective."""
+    """Makes `training_step` raise if its first calls change weights. Collective.
+
+    Weights outside inner units are gathered during the step: a change goes to a copy, which is then
+    discarded.
+    """
     slices: dict[str, Any] = dict(module.named_parameters())
     step = module.training_step
     calls = iter(range(CALLS))
 
     def changed() -> list[str]:
-        # Of an inner unit's weights slices are here, which are changed where they are kept.
+        # Weights of inner units are DTensors here: a change of their slices is kept.
         gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
         differ = []
         for name, parameter in gathered:
@@ -46,7 +52,7 @@ def watch_weights(module: Any) -> None:
                 parameter.detach(), kept.device_mesh, kept.placements, src_data_rank=None
             )
             differ.append((used.to_local() != kept.to_local()).any())
-        flags = torch.stack(differ).tolist() if differ else []  # all are read at once
+        flags = torch.stack(differ).tolist() if differ else []  # one device sync for all
         return [name for (name, _), flag in zip(gathered, flags, strict=True) if flag]
 
     @functools.wraps(step)

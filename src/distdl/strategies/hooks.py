@@ -1,6 +1,6 @@
-"""What DDP sends instead of plain gradients: torch's communication hooks, on every device."""
+"""DDP's communication hooks, which replace the all-reduce of plain gradients, on every device."""
 
-# No `from __future__ import annotations`: DDP looks at the annotation of `bucket`.
+# No `from __future__ import annotations`: DDP checks the annotation of `bucket`.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -21,9 +21,9 @@ Future = torch.futures.Future[torch.Tensor]
 # State and function, as `DistributedDataParallel.register_comm_hook` takes them.
 Hook = tuple[Any, Callable[[Any, dist.GradBucket], Future]]
 
-# DDP rebuilds its buckets after the first step, and PowerSGD remembers errors by bucket.
+# DDP rebuilds its buckets after the first step, and PowerSGD keeps its errors per bucket.
 PLAIN_STEPS = 2
-# The settings that belong to some hooks only.
+# The hooks that each setting belongs to.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "powersgd_rank": ("powersgd",),
     "hook_start_step": ("powersgd", "post_local_sgd"),
@@ -32,16 +32,16 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node: int) -> Hook:
-    """A hook by its name ("none" has none).
+    """A hook by its name, which must not be "none".
 
     Args:
-        powersgd_rank: Of the matrices that take a gradient's place (Vogels et al. 2019, "PowerSGD",
+        powersgd_rank: Rank of the matrices that replace a gradient (Vogels et al. 2019, "PowerSGD",
             https://arxiv.org/abs/1905.13727, algorithm 1).
         start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd begins.
-        step: Optimizer steps that were taken before, in a resumed run. What PowerSGD remembers
-            of its errors is different on every rank and is no part of a checkpoint: it begins anew.
-        per_node: Ranks of a node, among which post_local_sgd still averages gradients where
-            there are several nodes.
+        step: Optimizer steps before the resume. PowerSGD's errors differ on every rank and are not
+            in the checkpoint, so PowerSGD starts again with plain steps.
+        per_node: Ranks per node. With several nodes, post_local_sgd still averages gradients
+            within a node.
     """
     if name == "bf16":
         return None, bf16_compress_hook
@@ -63,11 +63,11 @@ def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node
 
 
 def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future:
-    """torch's PowerSGD hook, which alone would hang on gloo with more than one bucket.
+    """torch's PowerSGD hook, with a fix for gloo, where several buckets at once would hang.
 
-    It sends the second half of a bucket from the thread that received the first, and gloo has few
-    threads, so that buckets under way at once wait for each other. There a bucket is finished
-    before the next one starts; NCCL keeps the order by itself.
+    The hook sends the second half of a bucket from the thread that received the first half. Gloo
+    has few threads, so concurrent buckets wait for each other. On the CPU, each bucket is therefore
+    finished before the next one starts. NCCL keeps the order by itself.
     """
     future = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: many steps alone, then one step together.
+"""Local SGD and DiLoCo: many local steps, then one synchronisation.
 
 Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD" (https://arxiv.org/abs/1808.07217,
 algorithm 1), and Douillard et al. 2023, "DiLoCo" (https://arxiv.org/abs/2311.08105, algorithm 1).
@@ -26,17 +26,17 @@ KEY = "local_sgd"  # in a checkpoint
 
 
 class LocalSGDStrategy(DriftingStrategy):
-    """Ranks train by themselves and meet every `sync_every` optimizer steps.
+    """Ranks train locally and synchronise ("meet") every `sync_every` optimizer steps.
 
-    They also meet before a validation and before a checkpoint is written, whatever the step.
+    They also meet before each validation and each checkpoint.
 
     Args:
-        sync_every: Optimizer steps from one meeting to the next (H in both papers).
+        sync_every: Optimizer steps between two meetings (H in both papers).
         outer: "average": all ranks continue from the mean of their weights. "nesterov" (DiLoCo):
-            the way from the last meeting to that mean is the gradient of an outer SGD with
+            the weights at the last meeting minus that mean are the gradient of an outer SGD with
             Nesterov momentum. It keeps two more copies of the weights.
-        outer_lr: Of the outer step.
-        outer_momentum: Of the outer step. Both defaults are DiLoCo's (section 3.1).
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Momentum of the outer step. Both defaults are DiLoCo's (section 3.1).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LocalSGDStrategy(DriftingStrategy):
 
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with the arguments; paths are relative to the strategy node."""
+        """Problems of the arguments; paths are relative to the strategy node."""
         for name, default in (("outer_lr", 0.7), ("outer_momentum", 0.9)):
             used = config.get("outer", "average") == "nesterov"
             if not used and config.get(name, default) != default:
@@ -75,7 +75,7 @@ class LocalSGDStrategy(DriftingStrategy):
     # --------------------------------------------------------------------------------- set-up
 
     def configure_ddp(self) -> None:
-        """No DistributedDataParallel: ranks only begin with the same weights."""
+        """Broadcasts the initial weights instead of using DistributedDataParallel."""
         assert self.model is not None
         if self.world_size == 1:
             log.warning("strategy=local_sgd: one device has no other to meet")
@@ -87,7 +87,7 @@ class LocalSGDStrategy(DriftingStrategy):
         self._momentum = (checkpoint.get(KEY) or {}).get("momentum", {})
 
     def on_train_start(self) -> None:
-        """Now the weights are those of the last meeting: fresh ones, or a checkpoint's."""
+        """Keeps the weights, fresh or from a checkpoint, as those of the last meeting."""
         super().on_train_start()
         assert self.lightning_module is not None
         self._first_step = self._steps
@@ -110,14 +110,14 @@ class LocalSGDStrategy(DriftingStrategy):
         output = super().optimizer_step(*args, **kwargs)
         self._steps += 1
         self.drifted()
-        # With several optimizers each of them takes its step.
+        # `_steps` counts the steps of every optimizer.
         if self._steps % (self.sync_every * len(self.optimizers)) == 0:
             self.meet()
         return output
 
     def drifted(self) -> None:
         super().drifted()
-        # An outer step has a point also for one rank (a Lookahead optimizer, as DiLoCo says).
+        # An outer step is useful with one rank too: it is a Lookahead optimizer (DiLoCo).
         self._apart = self._apart or self.outer == "nesterov"
 
     def meet(self) -> None:
@@ -141,7 +141,7 @@ class LocalSGDStrategy(DriftingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
     ) -> None:
-        """Adds the outer momentum, by parameter name; other strategies do not look at it."""
+        """Adds the outer momentum by parameter name; other strategies ignore it."""
         if self._outer is not None:
             states = ((name, self._outer.state.get(p, {})) for name, p in self._last.items())
             momentum = {n: s["momentum_buffer"] for n, s in states if "momentum_buffer" in s}

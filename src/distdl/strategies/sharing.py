@@ -1,4 +1,4 @@
-"""What strategies whose ranks do not hold the same things have in common."""
+"""Shared by strategies whose ranks hold different parts of the model or its state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 class Sliced(Strategy):
-    """Where each rank holds slices: weights are read into the full module, which is then cut."""
+    """Base of strategies with slices: loads weights into the full module, then cuts it."""
 
     sharded_checkpoints = False  # `checkpoint.sharded`
 
@@ -37,15 +37,15 @@ class Sliced(Strategy):
     on_test_start = on_predict_start = on_validation_start
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        # Mapped, not read: each rank touches the pages of its own slices.
+        # Memory-mapped: each rank reads only the pages of its own slices.
         return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
 
 def agree_on_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Gives every rank of `group` the buffers of its first one: batch norm's running statistics.
+    """Broadcasts the buffers (batch norm's running statistics) of `group`'s first rank. Collective.
 
-    DDP broadcasts rank 0's before every forward. In training nothing reads them, so it is enough
-    before a validation and before saving: what is saved is what DDP would have saved. Collective.
+    DDP does so before every forward. Training does not read them, so it is enough before a
+    validation and before saving. The saved values are those that DDP would save.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -54,7 +54,7 @@ def agree_on_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one type, together no larger than `limit` bytes (or just one)."""
+    """Groups consecutive tensors of one dtype into at most `limit` bytes (or one tensor)."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -69,17 +69,19 @@ def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
 
 
 def lay_out_plainly(module: nn.Module) -> None:
-    """Weights in the default memory layout: slices of channels_last ones are not supported.
+    """Puts weights into the default memory layout: slicing channels_last is not supported.
 
-    A clone, since a 1 x 1 kernel counts as contiguous in either layout, and keeps its strides.
+    By `clone`: `contiguous` would return a 1 x 1 kernel unchanged, with its channels_last strides.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Lightning's averages of weights copy a module with all its weights: FSDP2 and ZeRO-3 leave
-    each rank a slice, on which they fail in the first step."""
+    """Refuses Lightning's weight averaging, which copies the module and needs full weights.
+
+    Under FSDP2 and ZeRO-3 a rank has slices, and averaging fails in the first step.
+    """
     for name, callback in (config.get("callbacks") or {}).items():
         target = str((callback or {}).get("_target_", ""))
         if target.endswith("WeightAveraging"):
@@ -89,5 +91,5 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def on_host(value: Any) -> Any:
-    """A tensor's own copy in host memory, for a checkpoint; anything else as it is."""
+    """A copy of a tensor in host memory, for a checkpoint; other values unchanged."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Where the chain of blocks is cut, and how much of the time the devices then idle."""
+"""Where to cut the chain of blocks, and the resulting idle time of the devices."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from distdl.util.errors import UserError
 from distdl.util.suggest import closest
 
-# How much of the time in which one micro-batch fills the pipeline is idle time, per schedule, with
-# one piece per device. Interleaving v pieces divides it by v (Narayanan et al. 2021, "Efficient
-# Large-Scale Language Model Training", arXiv 2104.04473, section 2.2). Zero bubble: the schedule
-# H1 of Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 2.2), with
-# forward, input and weight gradient of equal length.
+# Idle time per schedule with one piece per device, as a share of the time that one micro-batch
+# takes to fill the pipeline. Interleaving v pieces divides it by v (Narayanan et al. 2021,
+# "Efficient Large-Scale Language Model Training", arXiv 2104.04473, section 2.2). Zero bubble: the
+# schedule H1 of Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 2.2),
+# if forward, input gradient and weight gradient take equally long.
 FILLING = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
 SEVERAL_PIECES = ("interleaved", "zero_bubble")  # several pieces of the model per device
 
 
 def partition(costs: Sequence[float], pieces: int) -> list[int]:
-    """Cuts a chain so that the dearest piece is as cheap as it can be.
+    """Cuts a chain so that the cost of the most expensive piece is minimal.
 
     Args:
-        costs: Of each block, in order; any unit.
-        pieces: How many, each of at least one block.
+        costs: Cost of each block, in order; any unit.
+        pieces: Number of pieces; each has at least one block.
 
     Returns:
         `pieces + 1` bounds: piece i has the blocks from bounds[i] to bounds[i + 1].
@@ -33,7 +33,7 @@ def partition(costs: Sequence[float], pieces: int) -> list[int]:
         total.append(total[-1] + cost)
     count = len(costs)
     assert 1 <= pieces <= count
-    # best[j]: the dearest piece of the best cut of the first j blocks into k pieces.
+    # best[j]: the largest piece's cost in the best cut of the first j blocks into k pieces.
     best = [0.0, *[math.inf] * count]
     cuts: list[list[int]] = []
     for k in range(1, pieces + 1):
@@ -50,14 +50,14 @@ def partition(costs: Sequence[float], pieces: int) -> list[int]:
 
 
 def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> list[int]:
-    """Moves the cuts, a block at a time, as long as the slowest device gets faster by it.
+    """Moves the cuts, one block at a time, as long as this makes the slowest devices faster.
 
-    With several pieces per device the cheapest dearest piece is only a start: what counts is the
-    sum of a device's pieces, the pieces i, i + devices, i + 2 * devices and so on.
+    With several pieces per device, `partition` is only a start: it minimises the cost of a piece.
+    The time of a device is the sum of its pieces i, i + devices, i + 2 * devices and so on.
 
     Args:
-        costs: Of each block.
-        bounds: Of the pieces, as `partition` gives them.
+        costs: Cost of each block.
+        bounds: Bounds of the pieces, from `partition`.
     """
 
     def loads(cuts: Sequence[int]) -> list[float]:
@@ -66,7 +66,7 @@ def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> lis
 
     best = list(bounds)
     while True:
-        # One cut, or two of them at once: moving a middle piece needs both.
+        # Move one cut or two at once: shifting a piece between two others needs both.
         moved = [list(best)]
         for first in range(1, len(best) - 1):
             for second in range(first, len(best) - 1):
@@ -86,9 +86,9 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
     """Bounds from the names of the blocks at which a new piece begins.
 
     Args:
-        names: Of all blocks, in order.
-        starts: Of the blocks that begin the second piece, the third and so on.
-        pieces: How many there must be.
+        names: Names of all blocks, in order.
+        starts: Names of the blocks that begin the second piece, the third and so on.
+        pieces: The required number of pieces.
 
     Raises:
         UserError: A name is unknown, they are out of order, or their number is wrong.
@@ -115,8 +115,8 @@ def bubble(schedule: str, stages: Sequence[float], pieces: int, micro_batches: i
 
     Args:
         schedule: A key of FILLING.
-        stages: What one micro-batch costs on each device; any unit.
-        pieces: Into which a device's share of the model is cut.
+        stages: Cost of one micro-batch on each device; any unit.
+        pieces: Pieces of the model per device.
         micro_batches: Per step.
     """
     slowest, work = max(stages), sum(stages)

@@ -28,16 +28,16 @@ SEVERAL = {
 
 
 class Piece(nn.Module):
-    """Consecutive blocks of a model, as a pipeline calls them.
+    """Consecutive blocks of a model, as one module of a pipeline.
 
-    Between the ranks tensors travel contiguous, which every version of torch and every backend
-    agrees on: where the blocks give channels_last, as [B, H, W, C].
+    Tensors between ranks are sent contiguous, which every version of torch and every backend
+    supports. A channels_last tensor is sent as [B, H, W, C].
 
     Args:
         blocks: Applied in order.
-        entering: What comes from another piece; None: this is the first.
-        leaving: What goes to another piece; None: this is the last.
-        context: In which forward runs (autocast). Backward runs outside, as Lightning's does.
+        entering: The input from another piece; None: this is the first piece.
+        leaving: The output to another piece; None: this is the last piece.
+        context: The context of forward (autocast). Backward runs outside it, as in Lightning.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Piece(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(module for block in blocks for module in block.modules))
-        # What has no name in the model does not hear its train() and eval().
+        # The model's train() and eval() do not reach modules that have no name in it.
         self.unnamed = [m for block in blocks for name, m in block.parts if name is None]
         self.entering, self.leaving, self.context = entering, leaving, context
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
-            x.register_hook(torch.Tensor.contiguous)  # its gradient travels back
+            x.register_hook(torch.Tensor.contiguous)  # its gradient is sent back
         if self.entering is not None:
             x = from_wire(x, self.entering)
         with self.context():
@@ -66,8 +66,8 @@ class Piece(nn.Module):
 def to_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
     if edge.channels_last:
         x = x.permute(0, 2, 3, 1)
-    # torch detaches what was sent in place, and that no view allows; and torch 2.11 compares
-    # strides, which of sides of length 1 may be anything in a contiguous tensor.
+    # torch detaches a sent tensor in place, which fails for a view. torch 2.11 also compares
+    # strides, and a contiguous tensor may have any stride in a dimension of size 1.
     if x._is_view() or x.stride() != torch.empty(x.shape, device="meta").stride():
         x = x.clone(memory_format=torch.contiguous_format)
     return x
@@ -78,7 +78,7 @@ def from_wire(x: torch.Tensor, edge: Edge) -> torch.Tensor:
 
 
 class Stage(PipelineStage):
-    """torch's stage, which also reports when its gradients are complete."""
+    """torch's stage that also calls `done` when its gradients are complete."""
 
     done: Callable[[int], None] | None = None
 
@@ -97,18 +97,18 @@ class Stage(PipelineStage):
 
 @dataclass
 class Engine:
-    """One rank's pieces, and the schedules that run them together with those of the other ranks.
+    """One rank's pieces, and the schedules that run them together with the other ranks' pieces.
 
     Args:
         position: Which stage this rank is.
         group: The ranks of its pipeline.
-        device: Where its pieces are.
-        pieces: By number; piece i of n is on stage `i % position.stages`.
-        shapes: Every piece of the model on `meta`, to learn sizes from.
-        edges: Before each piece, and behind the last.
+        device: The device of its pieces.
+        pieces: By number; piece i is on stage `i % position.stages`.
+        shapes: Every piece of the model on `meta`, to compute sizes.
+        edges: The edge before each piece, and the one after the last.
         schedule: gpipe, 1f1b, interleaved or zero_bubble.
-        micro_batches: Into which a batch is cut.
-        loss: (output, target) of one micro-batch to its loss; with the divisor applied.
+        micro_batches: Micro-batches per batch.
+        loss: Maps (output, target) of one micro-batch to its share of the batch's loss.
         done: Called with the number of a piece whose gradients are complete.
     """
 
@@ -128,11 +128,11 @@ class Engine:
         self._targets: list[Any] = []
 
     def train(self, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
-        """Forward and backward of a batch; gradients are added to those that are there.
+        """Forward and backward of a batch; gradients are accumulated.
 
         Args:
-            inputs: [B, ...]; on other stages than the first only its sizes are looked at.
-            targets: Tensors with B rows, in any structure; used by the last stage.
+            inputs: [B, ...]; stages after the first use only its sizes.
+            targets: Tensors with B rows, in any structure; only the last stage uses them.
 
         Returns:
             The model's outputs [B, ...], on every rank.
@@ -154,14 +154,14 @@ class Engine:
                 tree_map(lambda t, i=i: t[i * size : (i + 1) * size], targets)
                 for i in range(self.micro_batches)
             ]
-            # torch cuts targets only if they are one tensor: it gets their numbers instead.
+            # torch can split only a single target tensor: give it indices into `_targets`.
             keywords["target"] = torch.arange(self.micro_batches)
         out = schedule.step(*self._entering(inputs), **keywords)
         self._targets = []
         return self._shared(out, (rows, *sizes))
 
     def evaluate(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Forward alone, of any number of rows; arguments and result as in `train`."""
+        """Forward only, for any number of rows; arguments and result as in `train`."""
         rows = len(inputs)
         missing = -rows % self.micro_batches
         if missing:
@@ -191,14 +191,14 @@ class Engine:
         return out
 
     def _prepared(self, inputs: torch.Tensor, training: bool) -> tuple[Any, tuple[int, ...]]:
-        """A schedule for inputs of these sizes, and the sizes of an output row."""
+        """The schedule for inputs of these sizes, and the shape of an output row."""
         key = (tuple(inputs.shape), training)
         if key not in self._schedules:
             flows = self._flows(inputs)
             stages: list[Any] = []
             for number, piece in self.pieces.items():
                 entering, leaving = flows[number], flows[number + 1]
-                # torch wants to know of each tensor whether a gradient comes back for it.
+                # requires_grad tells torch whether a gradient is sent back for a tensor.
                 stages.append(
                     stage := Stage(
                         piece,
@@ -222,13 +222,13 @@ class Engine:
         return self._schedules[key]
 
     def _flows(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """What passes before each piece and behind the last for one micro-batch, on `meta`."""
+        """The tensors before each piece and after the last, for one micro-batch, on `meta`."""
         rows = len(inputs) // self.micro_batches
         x = torch.empty(rows, *inputs.shape[1:], device="meta")
         flows: list[torch.Tensor] = []
         with torch.no_grad():
             for piece, edge in zip(self.shapes, self.edges, strict=False):
-                # The first piece is given the batch itself, and torch 2.11 compares the two.
+                # The first piece gets the batch itself, and torch 2.11 checks it against this.
                 flows.append(_on_wire(x, edge) if flows else inputs[:rows].detach().to("meta"))
                 dtype = next((p.dtype for p in piece.parameters()), x.dtype)
                 x = piece(x.to(dtype))

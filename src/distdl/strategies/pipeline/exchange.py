@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy whose ranks are stages: shares, collectives, checkpoints."""
+"""Data shares, collectives and checkpoints of a strategy whose ranks are pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from distdl.util.errors import UserError
 
 
 class StagedStrategy(DDPStrategy):
-    """The side of PipelineStrategy that needs no schedule.
+    """The parts of PipelineStrategy that do not depend on a schedule.
 
-    The stages of a pipeline take the same data and hold the same metrics, but not the same weights.
+    The stages of a pipeline have the same data and metrics, but different weights.
     """
 
-    settings: dict[str, Any]  # stages, schedule, ..., as stage_rules.problems takes them
+    settings: dict[str, Any]  # stages, schedule, ..., as in stage_rules.problems
     schedule: str
     balance: str | list[str]
     micro_batches: int
@@ -36,18 +36,18 @@ class StagedStrategy(DDPStrategy):
     position: StagePosition
     pipeline: dist.ProcessGroup  # the stages of this rank's pipeline
     replicas: dist.ProcessGroup  # the copies of this rank's stage
-    names: list[str]  # of the complete module's state, in its order
-    optimizer_names: list[list[list[str]]]  # of the parameters by optimizer and group
+    names: list[str]  # the keys of the complete module's state, in order
+    optimizer_names: list[list[list[str]]]  # parameter names by optimizer and group
 
-    # ------------------------------------------------------------------- who takes which data
+    # ------------------------------------------------------------------------ shares of the data
 
     def data_share(self, rank: int, world_size: int) -> tuple[int, int]:
-        """(this rank's number, how many) among those that take different data."""
+        """This rank's share of the data, and the number of shares."""
         position = self.position_of(rank, world_size)
         return position.replica, position.replicas
 
     def position_of(self, rank: int, world_size: int) -> StagePosition:
-        """Which stage of which pipeline a rank is.
+        """The stage and the pipeline of a rank.
 
         Raises:
             UserError: The settings do not fit the world size.
@@ -65,7 +65,7 @@ class StagedStrategy(DDPStrategy):
 
     @property
     def takes_inputs(self) -> bool:
-        """Whether the images are needed here; elsewhere they are on `meta`."""
+        """Whether this rank needs the inputs; on other ranks they are on `meta`."""
         return self.position.first
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -75,7 +75,7 @@ class StagedStrategy(DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """As Lightning's, with its three hooks; what is on `meta` stays there."""
+        """As in Lightning, with its three hooks; tensors on `meta` stay there."""
         module = self.lightning_module
         if self.position.first or module is None:
             return super().batch_to_device(batch, device, dataloader_idx)
@@ -92,7 +92,7 @@ class StagedStrategy(DDPStrategy):
     # ------------------------------------------------------------------ collective operations
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the replicas: all stages of a pipeline hold the same value."""
+        """Reduces over the replicas: all stages of a pipeline have the same value."""
         return super().reduce(tensor, group or self.replicas, reduce_op)
 
     def all_gather(
@@ -101,7 +101,7 @@ class StagedStrategy(DDPStrategy):
         return super().all_gather(tensor, group or self.replicas, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # This one is asked of every rank.
+        # Here every rank has a vote.
         votes = process_group.gather(bool(decision))
         return min(votes) if all else max(votes)
 
@@ -114,20 +114,20 @@ class StagedStrategy(DDPStrategy):
     # --------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The complete module's, on rank 0. Collective."""
+        """The state of the complete module, on rank 0. Collective."""
         assert self.lightning_module is not None
         return self._merged(self.lightning_module.state_dict(), self.names)
 
     def _merged(self, part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """The parts of all stages in one, on the first stage of the first pipeline; else empty.
+        """Merges the parts of all stages, on the first stage of the first pipeline; else empty.
 
-        Where stages have the same name, the first one's counts. Collective.
+        If several stages have the same name, the first stage's value is used. Collective.
 
         Args:
-            part: Of this stage.
-            names: The order; what they do not name comes last.
+            part: This stage's part.
+            names: The order; other names come last.
         """
-        if self.position.replica > 0:  # the other pipelines hold the same
+        if self.position.replica > 0:  # the replicas hold the same values
             return {}
         parts: list[Any] | None = [None] * self.position.stages if self.position.first else None
         own = move_data_to_device(dict(part), torch.device("cpu"))
@@ -138,14 +138,14 @@ class StagedStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        # A callback that averages weights puts its own copy, of this stage alone, there.
+        # A callback that averages weights has put its own copy there, which has this stage only.
         weights = checkpoint.get("state_dict", {})
         if process_group.tell_all(bool(weights) and not set(self.names) <= set(weights)):
             checkpoint["state_dict"] = self._merged(weights, self.names)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """By name, of the complete model, on rank 0. Collective."""
+        """The state by name, for the complete model, on rank 0. Collective."""
         assert self.lightning_module is not None
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
         state = name_state(inner.state_dict(), names_of(inner, self.lightning_module))

@@ -1,4 +1,4 @@
-"""Only the first stage loads: the others get what is left of a batch without its images."""
+"""A loader for pipelines: only the first stage loads, the others get batches without inputs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from distdl.strategies.pipeline.stage_rules import StagePosition
 
 
 class FirstStageLoader:
-    """A loader that is iterated on the first stage alone, with its worker processes.
+    """A loader that is iterated, and starts worker processes, on the first stage only.
 
-    The inputs of a batch reach the other stages as tensors on `meta`: their sizes and type, without
-    data. Labels, weights and whatever else there is come along.
+    The other stages receive a batch's inputs as tensors on `meta`: shape and type without data. The
+    rest of the batch (labels, weights) is sent complete.
 
     Args:
         loader: Any iterable.
         position: Which stage this rank is.
         group: The ranks of its pipeline.
-        key: Which part of a batch holds the inputs: a key of a dict, the position in a tuple.
+        key: Where a batch holds the inputs: a key of a dict or a position in a tuple.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FirstStageLoader:
 
 
 def without_inputs(batch: Any, key: Any) -> Any:
-    """A batch whose inputs are on `meta`; one that has no such part stays as it is."""
+    """A batch with its inputs on `meta`; a batch without such a part is unchanged."""
     if isinstance(batch, Mapping) and (key in batch or (key is None and "image" in batch)):
         key = "image" if key is None else key
         return {**batch, key: tree_map(_empty, batch[key])}
@@ -72,6 +72,6 @@ def _empty(value: Any) -> Any:
 
 
 def _pinned(value: Any) -> Any:
-    """Out of ordinary memory, from which a copy to the GPU makes the host wait."""
+    """Pins a CPU tensor: a copy to the GPU from pageable memory would block the host."""
     on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return value.pin_memory() if on_host else value

@@ -1,4 +1,4 @@
-"""How the model is cut into the pieces of a pipeline: found out on rank 0, the same on all."""
+"""How the model is cut into the pieces of a pipeline; rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class PipelinePlan:
 
     Args:
         bounds: Piece i has the blocks from bounds[i] to bounds[i + 1].
-        edges: Before each piece, and behind the last.
-        seconds: Of each block for one micro-batch, forward and backward; None: not measured.
+        edges: The edge before each piece, and the one after the last.
+        seconds: Forward and backward of each block for one micro-batch; None: not measured.
     """
 
     bounds: list[int]
@@ -43,7 +43,7 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     """Runs a sample through the blocks on rank 0. Collective.
 
     Raises:
-        UserError: More pieces than blocks, or the blocks are not what the model's forward does.
+        UserError: More pieces than blocks, or the blocks do not compute the model's forward.
     """
     too_many = stage_rules.too_many(
         strategy.position.stages, strategy.pieces_per_stage, len(blocks)
@@ -81,7 +81,7 @@ def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block
 
 
 def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
-    """What the first block takes, at least one row of it, and the rows of a batch."""
+    """Inputs of the first block (at least one row), and the rows of a batch."""
     module, loop = trainer.lightning_module, trainer._active_loop
     assert loop is not None
     loader = probe.first_of(loop._data_source.dataloader())
@@ -95,7 +95,7 @@ def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
 
 
 def table(strategy: StagedStrategy, blocks: Sequence[Block], plan: PipelinePlan) -> str:
-    """The stages, what they cost, the bubble that follows, and how to ask for this very split."""
+    """The stages, their costs, the predicted bubble, and the setting that repeats this split."""
     position, count = strategy.position, strategy.micro_batches
     stages, spans = position.stages, list(itertools.pairwise(plan.bounds))
 

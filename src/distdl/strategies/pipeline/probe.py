@@ -1,4 +1,4 @@
-"""What flows between the blocks, and how long each of them takes: measured before the split."""
+"""Measures the blocks before the split: the tensors between them, and the time of each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from distdl.strategies.pipeline.splitting import Block
 from distdl.util.errors import UserError
 
-# Passes through all blocks; the first warms up. Of each block the fastest counts: whatever disturbs
-# a pass adds to it, and what lasts for a second disturbs one of a block's passes and not all.
+# Passes through all blocks; the first one warms up. The fastest pass of each block counts, since a
+# disturbance only adds time. A disturbance of a second affects one pass of a block, not all.
 ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What passes between two blocks, apart from its sizes.
+    """The tensor between two blocks, without its shape.
 
     Args:
-        dtype: As a string, "bfloat16": it travels between the ranks.
+        dtype: A string such as "bfloat16", since an Edge is sent between the ranks.
         channels_last: 4-D with the channels innermost.
     """
 
@@ -47,7 +47,7 @@ class Edge:
 
 
 def first_of(loaders: Any) -> Any:
-    """The first of what a `*_dataloader()` returned."""
+    """The first loader in the result of a `*_dataloader()`."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.iterables
     if isinstance(loaders, Mapping):
@@ -56,7 +56,7 @@ def first_of(loaders: Any) -> Any:
 
 
 def first_sample(loader: Any) -> Any:
-    """A batch of one sample, from the front of a loader, without its worker processes."""
+    """A batch with a loader's first sample, loaded without worker processes."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return next(iter(loader))
     if isinstance(loader.dataset, IterableDataset):
@@ -72,7 +72,7 @@ def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.
         inputs: At least one sample, on any device.
 
     Raises:
-        UserError: They differ: the blocks that the module states are not what forward does.
+        UserError: The results differ, so the module's blocks do not compute its forward.
     """
     x = inputs[:1].detach().cpu()
     parameter = next(module.parameters())
@@ -113,20 +113,20 @@ def run_through(
     context: Callable[[], AbstractContextManager[Any]],
     measured: bool,
 ) -> tuple[list[Edge], list[float] | None]:
-    """One micro-batch through copies of the blocks, one block after the other.
+    """Runs one micro-batch through copies of the blocks, one block after the other.
 
-    Neither weights nor running statistics nor the generators change.
+    Weights, running statistics and random number generators do not change.
 
     Args:
         inputs: At least one sample, on the device.
-        rows: Of a micro-batch.
-        trains: As training does; else one row, as a validation does.
-        convert: Puts a module into the precision of the run.
-        context: In which forward runs (autocast).
-        measured: Time each block, forward and backward; else forward only.
+        rows: Rows of a micro-batch.
+        trains: Run in training mode; else with one row in evaluation mode.
+        convert: Converts a module to the precision of the run.
+        context: The context of forward (autocast).
+        measured: Time forward and backward of each block; else run forward only.
 
     Returns:
-        The edge before each block and behind the last, and seconds per block or None.
+        The edge before each block and after the last, and seconds per block or None.
 
     Raises:
         UserError: A micro-batch is too small for a batch norm to train on.
@@ -151,7 +151,7 @@ def _one_round(
     context: Callable[[], AbstractContextManager[Any]],
     measured: bool,
 ) -> tuple[list[Edge], list[float]]:
-    """Through all blocks, one copied at a time: all of them may not fit."""
+    """One pass through all blocks. One block is copied at a time: all may not fit."""
     edges, times = [], []
     for number, block in enumerate(blocks):
         edges.append(Edge.through(x))
@@ -185,8 +185,10 @@ def _timed(
     context: Callable[[], AbstractContextManager[Any]],
     first: bool,
 ) -> tuple[torch.Tensor, float]:
-    """The block's output, and the seconds of forward and backward of one micro-batch; the first
-    block needs no gradient of its input."""
+    """The block's output, and the seconds of forward and backward of one micro-batch.
+
+    The first block needs no gradient of its input.
+    """
     trained = any(p.requires_grad for p in block.parameters())
     with torch.inference_mode(False), torch.enable_grad():
         entering = x.detach().clone().requires_grad_(not first)

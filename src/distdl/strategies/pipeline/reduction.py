@@ -1,4 +1,4 @@
-"""Averages gradients over the replicas of a stage while its backward still runs."""
+"""Averages gradients over the replicas of a stage during its backward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distdl.strategies.sharing import buckets
 
 
 class GradientReducer:
-    """What DistributedDataParallel does for a complete model, for the pieces of one stage.
+    """Does for the pieces of one stage what DistributedDataParallel does for a complete model.
 
-    Gradients are complete after the backward of the last micro-batch. As that one goes through the
-    blocks, each bucket is all-reduced as soon as its last gradient is there, always in the same
-    order on all replicas (Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704, section 3.2.3).
+    The backward of the last micro-batch completes the gradients. During it, each bucket is
+    all-reduced as soon as its last gradient is complete. All replicas use the same order (Li et
+    al. 2020, "PyTorch Distributed", arXiv 2006.15704, section 3.2.3).
 
     Args:
         pieces: The parameters of each piece of this stage, in the model's order.
@@ -36,17 +36,17 @@ class GradientReducer:
         self.group, self.replicas = group, dist.get_world_size(group)
         self.micro_batches = micro_batches
         self.pieces = [[p for p in piece if p.requires_grad] for piece in pieces]
-        # The last piece, and in it the last block, has its gradients first.
+        # Backward completes the last block of the last piece first.
         order = [p for piece in reversed(self.pieces) for p in reversed(piece)]
         self.buckets = list(buckets(order, bucket_mb * 2**20))
         self._active = False
         self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in order]
 
     def begin(self, reduce: bool) -> None:
-        """Before a step.
+        """Call before a batch.
 
         Args:
-            reduce: Whether its gradients are the last that the optimizer step waits for.
+            reduce: Whether the optimizer steps after this batch.
         """
         self._active = reduce and self.replicas > 1
         self._counts = {p: 0 for bucket in self.buckets for p in bucket}
@@ -61,7 +61,7 @@ class GradientReducer:
                 self._launch()
 
     def piece_done(self, piece: int) -> None:
-        """A piece has all its gradients. Zero bubble sets them without autograd's hooks."""
+        """Marks a piece's gradients as complete: zero bubble does not run autograd's hooks."""
         if self._active:
             self._ready.update(self.pieces[piece])
             self._launch()
@@ -72,7 +72,7 @@ class GradientReducer:
             if not self._ready.issuperset(bucket):
                 return
             for p in bucket:
-                if p.grad is None:  # not used in this step, as it may be in another replica's
+                if p.grad is None:  # unused in this step; another replica may have used it
                     p.grad = torch.zeros_like(p)
             gradients = [p.grad for p in bucket if p.grad is not None]
             flat = _flatten_dense_tensors(gradients).div_(self.replicas)
@@ -80,7 +80,7 @@ class GradientReducer:
             self._launched.append((bucket, flat, work))
 
     def finish(self) -> None:
-        """Waits for what is under way and replaces the gradients by their averages."""
+        """Waits for the all-reduces and replaces the gradients by their averages."""
         if not self._active:
             return
         for piece in range(len(self.pieces)):

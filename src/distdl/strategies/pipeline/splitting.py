@@ -1,4 +1,4 @@
-"""A module is cut: each rank keeps its blocks, the others leave their shape."""
+"""Cuts a module: a rank keeps its own blocks, and only the shapes of the others."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import nn
 from distdl.models.blocks import NamedBlock
 from distdl.util.errors import UserError
 
-# What a module must have to be split; see docs/strategies/pipeline.md.
+# The methods that a module needs to be split; see docs/strategies/pipeline.md.
 CONTRACT = ("pipeline_blocks", "pipeline_inputs", "pipeline_loss")
 
 
 @dataclass(frozen=True)
 class Block:
-    """What is never cut: one block with parameters, and those without that follow it.
+    """A unit that is never cut: a module with parameters, and following ones without.
 
-    A stage so begins with parameters. An in-place ReLU as its first step would write into what was
-    received, which autograd forbids.
+    Each stage therefore begins with parameters. If it began with an in-place ReLU, this would write
+    into the received tensor, which autograd forbids.
 
     Args:
-        name: Of its first module that has one; names the block for the user.
+        name: The block's name for the user, from its first module that has a name and parameters.
         parts: Modules, applied in order, and their names in the LightningModule.
     """
 
@@ -40,16 +40,16 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Parameters, counted."""
+        """The number of parameters."""
         return sum(p.numel() for m in self.modules for p in m.parameters())
 
     def on_meta(self) -> nn.Sequential:
-        """Its shapes, without memory, in evaluation mode."""
+        """A copy on `meta` (shapes without memory), in evaluation mode."""
         return nn.Sequential(*(_on_meta(module) for module in self.modules)).eval()
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    # One tensor at a time: the module must not be in memory twice.
+    # `memo` keeps deepcopy from copying the tensors: the module must not be in memory twice.
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -60,10 +60,10 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def blocks_in(module: nn.Module) -> list[Block]:
-    """The blocks of a module that follows the contract.
+    """The blocks of a module with the methods of CONTRACT.
 
     Raises:
-        UserError: It does not, a parameter is in no block or in two, or nothing can be cut.
+        UserError: A method is missing, or a parameter is in no block or in two.
     """
     missing = [f"no {name}()" for name in CONTRACT if not hasattr(module, name)]
     if missing:
@@ -91,7 +91,7 @@ def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
     modules = dict(module.named_modules(remove_duplicate=False))
     for number, block in enumerate(blocks):
         for name, part in block.parts:
-            # None, or not what the module has under that name: it could not be put away.
+            # `split` could not replace a block without its name in the module.
             if name is None and next(part.parameters(), None) is not None:
                 raise _refused(f"the block {type(part).__name__} has parameters and no name")
             if name is not None and modules.get(name) is not part:
@@ -110,14 +110,14 @@ def _refused(what: str) -> UserError:
 
 
 class Elsewhere(nn.Module):
-    """Stands where a block was that another stage has, so that the names of the others stay.
+    """Replaces a block of another stage, so that the names of the remaining blocks do not change.
 
-    A full state dict still loads: what belongs to this block is passed over.
+    A full state dict still loads: the entries of this block are ignored.
     """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        # In a tuple it is no submodule: neither its parameters nor its names are the module's.
+        # In a tuple, so that it is not registered as a submodule.
         self.shadow = (_on_meta(block),)
 
     def forward(self, *_: Any) -> Any:
@@ -131,7 +131,7 @@ class Elsewhere(nn.Module):
 
 
 def split(module: nn.Module, blocks: Sequence[Block], kept: Collection[int]) -> None:
-    """Replaces by `Elsewhere` the blocks whose number is not among `kept`."""
+    """Replaces all blocks except those numbered in `kept` by `Elsewhere`."""
     for number, block in enumerate(blocks):
         for name, part in block.parts:
             if name is not None and number not in kept:
@@ -140,9 +140,9 @@ def split(module: nn.Module, blocks: Sequence[Block], kept: Collection[int]) -> 
 
 @contextmanager
 def complete(module: nn.Module) -> Iterator[None]:
-    """For a moment the module is complete: blocks of other stages are there, on `meta`.
+    """Temporarily completes the module with the other stages' blocks, on `meta`.
 
-    So names, their order and the groups of an optimizer come out as they do in one process.
+    Names, their order and the groups of an optimizer are then the same as in one process.
     """
     absent = {n: m for n, m in module.named_modules() if isinstance(m, Elsewhere)}
     for name, standing in absent.items():

@@ -1,4 +1,4 @@
-"""Which rank is which stage of a pipeline, and which settings a pipeline can run with."""
+"""Which rank is which stage of a pipeline, and the checks of a pipeline's settings."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from distdl.util.suggest import closest
 from distdl.validation.meta import WEIGHTS
 
 BALANCES = ("measured", "parameters")
-# torch 2.11 cannot compute the weight gradients of some networks apart, and counts some twice where
-# it can: torch/distributed/pipelining/_backward.py, fixed there by 2.14.
+# torch 2.11 cannot compute the weight gradients of some networks separately, and counts some of
+# others twice (torch/distributed/pipelining/_backward.py). Fixed by 2.14.
 ZERO_BUBBLE_SINCE = "2.14"
 
 
 @dataclass(frozen=True)
 class StagePosition:
-    """One rank on the mesh of pipelines (replicas of the model) and their stages.
+    """One rank's position in the mesh of pipelines (replicas of the model) and stages.
 
     Args:
-        stage: Which part of the model this rank has; 0 takes the images.
+        stage: Which part of the model this rank has; 0 takes the inputs.
         stages: Parts of the model, one per rank of a pipeline.
-        replica: Which pipeline this rank belongs to; each takes its own share of the data.
-        replicas: How many pipelines there are.
+        replica: The pipeline of this rank; each pipeline has its own share of the data.
+        replicas: Number of pipelines.
         across: "devices": the stages of a pipeline are neighbouring ranks. "nodes": they are as far
-            apart as they can be, so that the copies of a stage share a node.
+            apart as possible, so that the copies of a stage share a node.
     """
 
     stage: int
@@ -61,7 +61,7 @@ class StagePosition:
         return self.stage == self.stages - 1
 
     def groups(self, device_type: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The ranks of this pipeline in the order of their stages, and the copies of this stage.
+        """The groups of this pipeline (in the order of its stages) and of this stage's copies.
 
         Collective.
         """
@@ -87,20 +87,20 @@ def default_micro_batches(stages: int) -> int:
 
 
 def splits_backward() -> bool:
-    """Whether this torch computes the gradients of weights apart, for any network."""
+    """Whether this torch computes weight gradients separately for any network."""
     return torch.__version__ >= ZERO_BUBBLE_SINCE
 
 
 def at_strategy(problem: Problem) -> Problem:
-    """The problem with the path that a user writes."""
+    """The problem with its full path, `strategy...`."""
     return replace(problem, path=f"strategy.{problem.path}".removesuffix("."))
 
 
-# ------------------------------------------------------- what is refused before anything starts
+# -------------------------------------------------------------------- checks before the start
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-    """The strategy's hook of validation: settings, batch, precision, model."""
+    """The strategy's validation hook: checks settings, batch, precision and model."""
     config = context.get("config") or {}
     trainer = config.get("trainer") or {}
     unfit = list(problems(node, context["world_size"]))
@@ -123,11 +123,11 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
 
 
 def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
-    """What is wrong with the settings, given the number of ranks; paths are relative to the node.
+    """Problems of the settings for this number of ranks; paths are relative to the node.
 
     Args:
-        node: stages, schedule, micro_batches, pieces_per_stage, balance, as the strategy takes
-            them; each is of its type.
+        node: stages, schedule, micro_batches, pieces_per_stage and balance, each of the type that
+            the strategy takes.
     """
     cut = node.get("balance", "measured")
     if isinstance(cut, str) and cut not in BALANCES:
@@ -172,7 +172,7 @@ def _batch(node: Mapping[str, Any], stages: int, rows: Any) -> Iterator[Problem]
     count = node.get("micro_batches") or default_micro_batches(stages)
     if type(rows) is int and rows > 0 and rows % count:
         schedule = node.get("schedule", "1f1b")
-        # Micro-batches of several samples: a batch norm may not be able to train on one.
+        # At least two samples per micro-batch: batch norm may be unable to train on one.
         counts = (n for n in range(stages, rows // 2 + 1) if rows % n == 0)
         fit = [n for n in counts if _equal_rounds(n, stages, schedule)]
         near = min(fit, key=lambda n: abs(n - count), default=None)
@@ -183,7 +183,7 @@ def _batch(node: Mapping[str, Any], stages: int, rows: Any) -> Iterator[Problem]
 
 
 def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem]:
-    """Builds the model on `meta` and looks for its blocks."""
+    """Builds the model on `meta` and checks its blocks."""
     if not isinstance(model, Mapping) or "_target_" not in model:
         return
     if model.get("compile"):
@@ -192,7 +192,7 @@ def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem
         with torch.device("meta"):
             module = instantiate(_without_weights(model), _convert_="all")
     except Exception:
-        return  # the check of the model itself reports it, or it cannot be built on meta
+        return  # the model's own check reports it, or it cannot be built on `meta`
     try:
         blocks = splitting.blocks_in(module)
         schedule, pieces = node.get("schedule", "1f1b"), node.get("pieces_per_stage") or 2
@@ -208,7 +208,7 @@ def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem
 
 
 def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
-    """Refuses more pieces of a model than it has blocks."""
+    """Reports more pieces than the model has blocks."""
     if stages * per_stage <= blocks:
         return
     several, most = per_stage > 1, blocks // stages
@@ -223,7 +223,7 @@ def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
 
 
 def _without_weights(node: Any) -> Any:
-    """Nothing is downloaded to be looked at on `meta`."""
+    """The model's node without pretrained weights: nothing is downloaded for a check on `meta`."""
     if isinstance(node, Mapping):
         return {k: _without_weights(v) for k, v in node.items() if k not in WEIGHTS}
     return [_without_weights(v) for v in node] if isinstance(node, list) else node

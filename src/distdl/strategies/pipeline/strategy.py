@@ -1,10 +1,10 @@
-"""`strategy=pipeline` for Lightning: an ordinary LightningModule, its blocks on several ranks.
+"""`strategy=pipeline` for Lightning: distributes the blocks of a LightningModule over ranks.
 
-Lightning's closure runs training_step, zero_grad, backward. A pipeline's forward and backward are
-one thing, so both run in `training_step`, before the module's own: the new gradients are put aside
-while Lightning clears the old ones, and given back in `backward`. The module's `training_step` then
-runs on every rank, where `self(inputs)` returns the outputs of the last stage: loss, metrics and
-callbacks are the same on all of them.
+Lightning's closure runs training_step, zero_grad, backward. A pipeline schedule runs forward and
+backward together, so both run in the strategy's `training_step`. The new gradients are set aside
+while Lightning clears the old ones, and `backward` puts them back. The module's own `training_step`
+runs after the schedule, on every rank. There `self(inputs)` returns the outputs of the last stage,
+so loss, metrics and callbacks are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from distdl.util.ranges import AboveZero, Positive
 
 
 class Splitter(Callback):
-    """Splits the module when the data is there and no other callback has seen the module yet.
+    """Splits the module once the data is set up, before the `setup` of other callbacks.
 
-    A moving average of the weights copies the module in its own `setup`: it must find the pieces.
+    A moving average of the weights copies the module in its `setup`, so the split must come first.
     """
 
     def __init__(self, strategy: PipelineStrategy) -> None:
@@ -49,17 +49,17 @@ class PipelineStrategy(StagedStrategy):
     """Splits a model into stages; several pipelines side by side average their gradients.
 
     Args:
-        stages: Ranks of one pipeline; None: all ranks. They must divide the world size; what is
-            left over are replicas of the pipeline, which take different data.
+        stages: Ranks per pipeline; None: all ranks. Must divide the world size. The quotient is the
+            number of replicas of the pipeline, which take different data.
         schedule: "gpipe" (Huang et al. 2019), "1f1b" (Narayanan et al. 2019, PipeDream-Flush),
             "interleaved" (Narayanan et al. 2021), "zero_bubble" (Qi et al. 2023, ZB-H1).
-        micro_batches: Into which each rank's batch is cut; None: four per stage.
-        balance: "measured": time each block and cut so that the slowest stage is as fast as it can
-            be; "parameters": count parameters instead; or the names of the blocks at which a new
-            piece begins.
-        pieces_per_stage: Of interleaved and zero_bubble: pieces of the model per device.
+        micro_batches: Micro-batches per batch of a rank; None: four per stage.
+        balance: "measured": time each block and make the slowest stage as fast as possible;
+            "parameters": count parameters instead; or the names of the blocks at which a new piece
+            begins.
+        pieces_per_stage: Pieces of the model per device, for interleaved and zero_bubble.
         across: "devices" or "nodes", see StagePosition.
-        bucket_cap_mb: Gradients are averaged over the replicas in buckets of so many MiB.
+        bucket_cap_mb: Size in MiB of the buckets that average gradients over the replicas.
 
     Raises:
         UserError: The settings do not fit the ranks, or the module cannot be split.
@@ -88,7 +88,7 @@ class PipelineStrategy(StagedStrategy):
         self.bucket_cap_mb = bucket_cap_mb
         self._outputs: torch.Tensor | None = None
         self._aside: list[torch.Tensor | None] = []
-        self._window_open = False  # between the first batch of an optimizer step and the step
+        self._window_open = False  # from the first batch of an optimizer step to the step
         self._blocked = False
         self._splitter: Splitter | None = None
         self._plan: partition_plan.PipelinePlan | None = None
@@ -115,7 +115,7 @@ class PipelineStrategy(StagedStrategy):
             callbacks.insert(0, self._splitter)
 
     def split(self, trainer: Trainer) -> None:
-        """Cuts the module: called once, by the Splitter."""
+        """Cuts the module; called once by the Splitter."""
         module = trainer.lightning_module
         if str(trainer.precision).startswith("16"):
             what = "a pipeline has no fp16"
@@ -178,14 +178,14 @@ class PipelineStrategy(StagedStrategy):
         self._sum_metrics_over_replicas(module)
 
     def _sum_metrics_over_replicas(self, module: LightningModule) -> None:
-        """torchmetrics, whose states all stages of a pipeline hold alike."""
+        """For torchmetrics: all stages of a pipeline hold the same states."""
         for metric in module.modules():
             if isinstance(metric, torchmetrics.Metric):
                 metric.process_group = self.replicas
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
-        # Built over the complete model, an optimizer has the groups that it has in one process.
+        # Built over the complete model, so that an optimizer has the same groups as in one process.
         with splitting.complete(module):
             super().setup_optimizers(trainer)
             self.optimizer_names = [names_of(o, module) for o in self.optimizers]
@@ -245,7 +245,7 @@ class PipelineStrategy(StagedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around the batches after which the optimizer does not step yet."""
+        """For batches that are only accumulated: no optimizer step follows."""
         self._blocked = True
         try:
             yield
@@ -260,7 +260,7 @@ class PipelineStrategy(StagedStrategy):
         return loss / (self.micro_batches * module.trainer.accumulate_grad_batches)
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Instead of the module's forward, which no rank has the blocks for."""
+        """Replaces the module's forward, whose blocks are on different ranks."""
         module = self.lightning_module
         assert module is not None
         if not module.trainer.training:
