@@ -53,8 +53,8 @@ def test_the_end_takes_nothing_apart_and_calls_who_asked_for_it(before: bool) ->
             atexit.register(print, "called")
             print("done")
             return 75
-        sys.modules["distdl.__main__"] = types.ModuleType("x")
-        sys.modules["distdl.__main__"].main = main
+        sys.modules["distdl.cli.main"] = types.ModuleType("x")
+        sys.modules["distdl.cli.main"].main = main
         {"atexit.register(print, 'first')" if before else ""}
         command()
     """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl import compose
-from distdl import config as configs
+from distdl.config import compose
+from distdl.config import recipe as configs
 from tests.conftest import ROOT, check_golden
 
 GOLDEN = Path(__file__).parent

@@ -116,7 +116,7 @@ def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from distdl.cli import main
-    from distdl.launch import start
+    from distdl.launch import dry_run
     from distdl.validation import resolve, validate
 
     counted: Counter[str] = Counter()
@@ -133,7 +133,7 @@ def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
     count(OverridesParser, "parse_override")
     count(resolve, "Resolved")
     count(validate, "_ask_child", {"problems": [], "notes": [], "facts": {}})
-    count(start, "render", "the request")
+    count(dry_run, "render", "the request")
     words = ["optimizer.lr=0.123", "seed=321", "trainer.accelerator=cpu", "dry_run=true"]
     compose._parsed.cache_clear()
     assert main.main(words) == 0

@@ -32,7 +32,8 @@ def test_validation_reports_keys_types_ranges_and_misfits_at_once() -> None:
     )
     binding.run()
     found = {
-        path.removeprefix("launcher."): f"{what} | {to}" for path, what, to in binding.problems
+        each.path.removeprefix("launcher."): f"{each.what} | {each.remedy}"
+        for each in binding.problems
     }
     assert set(found) == {"gpuss", "mem", "grace_seconds", "walltime", "requeue_at_time_limit"}
     assert "did you mean launcher.gpus?" in found["gpuss"]

@@ -122,6 +122,6 @@ def test_too_much_is_refused_and_the_largest_is_named(repository: Path) -> None:
 
 def test_distdl_goes_as_it_is_imported() -> None:
     names = {name for _, name in snapshot.own_files()}
-    wanted = {"worker.py", "conf/distdl.yaml", "launchers/local.py", "models/classifier.py"}
+    wanted = {"worker/main.py", "conf/distdl.yaml", "launchers/local.py", "models/classifier.py"}
     assert wanted <= names
     assert not any("__pycache__" in name for name in names)

@@ -227,7 +227,7 @@ def test_a_split_without_samples_is_refused(tmp_path):
     [("cache_gb", 0.5, 0), ("shuffle_window", 1, 0), ("on_damaged", "error", "ignore")],
 )
 def test_arguments_out_of_range_do_not_fit_the_signature(key, good, bad):
-    hint = takes(StoredImages).hints[key]
+    hint = takes(StoredImages)[key].annotation
     assert matches(good, hint) and not matches(bad, hint)
 
 

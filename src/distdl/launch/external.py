@@ -124,10 +124,18 @@ def _broadcast(here: environments.Environment, message: str | None) -> str:
     if here.world_size == 1:
         assert message is not None
         return message
-    from torch.distributed import PrefixStore, rendezvous
+    from torch.distributed import PrefixStore, TCPStore
 
-    timeout = datetime.timedelta(minutes=10)
-    tcp, *_ = next(rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+    # Beside the main port, where the training's own store opens: a rank that is early there must
+    # not find this one while it closes.
+    under_torchrun = _under_torchrun()
+    tcp = TCPStore(
+        here.main_address,
+        here.main_port + (0 if under_torchrun else 1),
+        is_master=here.rank == 0 and not under_torchrun,
+        timeout=datetime.timedelta(minutes=10),
+        wait_for_workers=False,
+    )
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"distdl/{restart}", tcp)
     if message is not None:
@@ -135,6 +143,6 @@ def _broadcast(here: environments.Environment, message: str | None) -> str:
     received = store.get("run").decode()
     store.add("received", 1)
     # Rank 0 may keep the store: it leaves last.
-    while here.rank == 0 and not _under_torchrun() and store.add("received", 0) < here.world_size:
+    while here.rank == 0 and not under_torchrun and store.add("received", 0) < here.world_size:
         time.sleep(0.05)
     return received
