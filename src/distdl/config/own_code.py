@@ -15,10 +15,10 @@ from urllib.parse import unquote
 def own_folders(root: str | Path) -> tuple[str, ...]:
     """The folders in which modules of the project are found, in this order.
 
-    First the current folder, then the project's root, each with its `src` unless that is a package
-    itself. Then the other entries of sys.path below the root: $PYTHONPATH, and packages installed
-    in editable mode. Folders outside the project are left out, since a job has only a copy of the
-    project.
+    First the current folder, if it is in the project, then the project's root, each with its `src`
+    unless that is a package itself. Then the other entries of sys.path below the root: $PYTHONPATH,
+    and packages installed in editable mode. Folders outside the project are left out, since a job
+    has only a copy of the project.
 
     A run's folder is left out too, even if it is the current one: it may come from somebody else.
     """

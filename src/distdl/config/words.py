@@ -301,7 +301,7 @@ def open_brackets(text: str) -> str:
 def first_override(words: Sequence[str]) -> tuple[int, str]:
     """The number of words into which the shell split the first override, and that override.
 
-    `seed = 3` gives 3 and `seed=3`; `a=[1,` `2]` gives 2 and `a=[1, 2]`; other words give 1.
+    `seed = 3` gives 3 and `seed=3`; `a=[1,` `2]` gives 2 and `a=[1, 2]`; a complete word gives 1.
     """
     first, *rest = words
     second = rest[0] if rest else ""
@@ -372,7 +372,7 @@ def meant(word: str) -> str:
             return text
     key = re.sub(r"[\s,:.()\[\]]+", ".", key).strip(".")
     value = value.lstrip("=").strip().strip(",;")
-    if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # the shell removes these
+    if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # typographic quotes
         value = value[1:-1]
     return f"{key}={os.path.expanduser(value)}"
 

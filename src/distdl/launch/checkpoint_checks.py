@@ -1,4 +1,4 @@
-"""Checks, before anything starts, that the checkpoint exists from which an attempt starts."""
+"""Checks, before anything starts, that the checkpoint to start from exists."""
 
 from __future__ import annotations
 

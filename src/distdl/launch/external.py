@@ -29,7 +29,7 @@ Planner = Callable[[environments.Environment], Plan]
 
 
 def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """`torchrun -m distdl key=value ...`, on each of the ranks."""
+    """Runs `torchrun -m distdl key=value ...` on each rank."""
 
     def planner(here: environments.Environment) -> Plan:
         user_conf.print_shadowed()

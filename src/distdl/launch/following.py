@@ -65,7 +65,7 @@ def ends_with_this_shell(job: Job) -> Iterator[None]:
     if not getattr(job, "ends_with_shell", False):
         yield
         return
-    # This only asks it to end: the log is followed to the end, which includes the checkpoint.
+    # The job is only asked to end: its log is followed further, so that its checkpoint is seen.
     before = signal.signal(signal.SIGTERM, lambda *_: cancel(job))
     try:
         yield

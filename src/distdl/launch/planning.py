@@ -160,10 +160,10 @@ def never_trained(run: RunDirectory) -> bool:
 
 
 def refuse_second(planned: Plan) -> None:
-    """One run trains once at a time.
+    """Refuses a second attempt of a run at the same time.
 
     Raises:
-        UserError: An attempt of this one waits in a queue or runs.
+        UserError: An attempt of this run waits in a queue or runs.
     """
     if not planned.config.dry_run:
         jobs.refuse_second(planned.run)

@@ -51,7 +51,7 @@ def start(planned: Plan, command: Sequence[str]) -> int:
             break
         attempts_left -= 1
         print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
-    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal names its remedy
+    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal has its own remedy
         print_next_command(planned, attempt, state, command)
     return code
 
@@ -201,7 +201,7 @@ def interruption_recorded(*planned: Plan) -> Iterator[None]:
 
 @contextmanager
 def refusal_recorded(attempt: Attempt) -> Iterator[None]:
-    """Records an attempt that could not be submitted as failed or cancelled."""
+    """Records the end of an attempt that could not be submitted."""
     try:
         yield
     except BaseException as error:

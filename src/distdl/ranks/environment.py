@@ -282,7 +282,7 @@ def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str | None, st
 def _first_host(nodelist: str) -> str:
     """The first host of Slurm's short form: `gpu[003-005,9]-ib,login` -> `gpu003-ib`."""
     first = re.match(r"(\[[^\]]*\]|[^,])*", nodelist)
-    assert first is not None  # it may be empty, and then matches
+    assert first is not None  # the pattern matches an empty text too
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 

@@ -71,7 +71,7 @@ def name_who_stays(seconds: float = 5) -> None:
     for."""
 
     def ends() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it now, and without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C then ends it without a traceback
         threading.Thread(target=wait, daemon=True).start()
 
     def wait() -> None:
@@ -85,7 +85,8 @@ def name_who_stays(seconds: float = 5) -> None:
             flush=True,
         )
 
-    threading._register_atexit(ends)  # type: ignore[attr-defined]  # before it waits; atexit: after
+    # Unlike atexit, this runs before Python waits for the threads.
+    threading._register_atexit(ends)  # type: ignore[attr-defined]
 
 
 def leave(code: int, launcher: str) -> NoReturn:

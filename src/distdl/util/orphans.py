@@ -28,8 +28,8 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent ends: it would wait for work for ever. For the initializer
-    of a pool."""
+    """Ends this process when its parent ends; otherwise it would wait for work for ever. For the
+    initializer of a pool."""
     import multiprocessing
     import threading
 

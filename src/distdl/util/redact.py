@@ -83,7 +83,7 @@ def _is_file(value: str) -> bool:
 def _hide_environment(text: str) -> str:
     # The longest first: one secret may begin with another.
     for name, value in sorted(secret_values().items(), key=lambda item: -len(item[1])):
-        lines = [line for line in value.splitlines() if len(line) >= 16]  # a log splits them
+        lines = [line for line in value.splitlines() if len(line) >= 16]  # a log splits lines
         spellings = {value, quote(value, safe=""), json.dumps(value)[1:-1], *lines}
         for spelling in sorted(spellings, key=len, reverse=True):
             text = text.replace(spelling, f"***{name}***")

@@ -1,4 +1,4 @@
-"""Finds a module of the user's that hides another module of the same name.
+"""Finds a user's module that hides another module of the same name.
 
 Imports only what Python has loaded already: any other import may be the one that failed.
 """

@@ -161,7 +161,7 @@ def locate(target: str) -> Any:
 
     Raises:
         NoSuchName: A module or class on the path has no such name.
-        Exception: Whatever importing a module raises.
+        Exception: Importing a module failed; it may raise anything.
     """
     reached, *names = target.split(".")
     thing: Any = importlib.import_module(reached)

@@ -56,7 +56,7 @@ def misfits(
 
     Args:
         trainer: The Trainer's arguments.
-        callbacks: Their classes, by config path (`callbacks.stop`).
+        callbacks: Their classes, by config path (`callbacks.stop`) or by name.
         model: The LightningModule or its class.
         strategy: The dotted path of its class, `distdl.strategies.DDPStrategy`.
         ranks: The number of ranks.
