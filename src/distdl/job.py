@@ -136,7 +136,7 @@ class JobSpec:
             nowhere. When a job is submitted, all of them are set in this process.
 
     Raises:
-        UserError: A name or a path has a line break, or a variable's name is not valid.
+        UserError: `name` or `store` has an unprintable character, or a variable is not valid.
     """
 
     name: str

@@ -271,7 +271,7 @@ class Binding:
 
         It returns Problems, with paths relative to the node, and strings that say what it could
         not check. The context has the number of devices, whether the run is `local`, the whole
-        `config`, and the paths of `refused` components, which must not be imported. A data node's
+        `config`, and the names of `refused` sections, which must not be imported. A data node's
         check that takes no context looks at files, so it is called for local runs only.
         """
         static = inspect.getattr_static(called, "check", None)
