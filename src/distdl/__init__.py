@@ -5,15 +5,15 @@ import sys
 
 __version__ = "0.1.0"
 
-# pip refuses an older one, but a job's code is a folder, and an image or a cluster has its own.
+# pip refuses an older Python, but a job's code is only a folder, run by the image's own Python.
 if tuple(sys.version_info) < (3, 11):
     _version = ".".join(map(str, sys.version_info[:3]))
     print(f"distdl: needs Python 3.11 or newer: {sys.executable} is {_version}", file=sys.stderr)
     sys.exit(2)
 
-# In a checkout `conf/` and `launchers/` lie beside `src/` so that they are the first thing a reader
-# sees; the wheel holds them as `distdl.conf` and `distdl.launchers`. Adding the checkout's root to
-# the package path makes both names mean the same without an install (PYTHONPATH=src).
+# In a checkout `conf/` and `launchers/` are beside `src/`, so that a reader sees them first; the
+# wheel has them as `distdl.conf` and `distdl.launchers`. With the checkout's root on the package
+# path, both names work without an install too (PYTHONPATH=src).
 _checkout = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 if os.path.isfile(os.path.join(_checkout, "conf", "distdl.yaml")):
     __path__.append(_checkout)

@@ -1,7 +1,7 @@
-"""What a launcher is: values and protocols, and what may stand in them; standard library only.
+"""The protocols of launchers and jobs, and their values with checks. Standard library only.
 
 A launcher turns a `JobSpec` into a `Request` that can be printed, and a request into a `Job` that
-can be watched. Composing, validating and freezing a run happens before; what a worker does, after.
+can be watched. The run has been composed, validated and frozen before that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class JobState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether this state is final."""
         return self not in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
 
     @property
     def exit_code(self) -> int:
-        """What the command line returns for a job that ended so."""
+        """The exit code of the command line for a job with this state."""
         return {
             JobState.SUCCEEDED: EXIT_SUCCESS,
             JobState.PREEMPTED: EXIT_PREEMPTED,
@@ -49,11 +49,11 @@ class Resources:
     """The size of a run, in processes.
 
     Args:
-        num_nodes: Machines.
+        num_nodes: The number of machines.
         devices: Processes per node, one device each.
         accelerator: "cpu", "gpu" or "mps"; never "auto".
-        device_ids: Which GPUs of this machine, if not simply the first ones: by the names that
-            $CUDA_VISIBLE_DEVICES has for them, such as "5" or "GPU-8f6e...".
+        device_ids: The GPUs of this machine, if not simply the first ones, with their names in
+            $CUDA_VISIBLE_DEVICES, such as "5" or "GPU-8f6e...".
     """
 
     num_nodes: int = 1
@@ -66,15 +66,15 @@ class Resources:
         return self.num_nodes * self.devices
 
 
-# Of names of environment variables, what every shell, mpirun, srun, Azure ML and SageMaker take.
+# Names of environment variables that every shell, mpirun, srun, Azure ML and SageMaker accept.
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def variables(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables of ranks, as text; of two with the same name the later.
+    """Merges environment variables of ranks, as text; a later source overrides an earlier one.
 
     Raises:
-        UserError: One has a name that is none, or a value that cannot be one.
+        UserError: A name or a value is not valid.
     """
     given = {name: value for source in sources for name, value in source.items()}
     if problems := list(variable_problems({"env": given})):
@@ -83,7 +83,7 @@ def variables(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with `env` and `forward_env` of any launcher's node, with relative paths."""
+    """Problems of `env` and `forward_env` in any launcher's node, with relative paths."""
     remedy = "letters, digits and _, and no digit first"
     given = node.get("env") or {}
     if not isinstance(given, Mapping):
@@ -105,7 +105,7 @@ def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def is_value(text: str) -> bool:
-    """Whether a process can have it as the value of a variable."""
+    """Whether an environment variable can have this value."""
     try:
         return b"\0" not in text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -113,28 +113,30 @@ def is_value(text: str) -> bool:
 
 
 def unprintable(text: str) -> str:
-    """The first character that no script, log or terminal can show on one line; "" if none."""
+    """The first character that a script, log or terminal cannot show on one line; "" if none."""
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), "")
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One attempt of a run, as a launcher gets it. Name and paths are of one line, and variables
-    have names that are some: what becomes part of a script or a command is known to be so.
+    """One attempt of a run, as a launcher receives it.
+
+    Name and paths are single lines, and variables have valid names, so that all of them can be
+    written into scripts and commands.
 
     Args:
         name: The run's id, for people and for job names: `<experiment>/<name>`.
-        bundle: A folder to be read: config.yaml, launch.yaml and, for a job that leaves this
-            machine, all code (`code/`). It is complete: copied or uploaded, it is the run.
-        store: The run's directory, to be written: checkpoints, logs and status.
+        bundle: The folder to read: config.yaml, launch.yaml and, for a job on other machines, all
+            code (`code/`). It is complete: a copy of it is enough to run.
+        store: The run's directory, to which checkpoints, logs and status are written.
         attempt: Its number, from 1.
-        resources: How many ranks, and on what.
-        env: Variables each rank gets, none of them secret.
-        forward_env: Names of variables whose values each rank gets, and that appear nowhere. When a
-            job is submitted, all of them are set in this process.
+        resources: The number of ranks and their devices.
+        env: Variables that each rank gets, none of them secret.
+        forward_env: Names of variables that each rank gets too, but whose values are written
+            nowhere. When a job is submitted, all of them are set in this process.
 
     Raises:
-        UserError: A name or a path has a line break, or a variable's name is none.
+        UserError: `name` or `store` has an unprintable character, or a variable is not valid.
     """
 
     name: str
@@ -156,10 +158,10 @@ class JobSpec:
             raise UserError(*problems)
 
     def refuse(self, characters: str, why: str) -> None:
-        """For a place where some characters of a path mean something else.
+        """Refuses characters of a path that have a special meaning for the platform.
 
         Args:
-            characters: Which, as they stand in a regular expression's brackets.
+            characters: The characters, as in the brackets of a regular expression.
             why: What would happen: "mpirun splits it there".
 
         Raises:
@@ -172,14 +174,14 @@ class JobSpec:
 
     @property
     def folder(self) -> Path:
-        """Where this attempt's own files are: launch.yaml, status.json, logs/."""
+        """The folder of this attempt's own files: launch.yaml, status.json, logs/."""
         return Path(self.store) / "attempts" / f"{self.attempt:03d}"
 
     def worker(self, bundle: str | None = None, store: str | None = None) -> tuple[str, ...]:
-        """What each rank runs, without the interpreter.
+        """The command of each rank, without the interpreter.
 
         Args:
-            bundle, store: Where these two are for the worker, if that is not where they are here.
+            bundle, store: Their paths for the worker, if these differ from the paths here.
         """
         bundle, store = bundle or self.bundle, store or self.store
         return ("-m", "distdl.worker", bundle, store, "--attempt", str(self.attempt))
@@ -197,18 +199,18 @@ class Job(Protocol):
     `distdl.launch.jobs` combines the two. Optional members:
 
     - `fetch(to)` copies a store that is not on this machine into the folder `to`.
-    - `why`: the reason of the last UNKNOWN.
-    - `exit_code` of a job that has ended, where one process represents it.
+    - `why`: the reason for the last UNKNOWN.
+    - `exit_code` of a job that has ended, if one process represents the job.
     - `killed`: what ended it from outside, as a sentence; empty if nothing did.
-    - `first_end(logs)`, where only the platform saw the ranks end: rank, exit code (-N for signal
-      N) and host of the first that failed, or None. `logs` is the attempt's folder of logs.
-    - A static `ask(jobs)` asks the platform once about several jobs of the class; the next `state`
-      of each is the answer to that.
+    - `first_end(logs)`, if only the platform saw the ranks end: rank, exit code (-N for signal N)
+      and host of the first rank that failed, or None. `logs` is the attempt's folder of logs.
+    - A static `ask(jobs)` asks the platform once about several jobs of the class; the next
+      `state()` of each returns that answer.
     """
 
     @property
     def handle(self) -> str:
-        """Names the job to a later shell: `slurm://123`."""
+        """Identifies the job in a later shell: `slurm://123`."""
         ...
 
     @property
@@ -217,7 +219,7 @@ class Job(Protocol):
         ...
 
     def state(self) -> JobState:
-        """One look; UNKNOWN where the place has forgotten it or cannot be reached."""
+        """Asks once; UNKNOWN if the platform has forgotten the job or cannot be reached."""
         ...
 
     def wait(self) -> JobState:
@@ -225,7 +227,7 @@ class Job(Protocol):
         ...
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """Lines as they are; with `follow`, until the job has ended."""
+        """The lines so far; with `follow`, all lines until the job has ended."""
         ...
 
     def cancel(self) -> None:
@@ -234,38 +236,38 @@ class Job(Protocol):
 
 
 class Launcher(Protocol):
-    """A place where jobs run; its arguments are the keys of `launcher.*`.
+    """A platform where jobs run; its arguments are the keys of `launcher.*`.
 
-    It may say more about itself, all of it optional:
+    Optional members:
 
-    - `foreground = True`: the job lives and ends in this very process (local).
-    - `in_turn = True`: nothing queues jobs there (mpi), so the members of `-m` run one by one.
+    - `foreground = True`: the job runs and ends in this process (local).
+    - `in_turn = True`: the platform has no queue (mpi), so the members of `-m` run one by one.
     - static `check(node, context)`: yields Problems of its settings before anything is started,
       with paths relative to the node (`vm_size`).
-    - static `devices(node)`: `(devices per node, accelerator)` of a size it knows, for
-      `trainer.devices=auto`.
-    - static `notes(node)`: yields sentences to read before the job goes: what it could not check.
-    - `reach(request)`: asks the place whether it is there and knows us, before the run is laid
-      down. Changes nothing there; raises UserError.
+    - static `devices(node)`: `(devices per node, accelerator)` of a machine size that it knows,
+      for `trainer.devices=auto`.
+    - static `notes(node)`: yields notes for the user before the start: what it could not check.
+    - `reach(request)`: checks, before the run is created, that the platform is reachable and
+      accepts the user. Changes nothing there; raises UserError.
     - a setting `files`, and `files()` of its requests (name -> text): a dry run writes these files
-      and the bundle into that folder, for the place's own command line.
+      and the bundle into that folder, for the platform's own command line.
     - `request_sweep(specs)`: one request for all members of `-m` (an array), or None to send one
       job each. `submit` then returns a list of jobs, one per spec.
     """
 
     def request(self, spec: JobSpec) -> Request:
-        """Offline and without side effect: the same spec gives the same request.
+        """Makes the request, offline and without side effects. It depends on the spec only.
 
         Raises:
-            UserError: It cannot be sent; nothing has been written yet.
+            UserError: The platform cannot run the job; nothing has been written yet.
         """
         ...
 
     def submit(self, request: Request) -> Job:
-        """The only side effect.
+        """Submits the request. Only this method has side effects.
 
         Raises:
-            UserError: The place refuses it, or is not there.
+            UserError: The platform refuses it, or cannot be reached.
         """
         ...
 
@@ -273,6 +275,6 @@ class Launcher(Protocol):
         """The job of this handle, from any later shell.
 
         Raises:
-            UserError: It is no handle of this launcher.
+            UserError: The handle is not one of this launcher.
         """
         ...

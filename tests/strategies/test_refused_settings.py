@@ -44,8 +44,8 @@ def refused(name: str, node: dict[str, Any], **more: Any) -> Problems:
         {"config": config, "supplied": {}, "context": context, "trust": [[], []], "expressions": []}
     )
     binding.called[("strategy",)] = binding.locate(strategy["_target_"], ("strategy",))
-    binding.node(strategy, ("strategy",), built=True)
-    return [(path[8:].removeprefix("."), *rest) for path, *rest in binding.problems]
+    binding.visit(strategy, ("strategy",))
+    return [(p.path[8:].removeprefix("."), p.what, p.remedy) for p in binding.problems]
 
 
 INTERLEAVED = {"schedule": "interleaved", "micro_batches": 5}

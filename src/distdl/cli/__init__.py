@@ -1,1 +1,1 @@
-"""The command line: a file per verb with its arguments, one call, and what is printed."""
+"""The command line: one file per verb, with its arguments, one call, and its output."""

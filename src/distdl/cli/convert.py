@@ -24,10 +24,10 @@ STRATEGIES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes one file, and prints what in it is equal to the source.
+    """Writes one file, and prints which parts of it are equal to the source.
 
     Raises:
-        UserError: The source cannot be read, or the target is there already or of no known form.
+        UserError: The source cannot be read, or the target exists or has an unknown suffix.
     """
     known = (*STRATEGIES, WEIGHTS)
     parser = argparse.ArgumentParser(
@@ -82,16 +82,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def default_target(source: Path, to: str) -> Path:
-    """In the current folder: among a run's checkpoints it would be taken for one of the run's."""
+    """A file in the current folder: in a run's folder it would be taken for a run's checkpoint."""
     named = source.name.removesuffix(source.suffix) or source.name
     return Path(f"{named}.pth" if to == WEIGHTS else f"{named}-{to}.ckpt")
 
 
 def free(target: Path, to: str) -> None:
-    """Refuses a target that is there, or whose name is of another form.
+    """Refuses a target that exists or has the wrong suffix.
 
     Raises:
-        UserError: One or the other.
+        UserError: The target exists, or its suffix is wrong.
     """
     forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
     if target.suffix not in forms:
@@ -102,10 +102,10 @@ def free(target: Path, to: str) -> None:
 
 
 def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
-    """Refuses what no training can resume from.
+    """Refuses a checkpoint that a training cannot resume from.
 
     Raises:
-        UserError: It holds weights only, or the global batch does not divide by `world_size`.
+        UserError: It holds weights only, or its global batch is not divisible by `world_size`.
     """
     if "optimizer_states" not in checkpoint:
         what, remedy = "holds weights and no state of a training", "start a training from them"

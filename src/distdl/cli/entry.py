@@ -1,7 +1,7 @@
-"""The command as a process, from its first moment to its last.
+"""The command as a process: its start and its exit.
 
-Only what Python has loaded anyway is imported at the top: a module of the user's own may stand in
-the place of any other, and Ctrl-C may come during any import.
+Only modules that Python has loaded already are imported at the top: a user's module may hide any
+other module, and Ctrl-C may come during any import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distdl.util.shadowing import shadowing
 def command() -> None:
     """Runs `distdl.cli.main.main` and ends the process."""
     codes: list[int] = []
-    if not atexit._ncallbacks():  # the first one is called last, and ends it for any before
+    if not atexit._ncallbacks():  # `end` must be the last callback, which is registered first
         atexit.register(end, codes)
     try:
         folder = os.getcwd()
@@ -29,7 +29,7 @@ def command() -> None:
         codes.append(main())
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be interrupted
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C just ends the process
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         codes.append(130)
@@ -47,13 +47,13 @@ def refused(path: str, what: str, remedy: str) -> int:
 
 
 def end(codes: list[int]) -> None:
-    """Ends the process without taking torch and Lightning apart, which takes two seconds. Whoever
-    was to be called at the end has been, and no thread is left that Python waits for."""
+    """Exits without unloading torch and Lightning, which takes two seconds. All other exit handlers
+    have run, and no non-daemon thread is left."""
     if not codes:
-        return  # a traceback is shown
+        return  # Python exits with a traceback
     from contextlib import suppress
 
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it
+        with suppress(OSError, ValueError):  # its reader has exited
             stream.flush()
     os._exit(codes[0])

@@ -85,7 +85,7 @@ def allowed(overrides: Sequence[str]) -> list[str]:
     """What `project.allow=[...]` on the command line allows, for this command.
 
     Raises:
-        UserError: Another setting: whoever looks at a run changes none.
+        UserError: Another setting is given: these commands do not change a run's settings.
     """
     from distdl.config import compose
 
@@ -109,7 +109,7 @@ def status(targets: Sequence[Target]) -> int:
         try:
             if attempt is not None:
                 RunDirectory(attempt.path.parents[1]).check_config()
-        except Damaged as damaged:  # how it stands is known all the same
+        except Damaged as damaged:  # its state is known and printed nevertheless
             problems += damaged.problems
     if problems:
         raise UserError(*problems)
@@ -126,7 +126,7 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
         for line in job.logs(follow=follow):
             print(plain(line), flush=True)
     except UserError:
-        # A scheduler forgets a job after minutes; what rank 0 wrote is in the run, if it is here.
+        # A scheduler forgets a job after minutes. If the run is on this machine, it has the log.
         kept = attempt.logs / "rank_0.log" if attempt else None
         if kept is None or not kept.exists():
             raise
@@ -176,7 +176,7 @@ def list_runs(folder: Path) -> int:
         for row in rows:
             table.add_row(*row)
         Console(markup=False, emoji=False).print(table)  # brackets are text here
-    else:  # for `cut`, `awk` and a spreadsheet
+    else:  # for `cut`, `awk` and spreadsheets
         for row in rows:
             print(*row, sep="\t")
     for note in notes:

@@ -19,7 +19,7 @@ from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
 from distdl.util.errors import UserError
 
-# Verbs that are no training run: module and one line for --help.
+# Verbs besides a training run: module and one line for --help.
 COMMANDS = {
     "resume": ("distdl.cli.resume", "go on with a run"),
     "jobs": ("distdl.cli.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
@@ -32,17 +32,17 @@ COMMANDS = {
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
-# Those that start runs: a signal that asks them to end is noted in the run.
+# Verbs that start runs: a signal that asks them to end is recorded in the run.
 STARTING = ("resume", "scale")
-# Flags that are Hydra's own business: it answers them itself.
+# Flags that Hydra itself handles.
 HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 2 for whatever the user can fix."""
+    """Runs one command and returns its exit code: 2 for errors that the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if in_a_run(Path.cwd()):  # `python -m` looks there first, and it may be somebody else's
+        if in_a_run(Path.cwd()):  # `python -m` imports from it; the run may be somebody else's
             sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
         lightning_names.serve()
         if not arguments or arguments[0] not in COMMANDS or arguments[0] in STARTING:
@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print_problems(error)
         return error.exit_code
-    except KeyboardInterrupt as error:  # a command may say what is left of its work
+    except KeyboardInterrupt as error:  # a command may add how its work continues
         print(": ".join(("interrupted", *map(str, error.args))), file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `distdl --help | head`: whoever read has read enough
+    except BrokenPipeError:  # `distdl --help | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: list[str]) -> int:
     from distdl.ranks import environment
 
-    # Before the options, which are those of a command that is misspelt.
+    # Before the options are parsed: they may be those of a misspelt command.
     first = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
     words.check([*first], COMMANDS)
     options = parse(arguments)
@@ -121,7 +121,7 @@ def launch(config: object) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong as everything else does."""
+    """Reports errors like all other problems."""
 
     typed: Sequence[str] = ()
 
@@ -153,7 +153,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def show_config(options: argparse.Namespace) -> int:
-    """`--cfg job`: the composed config as YAML, of each job of a sweep with -m."""
+    """`--cfg job`: prints the composed config as YAML; with -m that of each job of a sweep."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -185,14 +185,14 @@ def show_config(options: argparse.Namespace) -> int:
 
 
 def sweep(overrides: list[str], config_dirs: list[str]) -> int:
-    """Every job of a sweep is a run of its own in a fresh process; all are checked first."""
+    """Runs each job of a sweep as its own run in a fresh process; all are checked first."""
     from distdl.launch import sweeps
 
     return sweeps.main(overrides, config_dirs)
 
 
 def hydra_itself(arguments: list[str]) -> int:
-    """Hydra's own flags (shell completion, --info), answered by Hydra's own main."""
+    """Lets Hydra's own main handle its flags (shell completion, --info)."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

@@ -1,4 +1,4 @@
-"""`python -m distdl plan +experiment=... [overrides]`: which strategy fits, and without a GPU."""
+"""`python -m distdl plan +experiment=... [overrides]`: which strategy fits; needs no GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints a table of strategies and a recommendation.
 
     Raises:
-        UserError: Anything is wrong with the config, the sizes, or the training step.
+        UserError: The config, the sizes or the training step are wrong.
     """
     parser = argparse.ArgumentParser(
         "python -m distdl plan",
@@ -60,16 +60,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
-    """The table on the screen."""
+    """Prints the table."""
     from rich.console import Console
     from rich.table import Table
 
     from distdl.distributed.traffic import in_words
 
     measured, machine, rows, gib = plan.measured, plan.machine, plan.rows, 2**30
-    # A small model has nothing to show in GiB.
+    # A small model would be 0.00 GiB.
     unit, scale = ("GiB", gib) if rows[0].total >= gib else ("MiB", 2**20)
-    # In a log nothing is as narrow as a terminal, and a column that is cut says nothing.
+    # A log has no terminal's width, and a column that is cut is useless.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(
         f"step    batch {measured.batch_size} per device, {measured.flops / 1e12:.3g} TFLOP, "
@@ -114,5 +114,5 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
 
 
 def digits(size: float) -> str:
-    """Two after the point, or as many as show that it is not nothing."""
+    """Two decimal places, or more if the value would show as zero."""
     return f"{size:.2f}" if size >= 0.005 or not size else f"{size:.1g}"

@@ -38,7 +38,7 @@ COMMAND = "python -m distdl prepare"
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM (kill, docker stop, the end of a batch job) ends it as Ctrl-C does."""
+    """Lets SIGTERM (kill, docker stop, the end of a batch job) end the command as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -51,11 +51,10 @@ def ended_by_sigterm() -> Iterator[None]:
 
 @ended_by_sigterm()
 def main(argv: Sequence[str]) -> int:
-    """Prepares one data set, or continues with it, and prints what to type next.
+    """Prepares one data set, or continues an interrupted preparation, and prints what to type next.
 
     Raises:
-        UserError: The options, the source or the folder are not what they should be, or images are
-            damaged.
+        UserError: The options, the source or the folder are wrong, or images are damaged.
     """
     module, rest = kind_of(list(argv))
     options = parse(module, rest)
@@ -99,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Ctrl-C says that the same command continues."""
+    """Adds to an interruption that the same command continues the work."""
     try:
         yield
     except KeyboardInterrupt:
@@ -107,7 +106,7 @@ def resumable() -> Iterator[None]:
 
 
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
-    """The module of a source, and what follows its name."""
+    """The module of a source, and the arguments after its name."""
     shown = [f"{COMMAND} {name:9} {text}" for name, (_, text) in KINDS.items()]
     if argv and argv[0] in ("-h", "--help"):
         print("\n".join((f"{__doc__}", *shown, "", f"options: {COMMAND} imagenet --help")))
@@ -128,7 +127,7 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
 
 
 class DataParser(argparse.ArgumentParser):
-    """Its errors look like all others."""
+    """Reports errors like all other problems."""
 
     def error(self, message: str) -> NoReturn:
         wrong = [word for word in message.split() if word.startswith("--")]
@@ -139,7 +138,7 @@ class DataParser(argparse.ArgumentParser):
 
 
 def not_empty(text: str) -> str:
-    """A variable that is not set leaves "", which Path takes for the current folder."""
+    """Refuses "", which an unset variable leaves and which Path takes for the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return text
@@ -182,7 +181,7 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, treatment: Treatment) -> None:
-    """Raises UserError for what can be known to be wrong from the options alone."""
+    """Raises UserError for everything that the options alone show to be wrong."""
     if "://" in options.to:
         what = f"{options.to} is no folder"
         raise UserError.at("--to", what, f"--to DIR --upload {shlex.quote(options.to)}")
@@ -198,7 +197,7 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
         if options.format != "shards":
             what = "a million small files are slow to read from a store"
             raise UserError.at("--upload", what, "--format shards")
-        open_store(options.upload)  # refuses what it does not understand now, and not in hours
+        open_store(options.upload)  # refuses a wrong address now, not after hours
 
 
 def planned(work: Preparation, source: Source) -> ShardPlan:
@@ -209,7 +208,7 @@ def planned(work: Preparation, source: Source) -> ShardPlan:
 
 
 def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
-    """What will be written, before it is."""
+    """Prints what will be written."""
     kind = plan.settings["source"]["kind"]
     print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
     for split in SPLITS:
@@ -265,7 +264,8 @@ def prepare(
 
 
 def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> None:
-    """Raises UserError when the disk cannot hold it; unknown where images get smaller."""
+    """Raises UserError if the disk is too small. Not checked if images get smaller by an unknown
+    amount."""
     free = shutil.disk_usage(out).free
     needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
     if needed > free and not treatment.lossy:
@@ -288,7 +288,7 @@ def print_result(result: Result, out: Path, images: int, seconds: float) -> None
 def send(out: Path, url: str) -> None:
     from distdl.datasets.upload import upload
 
-    shown = url.partition("?")[0]  # what follows may be a secret
+    shown = url.partition("?")[0]  # the query may hold a secret
     with Bar(f"uploading to {shown}") as bar:
         upload(out, url, lambda done, total: bar(done, total, f"{size(done)} of {size(total)}"))
     print(f"uploaded to {shown}")

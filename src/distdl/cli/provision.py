@@ -26,10 +26,10 @@ changes only what differs and deletes nothing. dry_run=true prints the resources
 
 
 def main(argv: Sequence[str]) -> int:
-    """Provisions a place.
+    """Provisions a platform.
 
     Raises:
-        UserError: The place is unknown, or refuses its settings.
+        UserError: The platform is unknown, or refuses its settings.
     """
     parser = argparse.ArgumentParser("python -m distdl provision", add_help=False)
     parser.add_argument("words", nargs="*")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_help(words: Sequence[str]) -> int:
-    """Prints it; needs nothing of Azure's."""
+    """Prints the help; needs no Azure package."""
     from distdl.launchers.azureml.provision import sas, settings
 
     if list(words[:1]) == ["sas"]:
@@ -62,10 +62,10 @@ def print_help(words: Sequence[str]) -> int:
 
 
 def values(words: Sequence[str]) -> dict[str, Any]:
-    """key=value in Hydra's grammar, as everywhere else.
+    """Parses key=value in Hydra's grammar, as everywhere else.
 
     Raises:
-        UserError: A word is no override, or sets no single value.
+        UserError: A word is not an override, or does not set a single value.
     """
     from distdl.config import compose
 

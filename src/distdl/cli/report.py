@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     """Writes the page.
 
     Raises:
-        UserError: RUN is no run, or the output is a file that no report wrote.
+        UserError: RUN is not a run, or the output is a file that is not a report.
     """
     parser = argparse.ArgumentParser(prog="distdl report", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder")

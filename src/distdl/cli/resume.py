@@ -18,12 +18,12 @@ from distdl.util.errors import UserError
 def main(argv: Sequence[str]) -> int:
     """Starts the next attempt of a run.
 
-    Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`), and
-    of the recipe `strategy=`, `data.batch_size`, accumulation, the length and the form of the
-    checkpoints; anything else is another run.
+    Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`). In
+    the recipe `strategy=`, `data.batch_size`, accumulation, the length and the form of the
+    checkpoints may change. Any other change would make it another run.
 
     Raises:
-        UserError: RUN is no run, or an override changes what a run is.
+        UserError: RUN is not a run, or an override would make it another run.
     """
     parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")

@@ -31,10 +31,10 @@ LACKING = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures what is missing, and shows what there is.
+    """Measures the missing sizes, and prints all results.
 
     Raises:
-        UserError: Anything is wrong with the sizes or the config; nothing is started.
+        UserError: The sizes or the config are wrong; nothing is started.
     """
     parser = argparse.ArgumentParser(
         "python -m distdl scale",
@@ -98,7 +98,7 @@ def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
 
 
 def here() -> list[int]:
-    """1, 2, 4 ... up to the GPUs of this machine; without any, one and two processes."""
+    """1, 2, 4 ... up to the number of GPUs of this machine; 1 and 2 processes without GPUs."""
     from distdl.config import resources
 
     most = resources.visible_gpus() or 2
@@ -111,7 +111,7 @@ def show(
     rented: Rented | None,
     options: argparse.Namespace,
 ) -> None:
-    """The table, the advice, and their files beside the runs."""
+    """Prints the table and the advice, and writes them beside the runs."""
     from distdl.runs.directory import read_json
     from distdl.scaling import Link, printing, results
     from distdl.scaling import members as _scale_members
@@ -126,7 +126,7 @@ def show(
     if not measured:
         return
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    every = list(dict.fromkeys([*modes, *_scale_members.MODES]))  # earlier ones may be of the other
+    every = list(dict.fromkeys([*modes, *_scale_members.MODES]))  # earlier runs may have the other
     rows = results.rows(measured, rented, between, every)
     printing.print_rows(rows, rented)
     further = results.further(measured, rented, between, options.predict or 1)

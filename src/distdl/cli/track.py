@@ -12,11 +12,11 @@ def main(argv: list[str]) -> int:
     """Sends the rest of a run: `sync RUN`.
 
     Returns:
-        0 if everything has arrived or a process of the run is delivering itself; 1 if the server
+        0 if everything has arrived or a process of the run is still sending; 1 if the server
         fails.
 
     Raises:
-        UserError: RUN is no run, or one that was never tracked in MLflow.
+        UserError: RUN is not a run, or was never tracked in MLflow.
     """
     parser = argparse.ArgumentParser(prog="distdl track", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)

@@ -1,1 +1,1 @@
-"""Hydra's compose, the typed sections of a config, and what follows from them."""
+"""Composes a config with Hydra, checks its sections, and derives size, batches and recipe."""

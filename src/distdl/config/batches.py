@@ -22,7 +22,7 @@ class Kept:
 
 @dataclass
 class Loaders:
-    """What an attempt found when it had its loaders.
+    """The batches that an attempt's loaders really made.
 
     Args:
         batch_size: Samples per device (or pipeline) and batch.
@@ -36,7 +36,8 @@ class Loaders:
 
 
 def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
-    """The first on record. Anything may stand in a status file: what is no number is none."""
+    """The first that is on record. Values that are not numbers are ignored: nothing guarantees the
+    content of a status file."""
     for status in statuses:
         found = status.get("loaders")
         found = found if isinstance(found, Mapping) else {}
@@ -47,9 +48,9 @@ def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
 
 
 def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
-    """(samples per device or pipeline, how many of those take different data, accumulation).
+    """(samples per device or pipeline, number of devices or pipelines, accumulation).
 
-    The first is None where the data does not say.
+    The first is None if the config has no `data.batch_size`.
     """
     data = config.get("data") or {}
     accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
@@ -66,8 +67,8 @@ def global_batch_size(config: DictConfig, size: Resources) -> int | None:
 def describe(config: DictConfig, size: Resources) -> str:
     """`256 x 8 devices x 2 accumulated = 4096 per step`, as far as the config says it.
 
-    Only a data module of distdl surely gives its loaders `data.batch_size`: of another one the text
-    says whose word it is.
+    Only distdl's own data modules are known to pass `data.batch_size` to their loaders. For others
+    the text says where the number comes from.
     """
     batch_size, _, _ = factors(config, size)
     if batch_size is None:
@@ -96,21 +97,21 @@ def keep_global_batch(
     given: Sequence[str],
     loaders: Loaders | None = None,
 ) -> Kept:
-    """For an attempt that goes on with a run.
+    """Keeps the global batch of a run in an attempt that resumes it.
 
     Args:
         config: The attempt's config.
         size: The attempt's size.
-        before: The global batch of the attempt before, as its config said it.
-        given: Paths the user set in this attempt: they are kept, and noted.
-        loaders: What the loaders of an attempt before really gave, if that is on record.
+        before: The global batch of the previous attempt, according to its config.
+        given: Paths that the user set in this attempt: they are kept, with a note.
+        loaders: What the loaders of an earlier attempt really gave, if that is on record.
 
     Raises:
-        UserError: The world size changed, and the global batch does not divide by it.
+        UserError: The world size changed, and the global batch is not divisible by it.
     """
     now = global_batch_size(config, size)
     if loaders is not None and loaders.batch_size != loaders.declared:
-        # Another name, or divided by the data itself: nobody here knows how to keep the product.
+        # The data module has another argument for it, or divides it: the product cannot be kept.
         was, shares = loaders.declared, factors(config, size)[1]
         state = "is not set" if was is None else f"was {was}"
         note = (

@@ -25,8 +25,8 @@ PRIMARY = "distdl"
 
 @contextmanager
 def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
-    """Hydra with our options, the user's `./conf` (or $DISTDL_CONF) before them, and the
-    directories of `--config-dir` after them."""
+    """Initialises Hydra. It searches the user's `./conf` (or $DISTDL_CONF), then our options, then
+    the directories of `--config-dir`."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
@@ -39,11 +39,11 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """One composed config, with a `hydra` node beside ours.
 
-    Unknown keys do not stop it: every value override is added by force, so that validation finds
+    Unknown keys are accepted: every value override is added by `++`, so that validation reports
     all of them at once, each with a suggestion.
 
     Raises:
-        UserError: An override that cannot be parsed, an option that does not exist, a broken file.
+        UserError: An override cannot be parsed, an option does not exist, or a file is broken.
     """
     from hydra import compose as hydra_compose
     from hydra.core.hydra_config import HydraConfig
@@ -79,7 +79,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
 
 
 def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Of `debug=step` takes what a data module of the user's may not know, such as num_workers."""
+    """Removes the keys that `debug=` adds to a user's own data module, such as num_workers: its
+    class may not take them."""
     from hydra import compose as hydra_compose
 
     data = config.get("data")
@@ -92,7 +93,7 @@ def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _in_one_form(trainer: Any) -> None:
-    """Texts that Lightning reads as numbers ("2", "0,1") become them, and short precisions long."""
+    """Converts texts that Lightning reads as numbers ("2", "0,1"), and short precisions ("16")."""
     if not isinstance(trainer, DictConfig):
         return
     devices, precision = (
@@ -107,15 +108,16 @@ def _in_one_form(trainer: Any) -> None:
 
 
 def _is_empty(config: DictConfig, key: str) -> bool:
-    # An interpolation may lead nowhere: validation reports it with the other problems.
+    # Not resolved here: validation reports a broken interpolation with the other problems.
     return not OmegaConf.is_interpolation(config, key) and config.get(key) is None
 
 
 def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """What the user typed -> what Hydra takes; all mistakes in options at once.
+    """Converts what the user typed into what Hydra takes.
 
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
-    `key=value` becomes `++key=value`. Needs a `hydra_session`.
+    `key=value` becomes `++key=value`. Needs a `hydra_session`. All wrong options are reported at
+    once.
     """
     problems: list[Problem] = []
     layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
@@ -151,7 +153,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _inner(inner: list[str], ordered: list[str]) -> list[str]:
-    """`model/net=wide`: an addition where no file's defaults choose one of that group."""
+    """Overrides like `model/net=wide`, with a `+` if no defaults list has that group."""
     from hydra import compose as hydra_compose
 
     if not inner:
@@ -162,10 +164,10 @@ def _inner(inner: list[str], ordered: list[str]) -> list[str]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
-    """Hydra's own grammar. Each text is parsed once, whoever asks again.
+    """Parses overrides by Hydra's own grammar; each text only once.
 
     Raises:
-        UserError: One of them is none, e.g. a word without `=`.
+        UserError: One of them is not an override, e.g. a word without `=`.
     """
     from hydra.errors import HydraException
 
@@ -190,8 +192,8 @@ def _parsed(text: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """An override with quotes around what is of other letters than ASCII's, which Hydra takes
-    nowhere else: `data.root=/home/müller/x`."""
+    """An override with quotes around its non-ASCII words, which Hydra accepts only in quotes:
+    `data.root=/home/müller/x`."""
     key, equals, value = text.partition("=")
     if value.isascii() or words.is_quoted(value):
         return text
@@ -211,7 +213,7 @@ def group_options(group: str) -> list[str]:
 
 
 def defaults() -> dict[str, list[str]]:
-    """The groups of which every run has an option, and which it has by default."""
+    """The groups in the primary defaults list, each with its default options."""
     primary = OmegaConf.create(files("distdl.conf").joinpath("distdl.yaml").read_text())
     entries = [entry for entry in primary.defaults if isinstance(entry, DictConfig)]
     chosen = {str(group): option for entry in entries for group, option in entry.items()}
@@ -223,7 +225,7 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
     """The jobs of a sweep: the product of all `a=1,2`, `a=range(3)`, `a=choice(x,y)`, in order.
 
     Raises:
-        UserError: A sweep that cannot be counted out, such as `a=interval(0,1)`.
+        UserError: The values of a sweep cannot be listed, such as `a=interval(0,1)`.
     """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -270,7 +272,7 @@ def _unknown_options(override: Any) -> Iterable[Problem]:
 
 
 def _no_option(group: str, option: str, where: str = "") -> Problem:
-    """An option that a group does not have, and what was meant by it."""
+    """The problem of an option that a group does not have, with a suggestion."""
     known = group_options(group)
     named = re.sub(rf"^(.*/)?{group}/|\.ya?ml$", "", option)  # a path: conf/experiment/ours.yaml
     close = "none" if option == "null" and "none" in known else closest(named, known)
@@ -286,7 +288,7 @@ def _no_option(group: str, option: str, where: str = "") -> Problem:
 
 
 def _of_a_file(text: str) -> Problem:
-    """What Hydra says of the defaults of a file, in our words where we have them."""
+    """Hydra's error about a file's defaults list, in our words where we have them."""
     if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
         remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
         return Problem(f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy)

@@ -1,4 +1,4 @@
-"""Where the user's own code is. Standard library only: the command line asks before anything."""
+"""Where the user's own code is. Standard library only: the command line needs it first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from urllib.parse import unquote
 
 
 def own_folders(root: str | Path) -> tuple[str, ...]:
-    """Where modules of the project are found, in this order.
+    """The folders in which modules of the project are found, in this order.
 
-    The folder that a command is typed in, then the root of its project; beside either, its `src`,
-    unless that is a package itself; then what Python looks at anyway below the root: $PYTHONPATH,
-    and packages that are installed in editable mode. A job finds them at the same places of its
-    copy of the project, so a folder outside of that is none of them.
+    First the current folder, if it is in the project, then the project's root, each with its `src`
+    unless that is a package itself. Then the other entries of sys.path below the root: $PYTHONPATH,
+    and packages installed in editable mode. Folders outside the project are left out, since a job
+    has only a copy of the project.
 
-    A run's folder is none either, although one may stand in it: it may come from somebody else.
+    A run's folder is left out too, even if it is the current one: it may come from somebody else.
     """
     project, folder = Path(root).resolve(), Path.cwd()
     places: list[Path] = []
@@ -34,7 +34,7 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
 
 def python_path(root: Path) -> list[str]:
-    """The same, below the root: for launch.yaml, and so for every place where the project goes."""
+    """The same folders relative to the root, for launch.yaml: valid in each copy of the project."""
     return [Path(f).relative_to(root.resolve()).as_posix() for f in own_folders(root)]
 
 
@@ -52,15 +52,18 @@ def editable() -> Iterator[tuple[metadata.Distribution, Path]]:
 
 
 def is_installed(path: Path) -> bool:
-    """Whether a file belongs to Python or to a package that pip has copied there."""
+    """Whether a file belongs to Python or to an installed package that is not editable."""
     homes = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "scripts")]
     packages = {"site-packages", "dist-packages"} & {*path.parts}
     return bool(packages) or any(path.is_relative_to(home) for home in homes)
 
 
 def place_in(trace: str) -> str:
-    """`solar/net.py, line 12, in training_step`: the last line of a traceback that is the user's,
-    also of one that a loader's worker has sent as text; empty if none is."""
+    """The last line of a traceback that is in the user's code, or "" if none is.
+
+    For example `solar/net.py, line 12, in training_step`. The traceback is text, because a loader's
+    worker sends its own as text.
+    """
     for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
         path, product = Path(file), Path(__file__).parent
         if path.is_file() and not path.is_relative_to(product) and not is_installed(path):
@@ -70,7 +73,7 @@ def place_in(trace: str) -> str:
 
 
 def in_a_run(folder: Path) -> bool:
-    """Whether a folder is a run's, or lies in one."""
+    """Whether a folder is a run's folder, or is inside one."""
     return any(
         (place / "config.yaml").is_file() and (place / "attempts").is_dir()
         for place in (folder, *folder.parents)

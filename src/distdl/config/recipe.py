@@ -1,4 +1,4 @@
-"""A composed config as values: what is a run's recipe, where does it run, and what may change.
+"""The parts of a composed config: a run's recipe, where it runs, and what may change.
 
 The frozen `config.yaml` holds the recipe and is byte for byte the same under every launcher. The
 keys of `WHERE` say where it runs; they go to the attempt's `launch.yaml`, and the worker merges the
@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# Keys that say where a run runs, and not what it is.
+# Keys that say where a run runs, not what it is.
 WHERE = (
     "task",
     "launcher",
@@ -30,7 +30,7 @@ WHERE = (
     "trainer.num_nodes",
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
-# `task._target_` of what trains.
+# Values of `task._target_`.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
 EVALUATE = ("distdl.tasks.validate", "distdl.tasks.test")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
@@ -48,10 +48,10 @@ CHANGEABLE = (
 
 
 def _input(name: str, *, _root_: DictConfig) -> str:
-    """`${input:imagenet}`: where this place keeps a data set that the recipe only names.
+    """Resolves `${input:imagenet}`: the path of a data set that the recipe only names.
 
-    A launcher whose place decides that itself (a mount) sets DISTDL_INPUT_IMAGENET for each rank;
-    elsewhere `launcher.inputs.imagenet` is a path, or has one.
+    If the platform chooses the path (a mount), its launcher sets DISTDL_INPUT_IMAGENET for each
+    rank. Otherwise `launcher.inputs.imagenet` is the path, or a mapping with the key `path`.
     """
     if path := os.environ.get(f"DISTDL_INPUT_{name.upper()}"):
         return path
@@ -65,10 +65,10 @@ OmegaConf.register_new_resolver("input", _input, replace=True)
 
 
 def recipe_of(config: DictConfig) -> DictConfig:
-    """What the run is: the config without where it runs, `${hydra:}` and `${now:}` resolved.
+    """The recipe: the config without the keys of WHERE, with `${hydra:}` and `${now:}` resolved.
 
-    `${oc.env:X}` stays as it is, so that host paths and secrets resolve on the worker and never
-    travel.
+    `${oc.env:X}` stays unresolved: the worker resolves host paths and secrets, and they are never
+    sent.
     """
     recipe = _written(config)
     recipe.pop("hydra", None)
@@ -78,20 +78,19 @@ def recipe_of(config: DictConfig) -> DictConfig:
 
 
 def same_recipe(one: DictConfig, other: DictConfig) -> bool:
-    """Whether two configs are of one run. An older recipe may hold what is of WHERE by now."""
+    """Whether two configs have the same recipe. An older recipe may hold keys now in WHERE."""
     return recipe_of(one) == recipe_of(other)
 
 
 def longer(config: DictConfig) -> str:
-    """The overrides with which a resume trains longer than a config says."""
+    """The overrides that let a resume train longer than the config does."""
     limits = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
     given = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
     return " ".join(f"{key}=<more>" for key in given or limits[:2])
 
 
 def unit_of(data: Any) -> str:
-    """What a second is counted in: the data that come with distdl are images, others may be
-    anything.
+    """The unit of throughput: distdl's own data sets are images, others may be anything.
 
     Args:
         data: What `data._target_` names, or the module of its class.
@@ -100,7 +99,7 @@ def unit_of(data: Any) -> str:
 
 
 def is_own(target: Any) -> bool:
-    """Whether a `_target_` is distdl's own: what it does with its arguments is known."""
+    """Whether a `_target_` is distdl's own, so that its use of its arguments is known."""
     return str(target).startswith("distdl.")
 
 
@@ -116,16 +115,16 @@ def where_of(config: DictConfig) -> DictConfig:
 def merge(
     recipe: DictConfig, where: DictConfig, changes: dict[str, Any] | None = None
 ) -> DictConfig:
-    """Recipe and where, one config again, with an attempt's changes on top."""
+    """Merges recipe and where into one config again, with an attempt's changes on top."""
     config = OmegaConf.merge(recipe, where)
     assert isinstance(config, DictConfig)
-    for path, value in (changes or {}).items():  # another strategy has other keys: no merging
+    for path, value in (changes or {}).items():  # not merged: another strategy has other keys
         OmegaConf.update(config, path, value, force_add=True, merge=False)
     return config
 
 
 def plain(node: Any) -> dict[str, Any]:
-    """A mapping node as plain Python, resolved; empty for none."""
+    """A mapping node as plain Python, resolved; empty for None."""
     if not node:
         return {}
     values = OmegaConf.to_container(node, resolve=True)
@@ -142,7 +141,7 @@ def hash_of(text: str, length: int = 8) -> str:
 
 
 def difference(old: DictConfig, new: DictConfig) -> str:
-    """A unified diff of two configs, as people read it."""
+    """A unified diff of two configs as YAML."""
     lines = difflib.unified_diff(
         to_yaml(old).splitlines(), to_yaml(new).splitlines(), "stored", "given", lineterm="", n=2
     )
@@ -162,7 +161,7 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
 
 
 def _written(config: DictConfig) -> dict[str, Any]:
-    """As plain containers, not resolved but for what only Hydra, here and now, can resolve."""
+    """As plain containers. Only `${hydra:}` and `${now:}` are resolved: no other process can."""
     written = _without_clock(OmegaConf.to_container(config, resolve=False))
     assert isinstance(written, dict)
     return written
@@ -181,7 +180,7 @@ def _without_clock(node: Any) -> Any:
 
 
 def _pop(node: Any, path: str) -> Any:
-    """Takes the value at a path out of nested mappings."""
+    """Removes the value at a path from nested mappings, and returns it."""
     *parents, key = path.split(".")
     for part in parents:
         node = node.get(part) if isinstance(node, dict) else None

@@ -1,6 +1,7 @@
-"""How many ranks, and on what: `trainer.num_nodes` and `trainer.devices` -> `Resources`.
+"""The number of ranks and their devices: `trainer.num_nodes` and `trainer.devices` -> `Resources`.
 
-Resolved before anything is submitted, without torch: here by $CUDA_VISIBLE_DEVICES and nvidia-smi.
+Resolved before anything is submitted, and without torch. $CUDA_VISIBLE_DEVICES and nvidia-smi show
+the GPUs of this machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def visible() -> list[str]:
     $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...".
 
     Raises:
-        UserError: $CUDA_VISIBLE_DEVICES names GPUs, and CUDA would show none.
+        UserError: $CUDA_VISIBLE_DEVICES names GPUs, but CUDA would show none.
     """
     gpus, migs = _installed()
     text = os.environ.get(VISIBLE)
@@ -37,7 +38,7 @@ def visible() -> list[str]:
         # With MIG, CUDA shows one instance unless the others are named.
         return migs[:1] or [str(index) for index in range(len(gpus))]
     names = listed(text)
-    if gpus:  # what is not there ends the list; a UUID may be shortened
+    if gpus:  # a missing GPU ends the list; a UUID may be abbreviated
         uuids = [*gpus, *migs]
         there = [
             int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
@@ -52,10 +53,12 @@ def visible() -> list[str]:
 
 
 def listed(text: str) -> list[str]:
-    """The names in a $CUDA_VISIBLE_DEVICES, as CUDA reads it: what is no name (`-1`) ends the list,
-    numbers and UUIDs do not mix, and a name that comes twice empties it.
+    """The names in a $CUDA_VISIBLE_DEVICES, as CUDA reads it.
 
-    Sources: CUDA C++ Programming Guide, "CUDA Environment Variables"; torch.cuda reads it alike.
+    An invalid name (`-1`) ends the list, numbers and UUIDs do not mix, and a repeated name empties
+    the list.
+
+    Sources: CUDA C++ Programming Guide, "CUDA Environment Variables"; torch.cuda does the same.
     """
     names: list[str] = []
     first = ""
@@ -70,7 +73,7 @@ def listed(text: str) -> list[str]:
 
 
 def _installed() -> tuple[list[str], list[str]]:
-    """The UUIDs of this machine's GPUs and of their MIG instances, by the driver's own tool."""
+    """The UUIDs of this machine's GPUs and of their MIG instances, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return [], []
     shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -85,11 +88,11 @@ def resolve(
 
     Args:
         trainer: The composed `trainer` node.
-        local: Whether the ranks start on this machine; elsewhere nothing can be counted here.
+        local: Whether the ranks start on this machine; another machine's devices are unknown here.
         known: Devices per node and accelerator of a machine that the launcher knows by its name.
 
     Raises:
-        UserError: A size that this machine does not have, or that cannot be known from here.
+        UserError: This machine does not have the size, or the size cannot be known from here.
     """
     accelerator = str(trainer.get("accelerator") or "auto")
     devices = trainer.get("devices", "auto")
@@ -127,8 +130,8 @@ def resolve(
 def _chosen(
     given: Sequence[int], names: Sequence[str], accelerator: str, shown_by: str
 ) -> tuple[str, ...]:
-    """What a list in `trainer.devices` means: indices into the GPUs that are visible, as for
-    Lightning and torch."""
+    """The GPUs that a list in `trainer.devices` chooses: its numbers are indices into the visible
+    GPUs, as in Lightning and torch."""
     what = remedy = ""
     if accelerator != "gpu":
         none = (
@@ -161,28 +164,28 @@ def _elsewhere(
         what = f"{devices!r} cannot be counted from here"
         remedy = "write the number of devices per node, e.g. trainer.devices=4"
         raise UserError.at("trainer.devices", what, remedy)
-    # On a cluster a missing GPU must be an error there, never a training on the CPU instead.
+    # Never "auto" on a cluster: a missing GPU must be an error there, not a training on the CPU.
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 
 
 def cpu_cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loader_workers(cores: int) -> int:
-    """How many loader workers a rank starts by default, of the CPU cores that it has for itself.
+    """The default number of loader workers for a rank with this number of CPU cores.
 
-    One core is left to the training, two where there are many: it has threads of its own (pinning
-    batches, writing checkpoints). More than 16 decoders feed no single GPU faster but cost memory.
+    One core, or two if there are more than 8, is left for the training process: its threads pin
+    batches and write checkpoints. More than 16 workers cost memory and do not feed a GPU faster.
     """
     return min(16, max(1, cores - (1 if cores <= 8 else 2)))
 
 
 def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
-    """How many of the ranks take different data.
+    """The number of shares of the data: each rank takes different data.
 
-    All of them, but for a strategy that has `stages`: those of one pipeline share a batch.
+    If the strategy has `stages`, the ranks of one pipeline share a batch and count as one.
 
     Args:
         strategy: The config's node.
@@ -191,5 +194,5 @@ def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
     if not strategy or "stages" not in strategy:
         return ranks
     stages = strategy["stages"] or ranks
-    # Whether it divides is for validation to say.
+    # Validation reports `stages` that do not divide the ranks.
     return max(1, ranks // stages) if isinstance(stages, int) and stages > 0 else ranks

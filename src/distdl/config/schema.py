@@ -3,7 +3,7 @@
 Sections that distdl reads itself have fixed keys. A component section (`model`, `data`, ...) names
 a class by `_target_`; its other keys are that class's arguments, which `validation.child` checks
 against the signature. `trainer` is in between: the types of Lightning's arguments are here, so that
-most mistakes are found without importing Lightning, and unknown ones are found by binding.
+most mistakes are found without importing Lightning; binding finds unknown arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Path = tuple[str | int, ...]
 
 
 def _named(value: str) -> str:
-    """`None` is how Python spells null, and nothing is what a variable leaves that is not set."""
+    """Refuses "None", which is Python's null, and "", which is what an unset variable leaves."""
     if value.strip() in ("", "None"):
         raise ValueError("null or a text")
     return value
@@ -61,7 +61,7 @@ Precision = Annotated[Any, AfterValidator(_precision)]
 
 
 class _Fixed(BaseModel):
-    # Strict: "3" is no int and true is no int; an int is fine where a float is asked for.
+    # Strict: "3" and true are not accepted as an int; an int is accepted as a float.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -70,7 +70,7 @@ class _Open(BaseModel):
 
 
 class Project(_Fixed):
-    """Where the user's own code is, and whose classes a config may name."""
+    """Where the user's own code is, and which other code a config may name."""
 
     root: Text | None = None
     allow: list[str] = []
@@ -146,7 +146,7 @@ def _some(value: Any) -> Any:
 class Data(Component):
     batch_size: Positive = 1
     num_workers: Count | None = None
-    image_size: Annotated[Any, AfterValidator(_some)] = None  # of others it may be a pair
+    image_size: Annotated[Any, AfterValidator(_some)] = None  # a user's class may take a pair
 
 
 class Optimizer(Component):
@@ -161,7 +161,7 @@ class Schedule(Component):
 
 
 class Config(_Fixed):
-    """The config. Groups that `~group` may remove have a default; the rest is required."""
+    """The whole config. Groups that `~group` may remove have a default; the rest is required."""
 
     name: Name | None
     experiment_name: Name | None
@@ -186,7 +186,7 @@ class Config(_Fixed):
 
 COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
 COLLECTIONS = ("tracking", "callbacks")
-# Groups that are layered over everything else, in this order: `experiment=x` has no key of its own.
+# Groups that are layered over everything else, in this order. The config has no key for them.
 LAYERS = ("experiment", "debug")
 
 
@@ -231,7 +231,7 @@ def check(
 
     Args:
         values: The resolved config as plain containers.
-        show: Prints the value at a path without giving away what came from the environment.
+        show: Formats the value at a path; values from the environment stay hidden.
         known: Paths to choose suggestions from.
     """
     expected: dict[Path, list[str]] = {}
@@ -249,9 +249,9 @@ def check(
 
 
 def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
-    """Each of pydantic's errors: the user's path, the rest of pydantic's (a union's branch, a
-    field that is missing), the error."""
-    # `optimizer=none` composes to an empty mapping, which is as good as null.
+    """Each pydantic error: the user's path, the rest of pydantic's path (a union's branch or a
+    missing field), the error."""
+    # `optimizer=none` composes to an empty mapping, which means null.
     empty = {key: None for key in COMPONENTS if key != "task" and values.get(key) == {}}
     try:
         Config.model_validate({**values, **empty})
@@ -275,7 +275,7 @@ def _at(values: Any, path: Path) -> Any:
 def _unknown(
     path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """One problem for an unknown key, or for each value below it: `optimiser: {lr: 1}`."""
+    """One problem for an unknown key, or one for each value below it: `optimiser: {lr: 1}`."""
     text = path_text(path)
     if path[0] in LAYERS:
         yield Problem(str(path[0]), *words.NOT_GLOBAL)
@@ -320,7 +320,7 @@ _SENTENCES = {
 
 
 def _sentence(error: Any) -> str:
-    """Such as "an integer" for pydantic's "Input should be a valid integer"."""
+    """What pydantic expects: "an integer" for "Input should be a valid integer"."""
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     message = message.replace("a valid ", "a ").replace("a integer", "an integer")
     return _SENTENCES.get(error["type"], message)

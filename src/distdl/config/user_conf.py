@@ -20,7 +20,7 @@ from distdl.config.own_code import in_a_run
 from distdl.util.errors import Problem, UserError
 
 VARIABLE = "DISTDL_CONF"
-# The directories of --config-dir: their options come after ours and shadow none.
+# The directories of --config-dir: their options come after ours and shadow none of them.
 _further: list[Path] = []
 
 
@@ -28,13 +28,13 @@ def folder() -> Path | None:
     """The user's folder of configs, if there is one that is not our own.
 
     Raises:
-        UserError: $DISTDL_CONF is no folder, or the folder would replace our primary config.
+        UserError: $DISTDL_CONF is not a folder, or the folder would replace our primary config.
     """
     import distdl.conf
 
     named = os.environ.get(VARIABLE)
     path = Path(named or "conf").resolve()
-    if not named and in_a_run(path):  # what lies in a run may come from somebody else
+    if not named and in_a_run(path):  # a run's folder may come from somebody else
         return None
     if not path.is_dir():
         if named:
@@ -69,13 +69,13 @@ def shadowed() -> list[str]:
 
 
 def elsewhere(group: str, option: str) -> Path | None:
-    """A folder above this one whose `conf` has the option: its project is where to type it."""
+    """A parent folder whose `conf` has the option: the command should be typed there."""
     above = (parent for parent in Path.cwd().parents if folder() != parent / "conf")
     return next((p for p in above if (p / "conf" / group / f"{option}.yaml").is_file()), None)
 
 
 def not_read(group: str, option: str) -> str:
-    """Why an option that may be here is not found: the folder or the file has another name."""
+    """Why an existing option is not found: its folder or its file has the wrong name."""
     for misnamed in (path / group / f"{option}.yml" for path in folders()):
         if misnamed.is_file():
             return f"rename {os.path.relpath(misnamed)} to {option}.yaml; "
@@ -88,7 +88,7 @@ def not_read(group: str, option: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A file of configs; empty if it is none that can be read.
+    """Reads a config file; empty if it is unreadable or not a mapping.
 
     Raises:
         UnicodeDecodeError: It is not UTF-8.
@@ -103,7 +103,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def allowed() -> tuple[str, ...]:
-    """What the files of the user's folder write as `project.allow`: trusted by that user, here."""
+    """The entries of `project.allow` in the user's own files: this user trusts them here."""
     path = folder()
     names: list[Any] = []
     for file in sorted(path.rglob("*.yaml")) if path else ():
@@ -115,8 +115,7 @@ def allowed() -> tuple[str, ...]:
 
 
 def broken() -> list[Problem]:
-    """Files of the user's that Hydra cannot read or never ends to read: not UTF-8, or naming each
-    other in a circle under `defaults`."""
+    """The user's files that Hydra cannot read: not UTF-8, or with a cycle under `defaults`."""
     problems: list[Problem] = []
     names: dict[str, list[str]] = {}
     for top in folders():
@@ -133,12 +132,12 @@ def broken() -> list[Problem]:
                 text[1:] if text[:1] == "/" else os.path.normpath(group / text)
                 for text in map(_entry, defaults if isinstance(defaults, list) else ())
             ]
-    while True:  # one circle after the other
+    while True:  # one cycle after the other
         try:
             TopologicalSorter(names).prepare()
             return problems
         except CycleError as error:
-            ring = error.args[1][::-1]  # from a file to what it names
+            ring = error.args[1][::-1]  # from a file to the one it names
             what = f"names itself under defaults: {' -> '.join(ring)}"
             problems.append(Problem(f"{ring[0]}.yaml", what, "take that line out"))
             names = {name: after for name, after in names.items() if name not in ring}
@@ -152,16 +151,16 @@ def _entry(written: Any) -> str:
 
 
 def print_shadowed() -> None:
-    """A note for each of them: an option that is not the one in the documentation."""
+    """Prints a note for each shadowed option, since it is not the documented one."""
     for option in shadowed():
         print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
 
 
 def register(config_dirs: Sequence[str] = ()) -> None:
-    """Makes Hydra look there first. Safe to call again: the folder is looked up each time.
+    """Makes Hydra search the user's folder first. May be called again: it is looked up each time.
 
     Raises:
-        UserError: One of the directories of --config-dir is none.
+        UserError: One of the directories of --config-dir does not exist.
     """
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins

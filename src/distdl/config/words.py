@@ -1,4 +1,4 @@
-"""What a user of Hydra, lightning-hydra-template or LightningCLI types, in distdl's words."""
+"""What users of Hydra, lightning-hydra-template or LightningCLI type, and what to write instead."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NOWHERE = "not there yet: best.ckpt loads by Module.load_from_checkpoint in a s
 
 
 def table(text: str) -> dict[str, str]:
-    """Lines of `name other_name: what to write instead`, by name."""
+    """Parses lines of `name other_name: what to write instead` into a dict by name."""
     rows = [line.strip().partition(": ") for line in text.strip().splitlines()]
     return {name: instead for names, _, instead in rows for name in names.split()}
 
 
-# A key, or the section that it is in. Trainer arguments have tables of their own.
+# Keys, or the sections that contain them. Trainer arguments have their own tables.
 _KEYS = table(f"""
     hydra/launcher: launcher=slurm (--help lists them); a sweep on any of them: -m
     hydra/sweeper hydra.sweeper hparams_search: {_SWEEP}
@@ -83,7 +83,7 @@ for _theirs, _ours in {
     "wandb comet neptune clearml mlflow tensorboard csv": _KEYS["logger"],
 }.items():
     _KEYS |= dict.fromkeys(_theirs.split(), _ours)
-# Arguments of the Trainer that distdl fills itself.
+# Arguments of the Trainer that distdl sets itself.
 TRAINER_OWNED = {
     "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
     "callbacks": "add callbacks under callbacks: +callbacks.<name>._target_=package.Class",
@@ -95,8 +95,8 @@ TRAINER_OWNED = {
     "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
     "barebones": "task=benchmark measures a step without what is around it",
 }
-# Lightning's names of strategies, as its messages and documents advise them. However ddp is
-# started: each rank is a process of its own here.
+# Lightning's names of strategies, as its messages and documents use them. The ways to start ddp
+# (spawn, fork, notebook) make no difference here: each rank is its own process.
 _STRATEGIES = {
     r"dp|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_false)?": "ddp",
     r"ddp_((spawn|fork|notebook)_)?find_\w+_true": "ddp strategy.find_unused_parameters=true",
@@ -109,14 +109,14 @@ _STRATEGIES = {
     "deepspeed_stage_3_offload": "deepspeed_offload strategy.stage=3 "
     "strategy.offload_parameters=true",
 }
-# Numbers of bits, and what libraries call them.
+# The names that other libraries give to precisions.
 _PRECISIONS = {
     r"(float|fp|f)?16|half|amp|mixed|16-mix\w*": "16-mixed or bf16-mixed, with weights of 32 bit",
     r"bf(loat)?16(-mix\w*)?": "bf16-mixed, with weights of 32 bit, or bf16-true",
     r"t?(float|fp|f)?32|full|single|float|high(est)?": "32-true",
     r"(float|fp|f)?64|double": "64-true",
 }
-# A file of an experiment or of debug without its first line: what is wrong, and the remedy.
+# An experiment or debug file without `# @package _global_`: what is wrong, and the remedy.
 NOT_GLOBAL = (
     "its keys land below it, not beside model and data",
     "make its first line: # @package _global_",
@@ -148,7 +148,7 @@ _OPTIONS = table(f"""
     --print_config: --cfg job
     --run: python -m distdl key=value ... starts a run
 """)
-# Verbs of others. {} stands for the words that follow.
+# Other tools' verbs. {} stands for the words that follow.
 _VERBS = table(f"""
     train fit run launch start: python -m distdl {{}}
     test eval evaluate: python -m distdl resume RUN task=test
@@ -163,7 +163,7 @@ _VERBS = table(f"""
 
 
 def strategy_for(name: str) -> str:
-    """What to write instead of `ddp_find_unused_parameters_true`; "" for a name of nobody's."""
+    """What to write instead of `ddp_find_unused_parameters_true`; "" for an unknown name."""
     for pattern, ours in _STRATEGIES.items():
         if match := re.fullmatch(pattern, name.lower()):
             return f"strategy={match.expand(ours)}"
@@ -171,17 +171,17 @@ def strategy_for(name: str) -> str:
 
 
 def precision_for(name: str) -> str:
-    """What to write instead of `trainer.precision=fp16`; "" for a name of nobody's."""
+    """What to write instead of `trainer.precision=fp16`; "" for an unknown name."""
     name = name.lower().removeprefix("torch.").replace("_", "-")
     ours = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))
     return next((f"write trainer.precision={each}" for each in ours), "")
 
 
 def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:
-    """What to write instead of a key like `hydra.run.dir`; "" for one that nobody has.
+    """What to write instead of a key like `hydra.run.dir`; "" for an unknown key.
 
     Args:
-        config: The resolved config, where it is known by now.
+        config: The resolved config, if it is known already.
     """
     key = "early_stopping.patience" if key == "patience" else key
     name, _, rest = key.partition(".")
@@ -198,14 +198,14 @@ def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None
 
 
 def for_choice(group: str, option: str) -> str:
-    """What to write instead of `trainer=gpu`; "" for an option that nobody has."""
+    """What to write instead of `trainer=gpu`; "" for an unknown option."""
     ours = strategy_for(option) if group in ("trainer", "strategy") else ""
     rest = ours or (_SIZE if group == "trainer" else _KEYS.get(f"{group}.{option}", ""))
     return _CHOICES.get(f"{group}={option}", rest)
 
 
 def for_component(collection: str, name: str, config: Mapping[str, Any] | None = None) -> str:
-    """How to choose an option beside those of the config; "" if distdl has none of the name."""
+    """How to add an option to those of the config; "" if distdl has no option of that name."""
     default = {"callbacks": "default", "tracking": "mlflow"}[collection]
     shipped = files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file()
     if not shipped or name in (default, "none"):
@@ -214,8 +214,10 @@ def for_component(collection: str, name: str, config: Mapping[str, Any] | None =
 
 
 def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
-    """The options of a collection that a config is made of, by the keys that their files hold: a
-    key of no file is in the config in any case."""
+    """The options of a collection that the config uses, found by the keys in the option files.
+
+    A key that is in no option file does not depend on the options, and is ignored.
+    """
     options: dict[str, set[str]] = {}
     for folder in (Path(str(files("distdl.conf"))), *user_conf.folders()):
         for file in folder.glob(f"{collection}/*.yaml"):
@@ -231,7 +233,7 @@ def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
 
 
 def for_option(option: str, known: Iterable[str], following: str = "") -> str:
-    """What to write instead of `--config-name` or `--max_epochs=3`; "" for what nobody knows.
+    """What to write instead of `--config-name` or `--max_epochs=3`; "" for an unknown option.
 
     Args:
         known: Every key of the config.
@@ -284,8 +286,8 @@ def for_override(text: str, error: str) -> str:
 
 
 def open_brackets(text: str) -> str:
-    """What closes the brackets that are open at the end of a text: `]` for `[0.1`."""
-    if "'" in text or '"' in text:  # a bracket in quotes is none
+    """The closing brackets that a text lacks: `]` for `[0.1`."""
+    if "'" in text or '"' in text:  # brackets inside quotes do not count
         return ""
     closing, waiting = {"[": "]", "{": "}", "(": ")"}, ""
     for letter in text:
@@ -297,8 +299,9 @@ def open_brackets(text: str) -> str:
 
 
 def first_override(words: Sequence[str]) -> tuple[int, str]:
-    """How many words the shell made of the first override, and that override: 3 and `seed=3` of
-    `seed = 3`, 2 and `a=[1, 2]` of `a=[1,` and `2]`; 1 where a word stands for itself.
+    """The number of words into which the shell split the first override, and that override.
+
+    `seed = 3` gives 3 and `seed=3`; `a=[1,` `2]` gives 2 and `a=[1, 2]`; a complete word gives 1.
     """
     first, *rest = words
     second = rest[0] if rest else ""
@@ -317,9 +320,9 @@ def first_override(words: Sequence[str]) -> tuple[int, str]:
 
 
 def _closed(words: Sequence[str]) -> tuple[int, str]:
-    """As `first_override`, of a first word with open brackets or quotes."""
+    """`first_override` for a first word with open brackets or quotes."""
     for count in range(2, len(words) + 1):
-        if "=" in words[count - 1]:  # the next one
+        if "=" in words[count - 1]:  # the next override
             break
         if not _is_open(joined := " ".join(words[:count])):
             return count, joined
@@ -332,7 +335,7 @@ def _is_open(text: str) -> bool:
 
 _KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
 _SIGNS = ("=", ":", "==", ":=")
-# What word processors and web pages make of quotes, dashes and blanks.
+# Quotes, dashes and spaces as word processors and web pages write them.
 _QUOTES = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a"
 _TYPESET = str.maketrans(
     {
@@ -348,13 +351,16 @@ _TYPESET = str.maketrans(
 
 
 def is_quoted(text: str) -> bool:
-    """Whether a text has quotes, the typographic ones among them."""
+    """Whether a text contains quotes, including typographic ones."""
     return any(letter in text for letter in f"'\"{_QUOTES}")
 
 
 def meant(word: str) -> str:
-    """A word as it should have been typed: `seed=4` for `seed : 4` or `seed==4`, plain quotes and
-    dashes, `data.root=/home/me/x` for `data.root=~/x`; the word itself if nothing is odd."""
+    """A word as it should have been typed; unchanged if nothing is wrong with it.
+
+    `seed : 4` and `seed==4` become `seed=4`, typographic quotes and dashes become plain ones, and
+    `data.root=~/x` becomes `data.root=/home/me/x`.
+    """
     text = word.translate(_TYPESET).strip()
     if text.startswith("-"):
         name = text.lstrip("-")
@@ -362,24 +368,24 @@ def meant(word: str) -> str:
     key, sign, value = text.partition("=")
     if not sign:
         key, sign, value = text.partition(":")
-        if not sign or value[:1] in ("", "/", "\\"):  # a URL, a drive
+        if not sign or value[:1] in ("", "/", "\\"):  # a URL or a Windows drive
             return text
     key = re.sub(r"[\s,:.()\[\]]+", ".", key).strip(".")
     value = value.lstrip("=").strip().strip(",;")
-    if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # the shell would take them
+    if value[:1] in ('"', "'") and word[-1] != value[0] == value[-1]:  # typographic quotes
         value = value[1:-1]
     return f"{key}={os.path.expanduser(value)}"
 
 
 def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
-    """Overrides as the shell gave them, before they are parsed.
+    """Checks overrides as the shell passed them, before they are parsed.
 
     Args:
-        commands: What may be misspelt instead.
+        commands: The commands that a word may be a misspelling of.
 
     Raises:
-        UserError: A word without `=` is a misspelt verb, or another tool's, or a piece of an
-            override.
+        UserError: A word without `=` is a misspelt verb, another tool's verb, or part of an
+            override that the shell split.
     """
     problems, left, commands = [], list(words), [*commands]
     while left:
@@ -409,6 +415,6 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
             )
             problems.append(Problem(word, "is no command and no override", remedy))
             if close or verb:
-                break  # what follows is that command's
+                break  # what follows are that command's arguments
     if problems:
         raise UserError(*problems)

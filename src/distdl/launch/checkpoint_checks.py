@@ -1,4 +1,4 @@
-"""Whether the checkpoint that an attempt starts from is there; asked before anything starts."""
+"""Checks, before anything starts, that the checkpoint to start from exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distdl.validation import rules
 
 
 def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
-    """Whether `task.checkpoint` is there, if the task takes one and runs here."""
+    """Checks that `task.checkpoint` exists, if the task takes one and runs here."""
     task = config.task
     named = str(task.get("checkpoint", "best"))
     here = rules.runs_here(str(config.launcher["_target_"]))
@@ -25,8 +25,8 @@ def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
 
 
 def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
-    """Whether `checkpoint.resume_from` is there, unless the run has a checkpoint of its own. For a
-    job elsewhere: whether it is a path that its nodes may see."""
+    """Checks that `checkpoint.resume_from` exists, unless the run has a checkpoint of its own. For
+    a job on other machines: that it is a path which its nodes may see."""
     start = config.checkpoint.get("resume_from")
     if not start or any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}")):
         return ()

@@ -1,4 +1,4 @@
-"""What would run, for `dry_run=true`: the request as text and, by `launcher.files`, as files."""
+"""Shows what `dry_run=true` would run: the request as text and, with `launcher.files`, as files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distdl.util.errors import UserError
 
 
 def render(planned: Plan) -> str:
-    """One run. Starts nothing, and writes nothing but the files of `launcher.files`."""
+    """One run as text. Starts nothing, and writes only the files of `launcher.files`."""
     attempt, code = start.next_attempt(planned), start.snapshot_of(planned)
     launcher = jobs.instantiate(planned.config.launcher)
     request = launcher.request(*start.specs_of([planned], [attempt]))
@@ -41,7 +41,7 @@ def render(planned: Plan) -> str:
 
 
 def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
-    """All members: as one request if the launcher has one for them all.
+    """All members of a sweep, as one request if the launcher supports that.
 
     Args:
         names: What each member varies, such as "seed=1 optimizer.lr=0.1".
@@ -56,10 +56,10 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
 
 
 def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> list[Path]:
-    """What the platform's own tools take: the request as files, with the bundle beside them.
+    """Writes the request as files for the platform's own tools, with the bundle beside them.
 
     Raises:
-        UserError: Their folder is there already.
+        UserError: Their folder exists already.
     """
     if code is None or not planned.config.launcher.get("files"):
         return []

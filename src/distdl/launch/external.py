@@ -1,7 +1,7 @@
-"""`torchrun -m distdl ...`: somebody else started the ranks. Rank 0 composes, all of them work.
+"""`torchrun -m distdl ...`: another tool has started the ranks. Rank 0 plans, all ranks train.
 
-Only rank 0 runs Hydra and creates the run directory; the others wait for its message in torch's own
-store, so no second folder appears and nothing is spawned again.
+Only rank 0 runs Hydra and creates the run directory. The others wait for its message in torch's
+store, so that there is only one folder, and no further processes are started.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Planner = Callable[[environments.Environment], Plan]
 
 
 def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """`torchrun -m distdl key=value ...`, on each of the ranks."""
+    """Runs `torchrun -m distdl key=value ...` on each rank."""
 
     def planner(here: environments.Environment) -> Plan:
         user_conf.print_shadowed()
         config = compose.compose(overrides, config_dirs)
-        # What a preset says of the size (debug=cpu: one device) yields to what was started.
+        # The number of started ranks overrides a preset's size (debug=cpu: one device).
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
         asked = config.trainer.get("devices") if "trainer.devices" in typed else None
         place(config, here, asked)
@@ -46,7 +46,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def main(planner: Planner) -> int:
-    """What each of the ranks runs. The exit code is the worker's own.
+    """What each rank runs. Returns the worker's exit code.
 
     Args:
         planner: Makes the plan; only rank 0 calls it.
@@ -65,11 +65,11 @@ def main(planner: Planner) -> int:
 
 
 def place(where: DictConfig, here: environments.Environment, asked: Any) -> None:
-    """Writes the size that was started into a config.
+    """Writes the number of started ranks into a config.
 
     Raises:
-        UserError: Another size or certain GPUs were asked for, or the nodes have different numbers
-            of ranks.
+        UserError: The config asks for another size or for certain GPUs, or the nodes have different
+            numbers of ranks.
     """
     per_node = here.local_world_size
     nodes, rest = divmod(here.world_size, per_node)
@@ -88,7 +88,7 @@ def place(where: DictConfig, here: environments.Environment, asked: Any) -> None
 
 
 def _create(planned: Plan) -> str:
-    """Rank 0 freezes the run and begins the attempt; returns the message for the others."""
+    """Creates the run and its attempt on rank 0; returns the message for the other ranks."""
     if planned.config.dry_run:
         print(dry_run.render(planned))
         return NOTHING_TO_DO
@@ -102,8 +102,8 @@ def _create(planned: Plan) -> str:
 
 def _work(message: str) -> int:
     if message == REFUSED:
-        # Rank 0 says why. The rank that ends first is reported as the cause: let that be rank 0,
-        # with which torchrun ends the others. Elsewhere nobody may do that.
+        # Rank 0 prints why, and should exit first, since the first exit is reported as the cause.
+        # torchrun then ends the other ranks; other tools may not, so they wait a short time only.
         time.sleep(30 if _under_torchrun() else 2)
         return EXIT_REFUSED
     if message == NOTHING_TO_DO:
@@ -115,12 +115,12 @@ def _work(message: str) -> int:
 
 
 def _under_torchrun() -> bool:
-    """Whether this is a rank of torchrun's: its agent keeps a store at the main port."""
+    """Whether torchrun started this rank: its agent then hosts a store at the main port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _broadcast(here: environments.Environment, message: str | None) -> str:
-    """Rank 0's message, on every rank; through torch's store, as the ranks are no group yet."""
+    """Rank 0's message, on every rank. Uses torch's store: there is no process group yet."""
     if here.world_size == 1:
         assert message is not None
         return message
@@ -142,7 +142,7 @@ def _broadcast(here: environments.Environment, message: str | None) -> str:
         store.set("run", message)
     received = store.get("run").decode()
     store.add("received", 1)
-    # Rank 0 may keep the store: it leaves last.
+    # Without torchrun rank 0 hosts the store, so it waits until all ranks have the message.
     while here.rank == 0 and not under_torchrun and store.add("received", 0) < here.world_size:
         time.sleep(0.05)
     return received

@@ -1,4 +1,4 @@
-"""A submitted job on this terminal: its log as it comes, and Ctrl-C to detach or to cancel it."""
+"""Follows a submitted job on this terminal: prints its log; Ctrl-C detaches or cancels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
     """Prints the log until the job has ended.
 
     Returns:
-        How it ended; None if it was left running, UNKNOWN if its platform can no longer be asked.
+        Its final state; None if it was left running, UNKNOWN if its platform is out of reach.
     """
     with ends_with_this_shell(job):
         while True:
@@ -28,7 +28,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
                     print(plain(line), flush=True)
                 job.wait()
                 return jobs.state(attempt, job)
-            except UserError as error:  # the platform cannot be asked any more; the job lives on
+            except UserError as error:  # the platform is out of reach; the job continues
                 print(f"distdl: {error}", file=sys.stderr)
                 print_left(job, attempt)
                 return JobState.UNKNOWN
@@ -41,7 +41,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
 
 
 def asks_to_cancel(job: Job) -> bool:
-    """False without a terminal: nobody can be asked, and a job is rather left running than lost."""
+    """Asks the user. Without a terminal the answer is no, so that the job is not lost."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     question = f"\n{job.handle}: [d]etach and leave it running, or [c]ancel it? "
@@ -60,12 +60,12 @@ def print_left(job: Job, attempt: Attempt) -> None:
 
 @contextmanager
 def ends_with_this_shell(job: Job) -> Iterator[None]:
-    """A job of this machine (mpirun) is cancelled by SIGTERM to the command that started it: that
-    is how a batch system or a supervisor ends it. One in a queue lives on."""
+    """Lets SIGTERM to this command cancel a job on this machine (mpirun), since that is how a batch
+    system or a supervisor ends it. A job in a queue continues."""
     if not getattr(job, "ends_with_shell", False):
         yield
         return
-    # A request only: the log is followed to the job's end, so that its checkpoint is seen.
+    # The job is only asked to end: its log is followed further, so that its checkpoint is seen.
     before = signal.signal(signal.SIGTERM, lambda *_: cancel(job))
     try:
         yield

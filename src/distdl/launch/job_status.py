@@ -1,4 +1,4 @@
-"""How runs stand, for people: the lines of `jobs status` and the rows of `jobs list`."""
+"""The state of runs as text: the lines of `jobs status` and the rows of `jobs list`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
     """One job, in full.
 
     Args:
-        attempt: None for a job that was named by its handle alone.
-        state: As of `state_of`.
+        attempt: None if the job was named by its handle alone.
+        state: The result of `state_of`.
     """
     unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unasked)
     why = plain(getattr(job, "why", "")) if unasked else ""
@@ -67,7 +67,7 @@ def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
         attempt = jobs.attempt_of(run)
         try:
             job = None if jobs.is_settled(attempt) else platforms.job(attempt)
-        except Exception as error:  # its row says so
+        except Exception as error:  # its row shows it
             entries.append((run, attempt, error))
         else:
             entries.append((run, attempt, job))
@@ -84,7 +84,7 @@ def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tu
         run.check_config()
         attempt.check_launch()
         main = run.main_attempt() or attempt
-        if main.number != attempt.number:  # how a test ended says nothing of the training
+        if main.number != attempt.number:  # the newest attempt only tested, so show the training
             state = f"{jobs.state(main)} ({attempt.task.rpartition('.')[2]}: {state})"
             attempt = main
         facts = attempt.status()
@@ -94,14 +94,14 @@ def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tu
     except Damaged as damaged:
         file, what = damaged.problems[0].path, damaged.problems[0].what
         state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
-    except Exception as error:  # one that is out of reach must not hide the others
+    except Exception as error:  # one run that cannot be read must not hide the others
         why = str(error).partition("\n")[0]
         state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", why)
     return tuple(map(plain, (shown(run.path), attempt.number, state, *cells)))
 
 
 def where_of(attempt: Attempt) -> str:
-    """Its job's handle; or where an attempt without a job is or was, if it was not refused."""
+    """The handle of the attempt's job. Without one: the local host, or "not submitted"."""
     if handle := attempt.job().get("handle"):
         return str(handle)
     target = str(attempt.launch()["where"]["launcher"].get("_target_", ""))
@@ -112,12 +112,12 @@ def where_of(attempt: Attempt) -> str:
 
 
 def time_of(facts: Mapping[str, Any], name: str) -> float | None:
-    """Seconds since 1970; None if it is not on record, or no moment that a clock can show."""
+    """Seconds since 1970; None if it is not recorded, or too large for a date."""
     moment = facts.get(name)
     return float(moment) if moment and abs(moment) < 1e11 else None
 
 
 def metrics_text(facts: Mapping[str, Any]) -> str:
-    """The main metrics in a status, also those that are no number any more: `val/loss 0.5`."""
+    """The main metrics in a status as text, including NaN and infinity: `val/loss 0.5`."""
     metrics = sorted((facts.get("metrics") or {}).items())
     return "  ".join(f"{k} {float(v):.4g}" for k, v in metrics if k.startswith(("val", "train")))

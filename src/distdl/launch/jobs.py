@@ -1,8 +1,8 @@
-"""The jobs of runs, from the run directory alone: what the platform and the run say, as one state.
+"""The jobs of runs, found by the run directory: one state from the platform and the run itself.
 
-A platform knows whether a job waits, runs or is gone; torchrun, mpirun and srun swallow the rest,
-which is in the attempt's status.json. Where the store is not on this machine, the platform is
-believed.
+A platform knows whether a job waits, runs or has ended. torchrun, mpirun and srun hide how it
+ended; the attempt's status.json says so. If the store is not on this machine, only the platform is
+asked.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from distdl.validation import kinds
 from distdl.validation.resolve import resolve
 from distdl.validation.targets import Trust, target_problems
 
-Target = tuple[Job, Attempt | None]  # None: a job that was named by its handle alone
-# Folders of a run in which no other run lies; of copied code they may hold thousands.
+Target = tuple[Job, Attempt | None]  # None: the job was named by its handle alone
+# Folders of a run that contain no other run; they may hold thousands of folders of copied code.
 INSIDE = ("attempts", "checkpoints", "logs", "tracking")
 
 
 def record(attempt: Attempt, job: Job) -> None:
-    """Notes the submitted job, for later shells."""
+    """Records the submitted job, for later shells."""
     write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url})
 
 
 def own_trust(allow: Sequence[str] = ()) -> Trust:
-    """Whose code may run while a run is looked at or resumed: the project that the command is typed
-    in, what its `conf/` allows, and what the command line allows. Never what the run's own files
-    allow: they may come from somebody else."""
+    """Whose code may run while a run is inspected or resumed.
+
+    That is the project of the current folder, and what its `conf/` and the command line allow. The
+    run's own files are not trusted: they may come from somebody else.
+    """
     folders = own_folders(provenance.project_root(None))
     return Trust(folders, (*user_conf.allowed(), *allow))
 
 
 class Platforms:
-    """The platforms of several attempts: each launcher is built once, however many jobs it has.
+    """The platforms of several attempts. Each launcher is built only once.
 
     Args:
-        allow: As `project.allow`, from the command line.
+        allow: `project.allow` of the command line.
     """
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
@@ -57,18 +59,18 @@ class Platforms:
         self._known: dict[str, Launcher | Problem] = {}
 
     def job(self, attempt: Attempt) -> Job:
-        """The job of an attempt, without running what the run's files name.
+        """The job of an attempt, without running untrusted code that the run's files name.
 
         Returns:
-            Its job; `Unasked` where asking its platform would run code that is not trusted.
+            Its job; `Unasked` if asking its platform would run code that is not trusted.
 
         Raises:
-            UserError: Its launcher does not know it.
+            UserError: Its launcher does not know the job.
         """
         from distdl.launchers.local import LocalLauncher
 
         handle = attempt.job().get("handle")
-        if handle is None:  # it lived in a process on some machine, and wrote here
+        if handle is None:  # it was a process on some machine that wrote to this folder
             return LocalLauncher().attach(f"local://{attempt.path}")
         written = attempt.launch()["where"]["launcher"]
         if (key := repr(written)) not in self._known:
@@ -82,7 +84,7 @@ class Platforms:
         return launcher.attach(str(handle))
 
     def _launcher(self, written: Any) -> Launcher | Problem:
-        """What launch.yaml names, or why it is not asked."""
+        """The launcher that launch.yaml names, or why it is not asked."""
         resolved = resolve({"launcher": written})
         node = resolved.section("launcher")
         for _, refused in target_problems({"launcher": node}, self.trust):
@@ -98,7 +100,7 @@ class Platforms:
 
 
 def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
-    """As `Platforms.job`, of one attempt."""
+    """`Platforms.job` of a single attempt."""
     return Platforms(allow).job(attempt)
 
 
@@ -106,8 +108,8 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
     """The jobs that a user named: by a handle, a run, or a folder of runs (a sweep).
 
     Args:
-        number: Of the attempt, None for the newest.
-        allow: As `project.allow`, from the command line.
+        number: The number of the attempt, None for the newest.
+        allow: `project.allow` of the command line.
     """
     if "://" in text:
         return [(named(text), None)]
@@ -122,7 +124,7 @@ def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
     """The attempt of this number, the newest by default.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such attempt.
     """
     chosen = {a.number: a for a in run.attempts()}
     if not chosen:
@@ -134,18 +136,18 @@ def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
 
 
 def ask(jobs: Iterable[Job]) -> None:
-    """Asks each platform once about all of its jobs, where it can be asked so."""
+    """Asks each platform that supports it about all of its jobs at once."""
     by_class: dict[type, list[Job]] = {}
     for job in jobs:
         by_class.setdefault(type(job), []).append(job)
     for kind, some in by_class.items():
         if len(some) > 1 and hasattr(kind, "ask"):
-            with suppress(Exception):  # then each is asked by itself, and says why it cannot be
+            with suppress(Exception):  # each job is then asked separately, and reports the error
                 kind.ask(some)
 
 
 def is_elsewhere(handle: str, attempt: Attempt) -> bool:
-    """Whether a handle that names a folder (local, mpi) names another than that of its attempt."""
+    """Whether a handle that names a folder (local, mpi) names another folder than its attempt's."""
     scheme, _, rest = handle.partition("://")
     folder = Path("/" + rest.partition("/")[2])
     return scheme in ("local", "mpi") and folder.resolve() != attempt.path.resolve()
@@ -153,7 +155,7 @@ def is_elsewhere(handle: str, attempt: Attempt) -> bool:
 
 @dataclass
 class Unasked:
-    """A job whose platform nobody asks, and why."""
+    """A job whose platform is not asked, and why."""
 
     handle: str
     problem: Problem
@@ -177,10 +179,10 @@ class Unasked:
 
 
 def named(handle: str) -> Job:
-    """A job by its handle alone, `slurm://123`, with the launcher's default settings.
+    """The job of a handle such as `slurm://123`, with the launcher's default settings.
 
     Raises:
-        UserError: No launcher of this name, or it does not know the job.
+        UserError: There is no launcher of this name, or it does not know the job.
     """
     from distdl.config import compose
 
@@ -189,10 +191,10 @@ def named(handle: str) -> Job:
 
 
 def instantiate(node: Any) -> Launcher:
-    """The launcher of a config node that was found to be allowed.
+    """Builds the launcher of a config node. The caller has checked that its target is allowed.
 
     Raises:
-        UserError: Its own, if it refuses its settings; or the node leads to no launcher.
+        UserError: The launcher refuses its settings, or the node's target is not a launcher.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as build
@@ -216,14 +218,14 @@ def instantiate(node: Any) -> Launcher:
 
 
 def is_settled(attempt: Attempt) -> bool:
-    """Whether its own files say how it stands, and no platform has to be asked."""
+    """Whether the attempt's own files give its state, so that no platform has to be asked."""
     if not attempt.job():
         return True
     return attempt.state().ended and bool(attempt.status().get("concluded"))
 
 
 def state(attempt: Attempt, job: Job | None = None) -> JobState:
-    """How an attempt stands; what its platform knows is put on record once it has ended."""
+    """The state of an attempt. Once its job has ended, what the platform reports is recorded."""
     recorded = attempt.state()
     if is_settled(attempt):
         return recorded
@@ -239,10 +241,10 @@ def state(attempt: Attempt, job: Job | None = None) -> JobState:
 
 
 def refuse_second(run: RunDirectory) -> None:
-    """One run trains once at a time, wherever it is.
+    """Refuses a second attempt of a run at the same time.
 
     Raises:
-        UserError: Its newest attempt waits in a queue or runs.
+        UserError: The newest attempt waits in a queue or runs.
     """
     last = run.last_attempt()
     if last is None or not last.job() or (seen := state(last)).ended or seen is JobState.UNKNOWN:

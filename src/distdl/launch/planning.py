@@ -1,6 +1,6 @@
-"""A composed config becomes a plan: every problem at once, and nothing written yet.
+"""Turns a composed config into a plan. All problems are reported at once; nothing is written yet.
 
-`plan` needs no torch: it is over in a moment, whatever it finds. `check_classes` takes seconds.
+`plan` does not import torch, so it takes a moment. `check_classes` takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distdl.validation.targets import Trust, problem_of
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
 AGENT = "torch.distributed.launcher.api"  # starts several ranks here
-# Groups without which nothing runs, whatever the task.
+# Groups that every task needs.
 REQUIRED = ("model", "strategy", "launcher")
 
 log = logging.getLogger(__name__)
@@ -42,19 +42,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Plan:
-    """One attempt, and nothing written yet.
+    """One attempt, before anything is written.
 
     Args:
-        config: Recipe and where, merged, with this attempt's changes.
-        recipe: What is or will be frozen.
-        resources: The size.
-        run: The run's directory; it exists if this resumes one.
+        config: Recipe and `where`, merged, with this attempt's changes.
+        recipe: The part that config.yaml freezes.
+        resources: The size of the run.
+        run: The run's directory; it exists if this attempt resumes a run.
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
-        changes: What this attempt changes of the recipe, by path.
-        notes: What a person should read before it starts.
-        old_run: Where the run of this name goes that failed before its first checkpoint.
-        overrides: What a new run was composed with, `key=value` each.
-        swept: Those of them that its sweep varies.
+        changes: What this attempt changes in the recipe, by path.
+        notes: Notes for the user, to read before it starts.
+        old_run: The new path of an old run of this name that failed before its first checkpoint.
+        overrides: The overrides of a new run, `key=value` each.
+        swept: The overrides that its sweep varies.
     """
 
     config: DictConfig
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        """This very training has succeeded before: starting it again would do nothing."""
+        """Whether this same training has succeeded already: starting it again would do nothing."""
         task = self.config.task.get("_target_")
         return task == configs.TRAIN and any(
             attempt.state() is JobState.SUCCEEDED
@@ -91,11 +91,11 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
 
     Args:
         config: As composed.
-        name: Another name than the config's: that of a member of a sweep.
+        name: The name of a member of a sweep, which replaces the config's.
 
     Raises:
-        UserError: Anything is wrong with the text of the config, the name belongs to another
-            recipe, or its run is under way.
+        UserError: The config is wrong, the name belongs to another recipe, or the run is under
+            way.
     """
     member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
@@ -103,7 +103,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
         run_id = f"{config.experiment_name}/{name}"
         run = RunDirectory(Path(str(config.output_dir)).resolve() / run_id)
-    except OmegaConfBaseException:  # one of them leads nowhere
+    except OmegaConfBaseException:  # a broken interpolation, which size_of reports better
         size_of(config)
         raise
     planned = Plan(config, recipe, size_of(config, run), run, run_id)
@@ -126,14 +126,14 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
             f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
         )
         raise UserError.at("name", what, remedy)
-    if not member:  # a member is refused in its turn, and the others train
+    if not member:  # a member is refused when its turn comes, so that the others train
         refuse_second(planned)
     return proceed(planned, given=())
 
 
 def _resumed(planned: Plan, stored: DictConfig) -> str:
-    """The arguments of a resume: what was asked for, if a resume may change that; or else, of a run
-    that has finished, to train longer."""
+    """The arguments to suggest for a resume: the changes that were asked for, if a resume may make
+    them all; else, if the run has finished, those that train longer."""
     old, new = (
         OmegaConf.to_container(configs.recipe_of(each), resolve=False)
         for each in (stored, planned.recipe)
@@ -153,17 +153,17 @@ def _resumed(planned: Plan, stored: DictConfig) -> str:
 
 
 def never_trained(run: RunDirectory) -> bool:
-    """Whether a run failed before its first checkpoint, and so has nothing to lose its name for."""
+    """Whether a run failed before its first checkpoint, so that its name can be given away."""
     states = [attempt.state() for attempt in run.attempts()]
     failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
     return failed and not any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}"))
 
 
 def refuse_second(planned: Plan) -> None:
-    """One run trains once at a time.
+    """Refuses a second attempt of a run at the same time.
 
     Raises:
-        UserError: An attempt of this one waits in a queue or runs.
+        UserError: An attempt of this run waits in a queue or runs.
     """
     if not planned.config.dry_run:
         jobs.refuse_second(planned.run)
@@ -171,10 +171,10 @@ def refuse_second(planned: Plan) -> None:
 
 
 def proceed(planned: Plan, given: Sequence[str]) -> Plan:
-    """The next attempt of an existing run; a changed world size keeps the global batch.
+    """The next attempt of an existing run. If the world size changes, the global batch is kept.
 
     Args:
-        planned: The plan as asked for.
+        planned: The plan that was asked for.
         given: Paths that the user set in this attempt.
 
     Raises:
@@ -184,7 +184,7 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
     if last is None:
         return planned
     before = last.launch()
-    # A resume has looked at those before: another strategy drops the settings of the last one.
+    # A resume has set `changes` already: another strategy drops the settings of the last one.
     changes = dict(planned.changes or before.get("changes") or {})
     keeps = batches.keep_global_batch(
         configs.merge(planned.recipe, configs.where_of(planned.config), changes),
@@ -201,14 +201,14 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
 
 
 def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
-    """The size of the run, and the first stage of validation.
+    """Determines the size of the run, and runs the first stage of validation.
 
     Args:
-        config: As composed, or as a resume makes it.
-        run: Its directory, which may have checkpoints.
+        config: As composed, or as merged by a resume.
+        run: The run's directory, which may have checkpoints.
 
     Raises:
-        UserError: With every problem that the config's text shows.
+        UserError: With every problem that the config alone shows.
     """
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
@@ -218,7 +218,7 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
         if not written.get(group)
     ]
     local, root = is_local(config), root_of(config)
-    make_importable(own_folders(root))  # a launcher may be one of them
+    make_importable(own_folders(root))  # the launcher may be the user's own
     size, uncounted = None, None
     launcher, node = launcher_class(config), written.get("launcher") or {}
     known = getattr(launcher, "devices", None)
@@ -229,14 +229,14 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
         if notes := "; ".join(notes_of(config)):
             problems += [Problem(p.path, f"{p.what}: {notes}", p.remedy) for p in error.problems]
         elif launcher is None or (known and known(node) is None):
-            uncounted = error  # the second stage says what is wrong with the launcher or its size
+            uncounted = error  # the second stage reports the launcher's own problem
         else:
             problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
-        pass  # a broken value: the first stage names it
+        pass  # a broken value, which the first stage reports
     for missing in (checkpoint_checks.for_task, checkpoint_checks.for_start):
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
-            problems += missing(config, run) if run else ()  # the first stage names what is broken
+            problems += missing(config, run) if run else ()  # stage 1 reports broken values
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         problems.append(
             Problem(
@@ -254,11 +254,11 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
 
 
 def check_classes(planned: Plan, *, apart: bool = False) -> None:
-    """The second stage of validation, of what is not finished already.
+    """Runs the second stage of validation, unless the run has finished.
 
     Args:
-        planned: Its notes gain what could not be checked.
-        apart: The run will have a process of its own, as the members of a sweep have.
+        planned: Notes on what could not be checked are added to it.
+        apart: The run will have its own process, as the members of a sweep do.
 
     Raises:
         UserError: With all problems.
@@ -266,10 +266,10 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     config, size, local = planned.config, planned.resources, is_local(planned.config)
     if planned.finished and not config.dry_run:
         return
-    if planned.changes:  # else the first stage has seen this very config
+    if planned.changes:  # otherwise the first stage has checked this config already
         validate.refuse(config, size, project_root=str(root_of(config)))
     starts_here = local and not apart and not config.dry_run
-    # This process trains: not where a choice of GPUs must be set before anything looks at them.
+    # This process trains, unless chosen GPUs must be set before anything queries the devices.
     trains_here = starts_here and size.world_size == 1 and not size.device_ids
     with imported_meanwhile(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
@@ -285,7 +285,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
 
 
 def notes_of(config: DictConfig) -> list[str]:
-    """The launcher's notes on its settings, for whoever starts the job."""
+    """The launcher's notes on its settings, for the user."""
     notes = getattr(launcher_class(config), "notes", None)
     return list(notes(OmegaConf.to_container(config.launcher, resolve=False))) if notes else []
 
@@ -295,14 +295,14 @@ def is_local(config: DictConfig) -> bool:
 
 
 def root_of(config: DictConfig) -> Path:
-    """The user's code; the default while `project.root` is not yet known to be a path."""
+    """The root of the user's code; the default if `project.root` is not a text."""
     root = OmegaConf.select(config, "project.root", throw_on_resolution_failure=False)
     return provenance.project_root(root if isinstance(root, str) else None)
 
 
 @contextmanager
 def imported_meanwhile(module: str) -> Iterator[None]:
-    """Imports what this process will need while a child validates: both take seconds."""
+    """Imports a module in a thread while a child process validates: both take seconds."""
     thread = threading.Thread(target=lambda: suppressed_import(module))
     thread.start()
     try:
@@ -312,16 +312,15 @@ def imported_meanwhile(module: str) -> Iterator[None]:
 
 
 def suppressed_import(module: str) -> None:
-    # An import that fails here fails again, and is reported, where it is needed.
+    # If it fails here, it fails again where it is needed, and is reported there.
     with suppress(Exception), uncollected():
         importlib.import_module(module)
 
 
 def launcher_class(config: DictConfig) -> Any:
-    """The class that `launcher._target_` names; None if it names none that may be imported.
+    """The class that `launcher._target_` names; None if it must not or cannot be imported.
 
-    Validation says what is wrong with it: the first stage with the name, the second, which imports
-    it as well, with the module.
+    Validation reports why: its first stage checks the name, its second stage imports the class.
     """
     try:
         target = str(config.launcher["_target_"])
@@ -332,7 +331,7 @@ def launcher_class(config: DictConfig) -> Any:
         return None
     try:
         named = kinds.locate(target)
-    except Exception as error:  # whatever importing a module raises
+    except Exception as error:  # importing a module may raise anything
         log.debug("%s cannot be imported", target, exc_info=error)
         return None
     return named if kinds.launches(named) else None

@@ -1,4 +1,4 @@
-"""The next attempt of a run, with what a resume may change of it."""
+"""The next attempt of a run, and what a resume may change."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from distdl.util.suggest import did_you_mean
 def plan(
     run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
 ) -> planning.Plan:
-    """The next attempt of `run`; `started` are the ranks that somebody else started for it.
+    """Plans the next attempt of `run`.
 
-    The run's files say what it is, not whose code may run: that is the project that the command is
-    typed in, and `project.root` and `project.allow` of the command line.
+    The run's files say what it is, but not whose code may run. That is the project of the current
+    folder, with `project.root` and `project.allow` of the command line.
+
+    Args:
+        started: The ranks, if another tool (torchrun) has started them already.
 
     Raises:
-        UserError: Anything is wrong with it; nothing that is not trusted has been imported.
+        UserError: Something is wrong with it. No untrusted code has been imported.
     """
     recipe = run.recipe()
     last = run.last_attempt()
     before = last.launch() if last else new_launch_record(run, recipe)
     where = where_by_default(run, before)
-    if last:  # a validation in between was an errand: the run is what it was started as
+    if last:  # the first attempt's task counts: a later one may only have validated
         where.task = run.attempts()[0].launch()["where"]["task"]
     earlier: dict[str, Any] = dict(before.get("changes") or {})
     with compose.hydra_session():
@@ -44,7 +47,7 @@ def plan(
     if started is not None:
         asked = where.trainer.devices if "trainer.devices" in given else None
         external.place(where, started, asked)
-    elif where.launcher["_target_"] == external.TARGET:  # nobody has started ranks this time
+    elif where.launcher["_target_"] == external.TARGET:  # no ranks were started this time
         where.launcher = compose.compose([]).launcher
     config, so_far = (configs.merge(recipe, where, each) for each in (changes, earlier))
     new = [
@@ -52,7 +55,7 @@ def plan(
         for p in changes
         if p in given and OmegaConf.select(config, p) != OmegaConf.select(so_far, p)
     ]
-    # What is as it was is no change, and a finished run that is asked for it has still finished.
+    # Setting the same value again is not a change: a finished run stays finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
     with missing_code_located(config, before["where"]):
         size = planning.size_of(config, run)
@@ -69,20 +72,20 @@ def plan(
 
 
 def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
-    """Where the next attempt runs, if nothing else is asked for: as the one before, but for what
-    only a command line may say.
+    """The default `where` of the next attempt: that of the last one, except for settings that only
+    a command line may make.
 
     Args:
         before: The launch.yaml of the last attempt.
     """
-    # The run lies where it was found, whatever folder it was first written to.
+    # The run's current folder; it may have been moved since it was written.
     folder = str(run.path.parents[before["run_id"].count("/")])
     here = {
         "output_dir": folder,
         "dry_run": False,
         "follow": True,
         "project": {"root": None, "allow": list(jobs.own_trust().allow)},
-        "checkpoint": {"trust_pickle": False},  # what a run's own files say is no consent
+        "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
     later = {"project": {"max_snapshot_mb": 300}}  # a key that an older run lacks
     where = OmegaConf.merge(later, before["where"], here)
@@ -97,15 +100,15 @@ def apply(
     where: DictConfig,
     earlier: dict[str, Any],
 ) -> dict[str, Any]:
-    """Changes `where` by the overrides, and returns what the attempt changes of the recipe.
+    """Applies the overrides to `where`, and returns what the attempt changes in the recipe.
 
     Args:
         parsed: Hydra's overrides.
-        groups: Those of their keys that choose an option of a group.
-        earlier: What the attempt before has changed.
+        groups: The override keys that choose an option of a group.
+        earlier: The changes of the last attempt.
 
     Raises:
-        UserError: An override is none that a resume takes.
+        UserError: A resume does not take one of the overrides.
     """
     changes, problems = dict(earlier), []
     for override in parsed:
@@ -116,7 +119,7 @@ def apply(
             chosen = compose.compose([str(override.input_line)])
             if path in ("launcher", "task"):
                 where[path] = chosen[path]
-            # Checkpoints are portable, and where a run is logged is not what it is.
+            # Checkpoints work under every strategy, and tracking does not change the training.
             elif path in ("strategy", "tracking"):
                 changes = {k: v for k, v in changes.items() if not k.startswith(f"{path}.")}
                 changes[path] = OmegaConf.to_container(chosen[path], resolve=False)
@@ -144,7 +147,7 @@ def start_on_record(run: RunDirectory) -> str:
 
 
 def new_launch_record(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
-    """What launch.yaml says, for a run whose attempts were put aside, as theirs was damaged."""
+    """A new launch record for a run without attempts: damaged ones were moved away."""
     where = OmegaConf.to_container(configs.where_of(compose.compose([])), resolve=False)
     # Below output_dir: <experiment>/<name>, or <experiment>/<sweep>/<member>.
     experiment = recipe.get("experiment_name")
@@ -154,8 +157,9 @@ def new_launch_record(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator[None]:
-    """Adds to a refusal where the missing code is. The run's files say so, and they may come from
-    somebody else: the code is not taken from there unasked.
+    """Adds to a refusal where the missing code is, according to the run's files.
+
+    The code is not used from there without being asked: the files may come from somebody else.
 
     Args:
         before: The `where` of the last attempt.
@@ -179,10 +183,10 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
 
 
 def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:
-    """A dry run starts no program that the run's files name.
+    """Keeps a dry run from starting a program that only the run's files name.
 
     Raises:
-        UserError: The launcher would ask one of them what it is.
+        UserError: The launcher would start such a program, to ask for its version.
     """
     launcher = planning.launcher_class(config)
     if not config.dry_run or "launcher" in given:

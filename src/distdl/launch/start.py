@@ -1,4 +1,4 @@
-"""A plan becomes a run, an attempt, a job."""
+"""Turns a plan into a run, an attempt and a job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import redact, redact_command
 
-# Makes the request for one or several attempts, or None if the launcher has none for so many.
+# Makes one request for all the attempts; None if the launcher cannot.
 RequestMaker = Callable[[Launcher, list[JobSpec]], Any]
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:
-    """Writes the run, starts it, stays with it, and returns the exit code."""
+    """Writes the run, starts it, waits for it, and returns the exit code."""
     if planned.finished:
         print(how_to_train_longer(planned))
         return 0
@@ -42,7 +42,7 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         with interruption_recorded(planned):
             attempt, job = submit(planned, command)
             state = stay(job, attempt, planned)
-        if state is None or state is JobState.UNKNOWN:  # it runs on, and its end is not known here
+        if state is None or state is JobState.UNKNOWN:  # left running, or out of reach
             return 0 if state is None else state.exit_code
         report_failure(attempt)
         code = int(attempt.status().get("exit_code", state.exit_code))
@@ -51,7 +51,7 @@ def start(planned: Plan, command: Sequence[str]) -> int:
             break
         attempts_left -= 1
         print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
-    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal names its remedy
+    if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal has its own remedy
         print_next_command(planned, attempt, state, command)
     return code
 
@@ -60,7 +60,7 @@ def print_next_command(
     planned: Plan, attempt: Attempt, state: JobState, command: Sequence[str]
 ) -> None:
     """What to type after a run that did not succeed."""
-    if (attempt.first_error() or {}).get("type") == "BdbQuit":  # whoever typed q knows
+    if (attempt.first_error() or {}).get("type") == "BdbQuit":  # the user quit the debugger
         return
     if state is JobState.FAILED and never_trained(planned.run):
         again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
@@ -70,7 +70,7 @@ def print_next_command(
 
 
 def make_room(planned: Plan) -> None:
-    """A run of this name that never trained gets another one."""
+    """Renames an old run of this name that never trained."""
     if planned.old_run is not None:
         jobs.refuse_second(planned.run)
         planned.run.path.rename(planned.old_run)
@@ -78,11 +78,12 @@ def make_room(planned: Plan) -> None:
 
 
 def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
-    """Writes the run and one attempt, and hands it to the launcher.
+    """Writes the run and one attempt, and submits it.
+
+    Nothing is written before the launcher has made the request and asked its platform.
 
     Raises:
-        UserError: The launcher refuses it, or the run is under way already. Until the launcher has
-            seen the request and asked its platform, nothing is written.
+        UserError: The launcher refuses it, or the run is under way already.
     """
     submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
     assert submitted is not None
@@ -90,7 +91,7 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
 
 
 def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
-    """Hands the members of a sweep to the launcher: as one request if it has one for them all.
+    """Submits the members of a sweep, as one request if the launcher supports that.
 
     Raises:
         UserError: See `submit`.
@@ -104,7 +105,7 @@ def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
 def _submit(
     planned: Sequence[Plan], command: Sequence[str], make_request: RequestMaker
 ) -> list[tuple[Attempt, Job]] | None:
-    """Each attempt and its job; None, and nothing written, if there is no request."""
+    """Each attempt and its job; None, with nothing written, if there is no request."""
     launcher = jobs.instantiate(planned[0].config.launcher)
     refuse_unset(planned)
     expected = [next_attempt(each) for each in planned]
@@ -117,7 +118,7 @@ def _submit(
     attempts = [lay_down(each, command, code) for each in planned]
     for line in code.lines_left_out() if code else ():
         print(f"left out   {line}", file=sys.stderr, flush=True)
-    if attempts != expected:  # another start came in between, and has ended
+    if attempts != expected:  # another start took that number in between, and has ended
         request = make_request(launcher, specs_of(planned, attempts))
     with ExitStack() as stack:
         for attempt in attempts:
@@ -132,18 +133,18 @@ def _submit(
 
 
 def sweep_request(launcher: Launcher, specs: list[JobSpec]) -> Any:
-    """One request for all members; None if this launcher has none."""
+    """One request for all members; None if the launcher cannot make one."""
     return launcher.request_sweep(specs) if hasattr(launcher, "request_sweep") else None
 
 
 def same_launcher(planned: Sequence[Plan]) -> bool:
-    """Whether all members have the same settings of the launcher."""
+    """Whether all members have the same launcher settings."""
     return all(each.config.launcher == planned[0].config.launcher for each in planned)
 
 
 def unset(planned: Plan) -> list[str]:
-    """Variables that the job is to have, and that this shell has not."""
-    if is_foreground(planned.config):  # what this shell has, its ranks have
+    """Variables of `launcher.forward_env` that are not set in this shell."""
+    if is_foreground(planned.config):  # the ranks have this shell's variables
         return []
     forwarded = planned.config.launcher.get("forward_env") or ()
     return [name for name in forwarded if name not in os.environ]
@@ -158,10 +159,10 @@ def refuse_unset(planned: Sequence[Plan]) -> None:
 
 
 def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
-    """Writes the run, if it is new, and its next attempt.
+    """Creates the run, if it is new, and its next attempt.
 
     Raises:
-        UserError: It is under way, or its folder cannot be written.
+        UserError: The run is under way, or its folder cannot be written.
     """
     root, new = root_of(planned.config), not planned.run.exists
     jobs.refuse_second(planned.run)
@@ -172,7 +173,7 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
             planned.run.create(recipe, provenance.collect(command, root, *chosen))
         record = launch_record(planned, root)
         attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
-    except OSError as error:  # a full disk, a quota, what no permission shows
+    except OSError as error:  # a full disk or a quota, which permissions do not show
         if new:
             with suppress(OSError):
                 planned.run.take_back()
@@ -186,7 +187,7 @@ def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> At
 
 @contextmanager
 def interruption_recorded(*planned: Plan) -> Iterator[None]:
-    """However early a signal comes: no attempt that this process has begun waits for ever."""
+    """Ends the attempts of this process if a signal comes early, so that none stays pending."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -200,7 +201,7 @@ def interruption_recorded(*planned: Plan) -> Iterator[None]:
 
 @contextmanager
 def refusal_recorded(attempt: Attempt) -> Iterator[None]:
-    """An attempt that could not be submitted is on record as such."""
+    """Records the end of an attempt that could not be submitted."""
     try:
         yield
     except BaseException as error:
@@ -215,7 +216,7 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
 
 
 def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
-    """Stays with a job until its end; None if it runs on without this process."""
+    """Waits for a job or follows it; None if it continues without this process."""
     if is_foreground(planned.config):
         return job.wait()
     print(f"submitted  {job.handle}")
@@ -231,20 +232,20 @@ def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
 
 
 def is_foreground(config: DictConfig) -> bool:
-    """Whether the job lives in this process, and so with the code that is imported here."""
+    """Whether the job runs in this process, and so with the code that is imported here."""
     return bool(getattr(launcher_class(config), "foreground", False))
 
 
 def goes_in_turn(config: DictConfig) -> bool:
-    """Whether the members of a sweep must wait for each other here, as nothing queues them."""
+    """Whether the members of a sweep must run one by one, as no platform queues them."""
     return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
 
 
 def snapshot_of(planned: Plan) -> Snapshot | None:
-    """The code that goes with the job; None if it stays here.
+    """The snapshot of the code for the job; None if the job runs in this process.
 
     Raises:
-        UserError: There is too much of it, or a secret in a module.
+        UserError: The code is too large, or a module holds a secret.
     """
     if is_foreground(planned.config):
         return None
@@ -257,7 +258,7 @@ def snapshot_of(planned: Plan) -> Snapshot | None:
 
 
 def next_attempt(planned: Plan) -> Attempt:
-    """Where the next attempt will be."""
+    """The next attempt, before it is created."""
     if planned.old_run is None:
         return planned.run.next_attempt()
     return Attempt(planned.run.path / "attempts" / "001")
@@ -272,7 +273,7 @@ def how_to_train_longer(planned: Plan) -> str:
 
 
 def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSpec]:
-    """Each attempt as its launcher gets it."""
+    """Each attempt as the launcher receives it."""
     return [
         JobSpec(
             name=each.run_id,
@@ -309,7 +310,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 
 
 def report_failure(attempt: Attempt) -> None:
-    """Names the rank that failed first: the others usually fail because of it."""
+    """Prints which rank failed first: the others usually fail because of it."""
     first = attempt.first_error()
     if first is not None and (first["rank"] != 0 or first["type"] == KILLED):
         print(

@@ -1,7 +1,7 @@
-"""`-m`: every combination is a run of its own, in a process of its own.
+"""`-m`: every combination is its own run in its own process.
 
 A member's directory is named by a hash of its overrides, so a sweep that is started again skips
-the members that succeeded and goes on with the others.
+the members that succeeded and resumes the others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from distdl.util.redact import redact_command
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
-Member = tuple[str, Plan]  # its share of what is swept, such as "seed=1 optimizer.lr=0.1"
+Member = tuple[str, Plan]  # its own values of what is swept: "seed=1 optimizer.lr=0.1"
 
 
 def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """Checks every member. Here, and under mpirun, they run one after the other; to a queue all are
-    submitted.
+    """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
+    once if the platform has a queue.
 
     Raises:
-        UserError: Any member is wrong; none is started.
+        UserError: A member is wrong; none is started.
     """
     user_conf.print_shadowed()
     members = compose.sweep(overrides, config_dirs)
@@ -52,7 +52,7 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)
         if last := each.last_attempt:
-            last.state()  # that it can be read
+            last.state()  # raises if it cannot be read
         return named(member), each
 
     def named(member: Sequence[str]) -> str:
@@ -77,11 +77,11 @@ def every(
     kind: type[UserError],
     named: Callable[[Item], str],
 ) -> list[Answer]:
-    """What the function answers for each.
+    """The function's result for each item.
 
     Raises:
-        UserError: Of this kind, with all problems of all of them, each reported once; with the
-            first one's name where not all have it.
+        UserError: Of this kind, with the problems of all items. Each is reported once; if only
+            some items have it, with the name of the first.
     """
     answers: list[Answer] = []
     problems: dict[Problem, list[str]] = {}
@@ -137,10 +137,9 @@ def _run_all(planned: Sequence[Member]) -> int:
 
 
 class Turn(stopping.StopRequest):
-    """The members of a sweep, one after the other, and whether another one is to come.
+    """Runs the members of a sweep one after the other, and stops at a signal.
 
-    A signal that asks to end, at any moment between the first member and the last, is handed to the
-    member that runs, and no other one is started.
+    A signal that asks to end is forwarded to the running member, and no further member is started.
     """
 
     process: Any = None
@@ -154,7 +153,7 @@ class Turn(stopping.StopRequest):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.state = stopping.MEANING[signal.Signals(number)]
-        # A terminal sends Ctrl-C to the child as well; other signals come to us alone.
+        # A terminal sends Ctrl-C to the child as well; other signals reach only this process.
         if number != signal.SIGINT:
             self.forward(number)
 
@@ -165,7 +164,7 @@ class Turn(stopping.StopRequest):
 
 
 def _submit_all(planned: Sequence[Member]) -> int:
-    """All members go to their queue: as one array where the launcher has such, else one by one."""
+    """Submits all members: as one array if the launcher supports it, else one by one."""
     due = []
     for chosen, each in planned:
         state = _state_of(each)
@@ -188,8 +187,8 @@ def _state_of(each: Plan) -> JobState | None:
 
 
 def run_one(each: Plan, turn: Turn | None = None) -> JobState:
-    """In a fresh process: nothing leaks from one member to the next."""
-    if turn is None:  # no member of a sweep
+    """Runs a member in a fresh process, so that nothing leaks from one member to the next."""
+    if turn is None:  # not a member of a sweep
         with Turn() as alone:
             return run_one(each, alone)
     context = multiprocessing.get_context("spawn")
@@ -210,9 +209,9 @@ def _child(each: Plan, command: list[str], parent: int) -> None:
     try:
         with stopping.raised():
             sys.exit(start.start(each, command))
-    except stopping.Ended as ended:  # before there was an attempt to note it in
+    except stopping.Ended as ended:  # before an attempt existed that could record it
         sys.exit(ended.state.exit_code)
-    except UserError as error:  # such as: this member is running already
+    except UserError as error:  # for example, this member is running already
         print(f"distdl: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
@@ -223,12 +222,12 @@ def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
         last = each.last_attempt
         values = job_status.metrics_text(last.status()) if last else ""
         table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
-    # In a log nothing is as narrow as a terminal, and a path that is broken cannot be copied.
+    # A log has no terminal's width, and a path that is broken over lines cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _is_where(key: str) -> bool:
-    """Whether a key says where a member runs, and not what it is."""
+    """Whether a key says where a member runs, not what it is."""
     return any(key == w or key.startswith(f"{w}.") for w in ("name", *configs.WHERE))
 
 

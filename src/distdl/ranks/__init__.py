@@ -1,1 +1,1 @@
-"""Which rank this process is, the signals that end it, and how it exits; no torch."""
+"""The rank of this process, the signals that end it, and how it exits; no torch."""

@@ -1,8 +1,8 @@
-"""Which rank am I? Each platform's variables -> one canonical record.
+"""The rank of this process: reads each platform's variables into one record.
 
-The launcher names itself in `DISTDL_LAUNCHER`, and that selects the rows of the table below that
-may speak: a Slurm shell or an MPI image carries variables of jobs that are not ours. Only
-`launcher=external`, for those who type `torchrun -m distdl ...`, looks at all of them.
+`DISTDL_LAUNCHER` names the launcher, and so selects which rows of the table below are used: a Slurm
+shell or an MPI image may have variables of other jobs. Only `launcher=external`, which is used by
+`torchrun -m distdl ...`, looks at all rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Row:
-    """The names that one way of starting processes uses. Empty: it has no such variable."""
+    """The variables that one tool sets for the processes it starts; "" if it has none."""
 
     name: str
     rank: str
@@ -38,7 +38,7 @@ class Row:
 
 
 TORCHRUN = Row("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), "GROUP_RANK")
-# Azure ML's PyTorch distribution sets the same names, but says NODE_RANK and no local size.
+# Azure ML's PyTorch distribution sets the same names, but NODE_RANK, and no local size.
 AZUREML = Row("azureml", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), "NODE_RANK")
 # OMPI_COMM_WORLD_NODE_RANK is not the index of the node; rank // local size is.
 OPENMPI = Row(
@@ -59,7 +59,7 @@ SLURM = Row(
     "SLURM_NODEID",
 )
 
-# The first row whose rank and world size are both set speaks.
+# The first row whose rank and world size are both set is used.
 ROWS: dict[str, tuple[Row, ...]] = {
     "single": (),
     "local": (TORCHRUN,),
@@ -70,7 +70,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "external": (TORCHRUN, OPENMPI, MPICH, SLURM),
 }
 
-# Where rank 0 is, after MASTER_ADDR. mpirun and whatever is external run inside any of these.
+# Variables for the host of rank 0, after MASTER_ADDR. mpi and external may run on any of these.
 MAIN_ADDRESS = {
     "azureml": ("AZ_BATCHAI_MPI_MASTER_NODE", "AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST"),
     "sagemaker": ("SM_HOSTS",),
@@ -82,7 +82,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Environment:
-    """Where this process stands. `sources` says which variable each value came from."""
+    """The rank of this process. `sources` has the variable that each value came from."""
 
     launcher: str
     rank: int = 0
@@ -117,15 +117,15 @@ class Environment:
 
 
 def detect(env: Mapping[str, str] = os.environ) -> str | None:
-    """The name of the row by which somebody else started this process as one of several, if so."""
+    """The name of another tool that started this process as one of several; None if none did."""
     rows = [] if env.get(LAUNCHER_VARIABLE) else _claims(env)
     return rows[0].name if rows else None
 
 
 def _claims(env: Mapping[str, str]) -> list[Row]:
-    """The rows whose launcher seems to have started this very process."""
+    """The rows of the tools that seem to have started this process."""
     rows = [r for r in ROWS["external"] if {r.rank, r.world_size, r.local_rank} <= set(env)]
-    # A RANK alone, left over in a shell, is no launch: torchrun names its run as well.
+    # RANK alone may be left over in a shell; torchrun also sets the id of its run.
     if TORCHRUN in rows and "TORCHELASTIC_RUN_ID" not in env:
         rows.remove(TORCHRUN)
     if SLURM in rows and not _in_step(env):
@@ -134,7 +134,7 @@ def _claims(env: Mapping[str, str]) -> list[Row]:
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script or an interactive shell is no rank."""
+    """Whether srun started this process; a batch script or an interactive shell is not a rank."""
     step = env.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP:
         return False
@@ -143,15 +143,15 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = None) -> Environment:
-    """Translates this process's variables.
+    """Reads this process's variables.
 
     Args:
-        env: The variables; `DISTDL_LAUNCHER` selects which of them count.
-        resources: The size the run was asked for; checked against what was started.
+        env: The variables; `DISTDL_LAUNCHER` selects which of them are used.
+        resources: The size that the run asks for; checked against the started processes.
 
     Raises:
-        UserError: The launcher is unknown, its variables are missing, not numbers, or contradict
-            each other or `resources`.
+        UserError: The launcher is unknown, or its variables are missing, are not numbers, or
+            contradict each other or `resources`.
     """
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
@@ -162,7 +162,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     else:
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
-        # Alone, but `strategy=ddp` opens a port all the same; two runs must not meet on it.
+        # A single process, but `strategy=ddp` opens a port too, which two runs must not share.
         resolved = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
@@ -237,10 +237,10 @@ def _read(
 
 
 def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
-    """Several ways of starting claim this process: they must at least agree."""
+    """Refuses contradictions, if several tools seem to have started this process."""
     first = rows[0]
     for row in rows[1:]:
-        # srun starts one agent of torchrun or mpirun per node, and that numbers its own ranks.
+        # srun may start one agent of torchrun or mpirun per node, which numbers its own ranks.
         agents = re.match(r"1(\(x\d+\))?$", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
         if row is SLURM and (agents or env[row.world_size] != env[first.world_size]):
             continue
@@ -282,7 +282,7 @@ def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str | None, st
 def _first_host(nodelist: str) -> str:
     """The first host of Slurm's short form: `gpu[003-005,9]-ib,login` -> `gpu003-ib`."""
     first = re.match(r"(\[[^\]]*\]|[^,])*", nodelist)
-    assert first is not None  # it may be empty, and then matches
+    assert first is not None  # the pattern matches an empty text too
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
@@ -295,7 +295,7 @@ def _free_port() -> int:
 def _main_port(env: Mapping[str, str]) -> tuple[int, str]:
     if env.get("MASTER_PORT"):
         return _number(env, "MASTER_PORT"), "MASTER_PORT"
-    # Two jobs on one machine must not meet: a port from the job's own number.
+    # Two jobs on one machine must not share a port: it is derived from the job's id.
     for name in ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"):
         if env.get(name):
             return 15000 + zlib.crc32(env[name].encode()) % 10000, name

@@ -1,6 +1,6 @@
-"""How a process exits so that whatever started it draws the right conclusion.
+"""How a process exits, so that its launcher and its platform react correctly.
 
-What became of a run is in status.json and errors/; an exit code must not contradict it.
+The outcome of a run is in status.json and errors/; the exit code must not contradict it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from distdl.job import EXIT_CANCELLED, EXIT_PREEMPTED
 
 AGREED = (EXIT_PREEMPTED, EXIT_CANCELLED)
-# mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first exit code but 0, also those
-# that are still writing.
+# mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
+# those that are still writing.
 KILLS_OTHERS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
 
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class Outliving(io.FileIO):
-    """A pipe whose reader may go (`distdl ... | head -3`) without taking the training along."""
+    """A pipe whose reader may exit (`distdl ... | head -3`) without ending the training."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # what writes there by itself, in C, goes on as well
+            os.dup2(nothing, self.fileno())  # C code that writes to it directly must not fail
             os.close(nothing)
             if self.fileno() == 1:
                 log.warning("nobody reads the output any more: the run goes on, in its log")
@@ -44,12 +44,12 @@ class Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From here on, a pipe that stdout or stderr leads into may be closed at its other end."""
+    """Keeps this process alive if the reader of its stdout or stderr exits."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
             number = stream.fileno()
-        except (AttributeError, OSError):  # there is none, or it is no file
+        except (AttributeError, OSError):  # the stream is None, or not a file
             continue
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(raw, Outliving) or not stat.S_ISFIFO(os.fstat(number).st_mode):
@@ -67,11 +67,11 @@ def outlive_readers() -> None:
 
 @functools.cache
 def name_who_stays(seconds: float = 5) -> None:
-    """Python waits at its end for threads that are no daemons: names them after some seconds, as
-    the run is over by then."""
+    """Prints, some seconds after the run has ended, which non-daemon threads Python still waits
+    for."""
 
     def ends() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it now, and without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C then ends it without a traceback
         threading.Thread(target=wait, daemon=True).start()
 
     def wait() -> None:
@@ -85,7 +85,8 @@ def name_who_stays(seconds: float = 5) -> None:
             flush=True,
         )
 
-    threading._register_atexit(ends)  # type: ignore[attr-defined]  # before it waits; atexit: after
+    # Unlike atexit, this runs before Python waits for the threads.
+    threading._register_atexit(ends)  # type: ignore[attr-defined]
 
 
 def leave(code: int, launcher: str) -> NoReturn:
@@ -93,14 +94,14 @@ def leave(code: int, launcher: str) -> NoReturn:
 
     Args:
         code: The exit code for a shell.
-        launcher: Who started it, as in DISTDL_LAUNCHER.
+        launcher: The launcher that started it, as in DISTDL_LAUNCHER.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_PREEMPTED:
-        # Azure ML starts a job again whose node was taken away, and not one that ended by itself.
+        # Azure ML restarts a job whose node was taken away, but not a job that exited by itself.
         time.sleep(float(os.environ.get(LINGER, 0)))
     if code in AGREED and launcher in KILLS_OTHERS:
         code = 0
-    # Threads of libraries must not hold up a rank that has ended: its peers wait for it.
+    # Library threads must not delay the exit of a rank: the other ranks wait for it.
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Signals that end an attempt: noted at once, acted on by all ranks at the same step.
+"""Signals that end an attempt: recorded at once, acted on by all ranks at the same step.
 
-Lightning's own SIGTERM handler broadcasts from inside the handler and deadlocks when the ranks are
-at different steps (pytorch-lightning#20806). Here a handler only sets a flag; callbacks ask for it
+Lightning's own SIGTERM handler broadcasts from inside the handler, and deadlocks if the ranks are
+at different steps (pytorch-lightning#20806). Here a handler only sets a flag, which callbacks read
 at step boundaries.
 """
 
@@ -27,14 +27,16 @@ MEANING = {
 
 
 def heard() -> list[signal.Signals]:
-    """Those that this process listens to: `nohup` says that it is to outlive its terminal."""
+    """The signals that this process handles. SIGHUP is not one of them under `nohup`."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in MEANING if not (nohup and number is signal.SIGHUP)]
 
 
 def state_of(code: int) -> JobState:
-    """How a process ended, by its exit code; -N for one that signal N ended. A signal that asks to
-    end has the same meaning for a process that could not listen to it yet."""
+    """The final state of a process, by its exit code; -N if signal N ended it.
+
+    A signal that asks to end means the same if it came before its handler was installed.
+    """
     if code < 0:
         return next((s for n, s in MEANING.items() if n == -code), JobState.FAILED)
     agreed = (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.CANCELLED)
@@ -42,7 +44,7 @@ def state_of(code: int) -> JobState:
 
 
 class Ended(KeyboardInterrupt):
-    """A signal asked a command to end. As for Ctrl-C, what it was at is cleaned up on the way."""
+    """A signal asked a command to end. It is a KeyboardInterrupt: cleanup runs as for Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -59,9 +61,11 @@ def number_of(interrupt: KeyboardInterrupt) -> int:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """While a command prepares a run, a signal that asks to end raises `Ended`: by default it would
-    end the process at once, and leave an attempt on record that nobody works on. Who can do better
-    (a worker, torch's agent) puts its own handlers in these places for its time."""
+    """While a command prepares a run, a signal that asks to end raises `Ended`.
+
+    By default it would end the process at once, and leave a recorded attempt without a process. A
+    worker and torch's agent replace these handlers by their own while they run.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended(number)
@@ -87,7 +91,7 @@ def restore(kept: dict[signal.Signals, Any]) -> None:
 
 
 class Stopped(Exception):
-    """The attempt ends here, on all ranks, with its state saved as far as there was one."""
+    """Ends the attempt on all ranks; its training state is saved if there is one."""
 
     def __init__(self, state: JobState, message: str) -> None:
         super().__init__(message)
@@ -95,7 +99,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether this process was asked to end, and by what."""
+    """Whether this process was asked to end, and by which signal."""
 
     def __init__(self) -> None:
         self.state: JobState | None = None
@@ -106,7 +110,7 @@ class StopRequest:
         return self.state is not None
 
     def install(self) -> None:
-        """Before anything slow, so that a signal during set-up is not lost."""
+        """Installs the handlers: before anything slow, so that no signal is lost during set-up."""
         if threading.current_thread() is threading.main_thread():
             for number in heard():
                 if number not in self._before:
@@ -117,12 +121,12 @@ class StopRequest:
         self._before = {}
 
     def check(self) -> None:
-        """Ends here if asked to. For places where this rank stands alone, before training."""
+        """Raises `Stopped` if asked to end. For use before training, where ranks may stop alone."""
         if self.state is not None:
             raise Stopped(self.state, f"{self.signal} before training began")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C means now.
+        # A second Ctrl-C ends it at once.
         if number == signal.SIGINT and self.state is not None:
             raise KeyboardInterrupt
         self.state = MEANING[signal.Signals(number)]

@@ -1,1 +1,1 @@
-"""What every other package may use: errors, suggestions, redaction, safe files, processes."""
+"""Helpers for every other package: errors, suggestions, redaction, safe files, processes."""

@@ -1,4 +1,4 @@
-"""Files that appear under their name only when all of them is written."""
+"""Files that appear under their final name only when they are complete."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ENDING = ".part"
 def atomic_file(path: Path, *, durable: bool = True, replace: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, under a temporary name in the folder of `path` until the block ends.
 
-    Several processes and threads, also of several hosts, may write the same file: each has a
-    temporary one of its own, and the last to end wins. An error removes the temporary file.
+    Several processes and threads, also on several hosts, may write the same file: each has its own
+    temporary file, and the last to end wins. An error removes the temporary file.
 
     Args:
-        path: Its folder is created if need be.
+        path: The final path; its folder is created if it is missing.
         durable: Wait until the bytes and the name are on the disk, to survive a power cut.
-        replace: False: a file that has the name already stays.
+        replace: If False, an existing file of this name is kept.
 
     Raises:
-        FileExistsError: There is one, with `replace=False`.
+        FileExistsError: The file exists, with `replace=False`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ENDING}")
@@ -65,13 +65,13 @@ def sync(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes temporary files of processes that were killed. Only while nobody else writes."""
+    """Removes temporary files of killed processes. No other process may be writing meanwhile."""
     for path in folder.rglob(f".*{ENDING}"):
         path.unlink()
 
 
 def _rename_new(path: Path, target: Path) -> None:
-    """Renames a file unless the new name is taken: `rename` would replace what has it."""
+    """Renames a file unless the new name exists: `rename` would replace that file."""
     try:
         os.link(path, target)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""What goes wrong because of what a user wrote: where, what, and what to write instead."""
+"""Errors in the user's input: where it is wrong, what is wrong, and what to write instead."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Problem:
     """One thing that is wrong.
 
     Args:
-        path: Where, as the user writes it (`strategy.stages`); empty when there is no such place.
+        path: The config path as the user writes it (`strategy.stages`); empty if there is none.
         what: What is wrong, one sentence without the path.
-        remedy: What to write instead, as the user would type it; empty when unknown.
+        remedy: What to write instead, as the user would type it; empty if it is unknown.
     """
 
     path: str
@@ -27,11 +27,11 @@ class Problem:
 
 
 class UserError(Exception):
-    """Refused because of the input. The command line prints it without a traceback and exits 2.
+    """The input is refused. The command line prints it without a traceback and exits with 2.
 
-    A UserError of a loader's worker is raised again in the rank by torch, with one text that ends
-    in the worker's traceback (`torch._utils.ExceptionWrapper`). That text becomes a note, and its
-    last line the message.
+    torch raises a UserError of a loader's worker again in the rank, with one text that ends with
+    the worker's traceback (`torch._utils.ExceptionWrapper`). That text becomes a note, and its last
+    line the message.
     """
 
     exit_code = 2
@@ -51,17 +51,17 @@ class UserError(Exception):
 
     @classmethod
     def at(cls, path: str, what: str, remedy: str = "") -> Self:
-        """Of one problem."""
+        """An error with one problem."""
         return cls(Problem(path, what, remedy))
 
 
 class Unchecked(UserError):
-    """Found in the config's text alone, within a second: there may be more in what it names."""
+    """Found in the config alone, within a second; its classes may have further problems."""
 
     further = "classes and their arguments were not checked yet"
 
 
 class Unfinished(UserError):
-    """The same for a command that had begun: given again, it resumes where it was."""
+    """A command failed after it had begun. The same command resumes where it was."""
 
     outcome = "what was done is kept"

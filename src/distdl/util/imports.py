@@ -1,4 +1,4 @@
-"""Importing torch and Lightning: seconds of every start, and half a million objects that stay."""
+"""Importing torch and Lightning, which takes seconds and leaves half a million objects."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-FOR_AUTHORS = (DeprecationWarning, FutureWarning)  # of libraries
-# What was logged by imports before the run had a log.
+FOR_AUTHORS = (DeprecationWarning, FutureWarning)  # warnings for the authors of libraries
+# Records that imports logged before the run had a log.
 _early: list[logging.LogRecord] = []
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For imports of Lightning: no garbage collections meanwhile, and quick ones afterwards.
+    """For imports of Lightning: no garbage collection meanwhile, and faster ones afterwards.
 
-    What imports make lives as long as the process. Looking through it again and again takes a sixth
-    of their time; later on, a full collection would hold up some training step for half a second.
-    So it is put aside (https://docs.python.org/3/library/gc.html#gc.freeze) until the process ends.
+    Objects from imports live as long as the process. Traversing them repeatedly takes a sixth of
+    the import time, and a full collection later would delay a training step by half a second. So
+    they are frozen (https://docs.python.org/3/library/gc.html#gc.freeze) until the process ends.
     """
     if "lightning" in sys.modules or not gc.isenabled():
         yield
@@ -34,17 +34,17 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries count at the end what has not been collected
+        atexit.register(gc.unfreeze)  # some libraries check at exit what was not collected
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """For imports of the user's code: `os._exit` fails as `sys.exit` does. It would end the command
-    without a word, with the code 0 where that is what it was given."""
+    """For imports of the user's code: `os._exit` raises SystemExit, as `sys.exit` does. Otherwise
+    it would end the command without a message, possibly with exit code 0."""
     real, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != process:  # a child that was forked
+        if os.getpid() != process:  # a forked child
             real(status)
         raise SystemExit(f"os._exit({status}) would end Python")
 
@@ -57,7 +57,7 @@ def no_exit() -> Iterator[None]:
 
 @contextmanager
 def logged_later() -> Iterator[None]:
-    """For imports before the run has a log: `log_early` logs there what they say and warn of."""
+    """For imports before the run has a log: keeps their messages and warnings for `log_early`."""
     root = logging.getLogger()
     handler, level = logging.Handler(), root.level
     handler.emit = _early.append  # type: ignore[assignment]
@@ -76,7 +76,7 @@ def logged_later() -> Iterator[None]:
 
 
 def log_early() -> None:
-    """Logs it."""
+    """Logs the records that `logged_later` kept."""
     for record in _early:
         logging.getLogger(record.name).handle(record)
     _early.clear()

@@ -1,8 +1,8 @@
 """`import pytorch_lightning` gives lightning.pytorch here, and `lightning_fabric` lightning.fabric.
 
-Lightning is published under two names, each with classes of its own: what derives from the one
-LightningModule is none for the Trainer of the other. Projects and libraries use either name, so
-both lead to the same modules, and the second copy is never loaded, whether it is installed or not.
+Lightning is published as two packages, each with its own classes: a subclass of one LightningModule
+is refused by the other package's Trainer. Projects and libraries use either name, so both names
+give the same modules here. The second copy is never loaded, even if it is installed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def real_name(name: str) -> str:
 
 
 class Names(MetaPathFinder, Loader):
-    """Finds modules under their other name; nothing is imported before somebody asks for it."""
+    """Finds modules under their other name. They are imported only when they are asked for."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         real = real_name(fullname)
-        # Its package is imported by now. A module that is missing is reported by the name asked.
+        # The parent package is imported already. A missing module is reported by its asked name.
         if not real or ("." in fullname and importlib.util.find_spec(real) is None):
             return None
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(real_name(spec.name))
-        spec.loader_state = module.__spec__  # the import system puts this spec in its place
+        spec.loader_state = module.__spec__  # the import system replaces it by this spec
         if spec.name in NAMES:
             version = getattr(module, "__version__", "")
             log.info("import %s: served by %s %s", spec.name, module.__name__, version)
@@ -52,15 +52,18 @@ class Names(MetaPathFinder, Loader):
 
 
 class Spawned:
-    """Serves the names in a process that unpickles it."""
+    """Calls `serve` in the process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return serve, ()
 
 
 def serve() -> None:
-    """From now on in this process and its loader workers: one that is spawned is sent the settings
-    of its parent before its data set, whose module may import Lightning."""
+    """Serves the names in this process and its loader workers.
+
+    A spawned worker receives its parent's process settings before its data set, whose module may
+    import Lightning; so the settings carry the call.
+    """
     multiprocessing.current_process()._config["distdl"] = Spawned()  # type: ignore[attr-defined]
     both = {name: real for name in sys.modules if (real := real_name(name))}
     second = [n for n, real in both.items() if sys.modules[n] is not sys.modules.get(real)]

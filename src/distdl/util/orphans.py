@@ -1,4 +1,4 @@
-"""What becomes of processes whose parent is gone: one that is killed (-9) cannot tell them."""
+"""Ends processes whose parent has exited: a parent killed with -9 cannot end them itself."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ PARENT = "DISTDL_PARENT"  # the number of the process that started this one
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """On Linux: ends this process with its parent, also if that is killed with -9. First thing.
+    """On Linux, ends this process with its parent, even if that is killed with -9. Call it first.
 
     Args:
-        parent: Its number; None reads $DISTDL_PARENT, and knows nothing where that is not set.
+        parent: The parent's number. None reads $DISTDL_PARENT; if that is not set, a parent that
+            has exited before this call is not noticed.
     """
     if sys.platform != "linux":
         return
     prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    named = os.environ.pop(PARENT, None)  # it is nobody else's parent
+    named = os.environ.pop(PARENT, None)  # it is not the parent of this process's children
     expected = int(named or 0) if parent is None else parent
-    if expected and os.getppid() != expected:  # it went before this call
+    if expected and os.getppid() != expected:  # it exited before this call
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Ends this process with the one that spawned it: without that one it would wait for work for
-    ever. For the initializer of a pool."""
+    """Ends this process when its parent ends; otherwise it would wait for work for ever. For the
+    initializer of a pool."""
     import multiprocessing
     import threading
 

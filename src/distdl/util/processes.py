@@ -1,6 +1,6 @@
-"""Whether a process is still there: that one, and not a later one with its number; prctl.
+"""Whether a process still runs, and is not a later one with the same number; prctl.
 
-Standard library only: mpirun's supervisor, which starts by its path, uses it too.
+Standard library only: mpirun's supervisor, which is started by its path, uses it too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process on Linux; elsewhere nothing. Safe between fork and exec."""
+    """Sets an attribute of this process, on Linux only. Safe between fork and exec."""
     if LIBC is not None:
         LIBC.prctl(option, value)
 
 
 def birth(pid: int) -> str:
-    """When a process began, as `<boot>/<ticks since then>`: no other process has had both.
+    """The start time of a process as `<boot>/<ticks since then>`; with the number it is unique.
 
-    Empty for one that has ended, also if nobody has waited for it yet, and where there is no /proc.
+    Empty if the process has ended (zombies included), or if there is no /proc.
 
     Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html, field 22
     """
@@ -38,11 +38,11 @@ def birth(pid: int) -> str:
 
 
 def is_alive(pid: int, born: str | None = None) -> bool:
-    """Whether there is such a process.
+    """Whether a process runs.
 
     Args:
         pid: Its number.
-        born: Its birth, as it was recorded; None for a record without one: then the number decides.
+        born: Its recorded start time (`birth`); without one, only the number is compared.
     """
     try:
         os.kill(pid, 0)
@@ -57,6 +57,6 @@ def is_alive(pid: int, born: str | None = None) -> bool:
 
 
 def this_process() -> dict[str, Any]:
-    """Who writes a record, so that it can be told from a later process of the same number."""
+    """Identifies this process in a record, even if a later process has the same number."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "birth": birth(pid)}

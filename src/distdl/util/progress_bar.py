@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of long work: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from rich.text import Text
 
 LINE_SECONDS = 10.0
 DRAWN_SECONDS = 0.1
-# Columns: of the drawn bar at least and at most, and of a name that is cut.
+# Columns: the minimum and maximum of the bar, and the maximum of a name before it is cut.
 NARROW, WIDE, NAME = 5, 40, 17
 
 
 class Line(Progress):
-    """One line of any width, of the task that was added last. What it is, how far and how long
-    come first; then as many parts of the task's `info` as fit; the bar takes what is left."""
+    """One line for the task that was added last, in any width.
+
+    Title, count and times come first, then as many parts of the task's `info` as fit. The bar takes
+    the remaining width.
+    """
 
     def __init__(self, console: Console) -> None:
-        # A stdout that goes to a file is not redirected to the bar's console.
+        # If stdout is a file, it is not redirected to the bar's console.
         super().__init__(console=console, transient=True, redirect_stdout=sys.stdout.isatty())
 
     def get_renderables(self) -> Iterable[Table]:
@@ -34,9 +37,9 @@ def drawn(task: Task, width: int) -> Table:
     """A task in one line.
 
     Args:
-        task: Its fields are `info`, the most important part first, and `percent`: that counts as
-            well as `12/40`, which says nothing where it is bytes.
-        width: Of the terminal, in columns.
+        task: Its fields are `info`, with the most important part first, and `percent`, which shows
+            `30 %` instead of `12/40`: for bytes a count is not readable.
+        width: The terminal's width, in columns.
     """
     count = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
     if task.fields.get("percent"):
@@ -47,7 +50,7 @@ def drawn(task: Task, width: int) -> Table:
     fixed = [title if len(title) <= most else f"{title[: most - 1]}…", count, times]
     room = width - len(" ".join(fixed)) - 1
     info = fitting(task.fields.get("info", ()), room - 1)
-    bar = min(WIDE, (room - len(info) - 2) // NARROW * NARROW)  # not another width at each number
+    bar = min(WIDE, (room - len(info) - 2) // NARROW * NARROW)  # in steps, so that it stays steady
     cells: list[Text | ProgressBar] = [
         Text(text, style, no_wrap=True, overflow="ellipsis")
         for text, style in zip([*fixed, info], ("", "green", "cyan", ""), strict=True)
@@ -61,7 +64,7 @@ def drawn(task: Task, width: int) -> Table:
 
 
 def fitting(parts: Sequence[str], room: int) -> str:
-    """As many parts as fit into so many columns; long names are cut where not all of them fit."""
+    """As many parts as fit into `room` columns; long names are cut if not all parts fit."""
     if len(joined := "  ".join(parts)) <= room:
         return joined
     text = ""
@@ -79,7 +82,7 @@ class Bar:
 
     Args:
         title: What is being done.
-        start: What was done before, and says nothing about the speed.
+        start: The work done before, which does not count for the speed.
     """
 
     def __init__(self, title: str, start: int = 0) -> None:
@@ -94,7 +97,7 @@ class Bar:
         return time.monotonic() - self._began
 
     def __call__(self, done: int, total: int, info: str = "") -> None:
-        """Says that `done` of `total` is behind us, and `info` beside it. Cheap: call it often."""
+        """Shows that `done` of `total` is finished, with `info` beside it. Cheap: call it often."""
         now = time.monotonic()
         if now - self._drawn >= DRAWN_SECONDS and self._console.is_terminal:
             self._drawn = now
@@ -124,7 +127,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them: 137.2 GB, 812 MB."""
+    """Bytes with a unit: 137.2 GB, 812 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             value = count / factor

@@ -1,4 +1,4 @@
-"""Numbers that make sense, for annotations: validation refuses others before anything starts."""
+"""Ranges of numbers, for annotations: validation refuses other values before anything starts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Keeps secrets out of what is written: logs, recorded command lines, dirty diffs, messages.
 
-Three nets, widest last: the values of secret-looking environment variables, whatever they look
-like; text that looks like a secret (`api_key=x`, `Bearer x`, a private key); and, for diffs, which
-nobody proof-reads before they are recorded, also long random-looking tokens and every literal on a
-line that mentions secrets. A false alarm costs a few stars, a miss costs a key.
+There are three filters, the strictest last. The first hides the values of secret-looking
+environment variables. The second hides text that looks like a secret (`api_key=x`, `Bearer x`, a
+private key). The third is for diffs, which nobody reads before they are recorded: it also hides
+long random-looking tokens and every literal on a line that mentions secrets. A false alarm costs a
+few stars, a miss costs a key.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from urllib.parse import quote
 
 from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
 
-# Of names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a word of its own.
+# For names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a separate word.
 _SECRET_NAME = re.compile(
     r"token|secret|passw(or)?d|passphrase|credential|canary|authorization|access_signature"
     r"|(api|access|account|private|storage|encryption|signing|ssh|master|subscription|shared|auth"
     r"|license)_?key|connection_?string|conn_?str|(^|_)(sas|pwd|bearer|jwt)(_|$)"
 )
-# Names that hold such a word and no secret: vocabulary (`pad_token`), counts, places of files.
+# Names that have such a word but no secret: vocabulary (`pad_token`), counts, paths of files.
 _PLAIN_NAME = re.compile(
     r"tokeni[sz]|(^|_)(max|min|num|n)_|tokens$|(^|_)(pad|eos|bos|cls|unk|sep|mask|class|dist|reg"
     r"|image|patch|special)_tokens?(_|$)|(^|_)token_(dim|type|mixer|dropout|shift|embed)"
@@ -32,7 +33,7 @@ _PLAIN_NAME = re.compile(
     r"|^azure_token_credentials$"  # which of azure-identity's classes asks for the token
 )
 
-# Of values; what is secret by its look alone is in `distdl.util.secret_shapes`.
+# For values; patterns that need no name are in `distdl.util.secret_shapes`.
 _CURL_USER = re.compile(r"(\s(?:-u|--user)[ =])(\S+?):\S+")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 _ASSIGNED = re.compile(  # what follows a name: `: str = "x"`, `="x"`, `": x`
@@ -65,8 +66,8 @@ def looks_secret(name: str) -> bool:
 def secret_values() -> dict[str, str]:
     """The secret-looking variables of this process that have a value worth hiding.
 
-    Values under 6 characters are left out (`true`, `1`): hiding them would garble every text. So
-    are existing files (GOOGLE_APPLICATION_CREDENTIALS): the path is no secret.
+    Values under 6 characters are left out (`true`, `1`): hiding them would garble every text.
+    Paths of existing files are left out too (GOOGLE_APPLICATION_CREDENTIALS): they are not secret.
     """
     return {
         name: value
@@ -82,7 +83,7 @@ def _is_file(value: str) -> bool:
 def _hide_environment(text: str) -> str:
     # The longest first: one secret may begin with another.
     for name, value in sorted(secret_values().items(), key=lambda item: -len(item[1])):
-        lines = [line for line in value.splitlines() if len(line) >= 16]  # a log splits them
+        lines = [line for line in value.splitlines() if len(line) >= 16]  # a log splits lines
         spellings = {value, quote(value, safe=""), json.dumps(value)[1:-1], *lines}
         for spelling in sorted(spellings, key=len, reverse=True):
             text = text.replace(spelling, f"***{name}***")
@@ -140,7 +141,7 @@ def redact_command(argv: Sequence[str]) -> list[str]:
 
 
 def redact_diff(text: str) -> str:
-    """Hides secrets in a diff, rather too much than too little.
+    """Hides secrets in a diff; in doubt it hides more.
 
     Beyond `redact`: random-looking tokens of 20 characters or more (git's own hashes in `index`
     lines stay), every quoted literal on a line that mentions a secret, and the indented lines below
@@ -220,5 +221,5 @@ def holds_secret(key: str, value: str) -> str:
 
 
 def _is_kind(key: str, value: str) -> bool:
-    """`credential: managed_identity` names a kind of credential, it holds none."""
+    """Whether a value only names a kind of credential: `credential: managed_identity`."""
     return "credential" in key.lower() and bool(re.fullmatch(r"[a-z_]{1,24}", value))

@@ -1,7 +1,7 @@
-"""Names that others chose (blobs, objects, archives) as paths below a folder of ours.
+"""Untrusted names (blobs, objects, archives) as paths below a folder of ours.
 
-A name is believed in nothing: it may lead out (`../x`, `/x`, `C:/x`), go through a link that lies
-here already, or be two files at once where capitals do not count.
+A name may lead out of the folder (`../x`, `/x`, `C:/x`), go through a link that is here already, or
+be the same file as another name on a disk that ignores case.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-LONGEST = 200  # bytes of one part of a path; the system takes 255, and temporary names are longer
-# What a run has here in a form that its far store has not, or must not change: its recipe, where
-# its attempts run, and the handles of its jobs.
+LONGEST = 200  # bytes of one part of a path; the system takes 255, but temporary names add some
+# Files of a run that a remote store must not overwrite: its recipe, where its attempts run, and the
+# handles of its jobs.
 OWN = re.compile(r"config\.yaml|provenance\.json|attempts/\d+/(launch\.yaml|job\.json)")
 
 
 def odd(name: str) -> str:
-    """Why a name is no path below a folder; "" if it is one, on any system."""
+    """Why a name is not a valid path below a folder; "" if it is valid on every system."""
     parts = name.split("/")
     if name.startswith("/") or re.match(r"[A-Za-z]:", name):
         return "is absolute"
@@ -36,7 +36,7 @@ def odd(name: str) -> str:
 
 
 def obstacle(folder: Path, name: str) -> str:
-    """What lies in the way here: a link, or a file where a folder is needed; "" if nothing."""
+    """What blocks the path here: a link, or a file instead of a folder; "" if nothing does."""
     path = folder
     *above, last = name.split("/")
     for part in above:
@@ -51,17 +51,17 @@ def obstacle(folder: Path, name: str) -> str:
 
 
 def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Where each of these files goes. One that cannot go anywhere is left out, with a message.
+    """The local path of each file. A name without a valid path is left out, with a message.
 
     Args:
-        folder: Below which all of them go; it may be absent.
-        names: As a store lists them, relative to it.
+        folder: The folder for all of them; it may be absent.
+        names: Names relative to it, as a store lists them.
     """
     names = list(dict.fromkeys(names))
     folders = {parent for name in names for parent in above(name)}
     seen: dict[str, str] = {}
     paths: dict[str, Path] = {}
-    same = None  # whether capitals count is asked only if it matters
+    same = None  # whether the disk ignores case; tested only if it matters
     for name in names:
         why = odd(name) or obstacle(folder, name)
         if not why and name in folders:
@@ -83,7 +83,7 @@ def above(name: str) -> list[str]:
 
 
 def capitals_are_one(folder: Path) -> bool:
-    """Whether a file of this folder is also found by its name in capitals (macOS, Windows)."""
+    """Whether the folder's file system ignores case (macOS, Windows)."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".distdl-{uuid.uuid4().hex}"
     probe.touch()

@@ -1,8 +1,8 @@
-"""What gives a secret away by its look alone: one list, with two uses.
+"""Patterns that recognise a secret by its text alone: one list, with two uses.
 
 Logs and diffs hide every match (`hide_shapes`): a false alarm costs a few stars, a miss costs a
-key. Files that leave this machine are searched for what surely is one (`find`): there a false alarm
-costs a file, so examples (`AKIAIOSFODNN7EXAMPLE`, `user:password@`) and mere names pass.
+key. Files that leave this machine are searched for certain secrets only (`find`): there a false
+alarm costs a file, so examples (`AKIAIOSFODNN7EXAMPLE`, `user:password@`) and mere names pass.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _NOBODYS_HOST = re.compile(
     re.IGNORECASE,
 )
 _KEY = re.compile(r"PRIVATE KEY( BLOCK)?-----.{0,300}?(?P<key>[A-Za-z0-9+/=]{40,})", re.DOTALL)
-# `"api_token"]`, `SECRET_KEY: str `: before what is assigned.
+# The text before an assigned value: `"api_token"]`, `SECRET_KEY: str `.
 _NAME = re.compile(
     r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|account|private|storage|auth)_?key)"
     r"\w{0,12}[\"']?\]?[ \t]*(?::[ \t]*str[ \t]*)?$",
     re.IGNORECASE,
 )
-# Everybody's: the account that each copy of Azurite has.
+# Not a secret: the key of Azurite's default account, the same everywhere.
 _AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2"
 
 
 def is_random(token: str) -> bool:
-    """Whether a token is neither words nor a number: letters and digits as nobody chooses them."""
+    """Whether a token looks random: neither words nor a number."""
     if not (re.search(r"[A-Za-z]", token) and re.search(r"\d", token)):
         return False
     return not all(_IDENTIFIER_PART.fullmatch(part) for part in re.split(r"[+/=_.-]+", token))
 
 
 def is_example(token: str) -> bool:
-    """Whether a token was typed to show where one goes."""
+    """Whether a token is only an example or a placeholder."""
     few = len(set(token)) < min(8, len(token) / 2)
     return few or _AZURITE in token or _EXAMPLE.search(token) is not None
 
@@ -62,7 +62,7 @@ def _token(match: re.Match[str]) -> bool:
 
 
 def _long(match: re.Match[str]) -> bool:
-    """Of tokens whose length is known: a short one is a name (`hf_hubdownloadmodels`)."""
+    """For tokens of known length: a short match is only a name (`hf_hubdownloadmodels`)."""
     return len(match[0]) >= 30 and not is_example(match[0])
 
 
@@ -72,7 +72,7 @@ def _value(match: re.Match[str]) -> bool:
 
 
 def _random_value(match: re.Match[str]) -> bool:
-    """More than a hash in a name or a UUID, which tell one thing from another."""
+    """Whether the value is more than a hash in a name or a UUID, which only identify something."""
     parts = re.split(r"[_.-]+", match["value"])
     return _value(match) and any(len(part) >= 16 and is_random(part) for part in parts)
 
@@ -90,12 +90,12 @@ def _password(match: re.Match[str]) -> bool:
 
 
 def _key_block(match: re.Match[str]) -> bool:
-    """With a key in it: code that only looks for the first line holds none."""
+    """Whether the block holds a key: code that only searches for its first line does not."""
     return any(len(set(found["key"])) >= 16 for found in _KEY.finditer(match[0]))
 
 
 def _encoded_key(match: re.Match[str]) -> bool:
-    """A certificate begins in the same way, and is public."""
+    """Whether it is a key: a certificate begins in the same way, and is public."""
     text = match[0][: len(match[0]) // 4 * 4]
     return b"PRIVATE KEY" in base64.b64decode(text)[:64]
 
@@ -105,10 +105,10 @@ class Shape:
     """One kind of secret.
 
     Args:
-        kind: For people: "a GitHub token".
-        pattern: Finds it. Its group `value` is what is hidden; without one, all of the match.
-        needles: One of them is in every match, so most files are done with before the pattern.
-        sure: Whether a match is no example.
+        kind: Its name in messages: "a GitHub token".
+        pattern: Finds it. Its group `value` is hidden; without that group, the whole match.
+        needles: Every match contains one of them, so most files are skipped without the pattern.
+        sure: Whether a match is certain, such as not an example.
     """
 
     kind: str
@@ -139,7 +139,7 @@ KEY_BLOCK = _shape(
     "PRIVATE KEY",
     sure=_key_block,
 )
-# In the order in which they are hidden: what a URL holds is hidden with it.
+# In the order in which they are hidden: secrets inside a URL are hidden with the URL.
 SHAPES = (
     KEY_BLOCK,
     _shape("a private key", r"\bLS0tLS1CRUdJTi[A-Za-z0-9+/=]{40,}", "LS0tLS1C", sure=_encoded_key),
@@ -220,8 +220,8 @@ SHAPES = (
     _shape("a Stripe key", r"\b[sr]k_live_[A-Za-z0-9]{16,}", "k_live_"),
 )
 
-# A literal of random letters and digits under a telling name. Only searched for in files: logs and
-# diffs look at the name alone (`distdl.util.redact`).
+# A random literal under a secret-looking name. Only for files: in logs and diffs the name alone is
+# enough (`distdl.util.redact`).
 _NAMED = _shape(
     "a secret by its name",
     r"[=:]{1,2}>?[ \t]*(?P<quote>[\"']?)(?P<value>[\w+/=~.-]{20,200}+)(?P=quote)(?![\w(\[])",
@@ -231,17 +231,17 @@ _NAMED = _shape(
 
 
 def hide_shapes(text: str) -> str:
-    """Hides what is a secret by its look alone, whatever it is called."""
+    """Hides text that looks like a secret, whatever its name."""
     for shape in SHAPES:
         text = shape.hide(text)
     return text
 
 
 def find(content: bytes) -> Iterator[tuple[int, str]]:
-    """What surely is a secret in a file's content, text or not, UTF-8, UTF-16 or Latin-1.
+    """Certain secrets in a file's content: text in UTF-8, UTF-16 or Latin-1, or binary.
 
     Yields:
-        The line of the first of each kind, from 1, and the kind.
+        The line of the first secret of each kind, from 1, and the kind.
     """
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def stable_seed(*parts: Any) -> int:
-    """A 63-bit seed from whole numbers; anything else counts by its `repr`."""
+    """A 63-bit seed from integers; other values are hashed by their `repr`."""
     text = ",".join(str(int(p)) if isinstance(p, Integral) else repr(p) for p in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

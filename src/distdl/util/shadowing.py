@@ -1,6 +1,6 @@
-"""A module of the user's that has the name of another one, which others then fail to import.
+"""Finds a user's module that hides another module of the same name.
 
-Only what Python has loaded anyway is imported here: any other import may be the one that failed.
+Imports only what Python has loaded already: any other import may be the one that failed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from importlib.machinery import PathFinder
 
 
 def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str, str] | None:
-    """The user's file that an import failed of since it has the name of a module that others need.
+    """The user's file that made an import fail, because it hides a module of the same name.
 
     Args:
-        error: With which the import failed.
-        folders: Where the user's own modules are.
+        error: The error of the import.
+        folders: The folders of the user's own modules.
 
     Returns:
-        The file, what is wrong with it, and the remedy; None if it is not that.
+        The file, what is wrong with it, and the remedy; None if the import failed otherwise.
     """
     thing = getattr(error, "obj", None)
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)

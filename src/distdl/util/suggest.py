@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names: the one place that decides what is close enough to mention."""
+"""Suggestions for misspelt names: decides what is close enough to mention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 _CLOSE = 0.65  # "lrr" and "lr" score 0.8; "epochs" and "max_epochs" 0.75; unrelated words below 0.6
-_OTHER_SECTION = 0.05  # a name in the section that the user wrote beats an equal one elsewhere
+_OTHER_SECTION = 0.05  # the same name is preferred in the section that the user wrote
 
 
 def _ratio(left: str, right: str) -> float:
@@ -16,27 +16,27 @@ def _ratio(left: str, right: str) -> float:
 
 
 def closest(word: str, choices: Iterable[str]) -> str:
-    """The choice that resembles `word` most, or "" if none does."""
+    """The choice that is most similar to `word`, or "" if none is close."""
     scored = [(_ratio(word, choice), choice) for choice in choices if choice != word]
     score, choice = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
     return choice if score >= _CLOSE else ""
 
 
 def did_you_mean(path: str, known: Iterable[str]) -> str:
-    """Names the known config path (at most two) that the user may have meant by `path`.
+    """Suggests the known config paths (at most two) that the user may have meant by `path`.
 
     `lrr` finds `optimizer.lr`, `trainer.max_epoch` finds `trainer.max_epochs`, and `optimiser.lr`
     finds `optimizer.lr`.
 
     Returns:
-        "did you mean optimizer.lr?", or "" where nothing is close.
+        "did you mean optimizer.lr?", or "" if nothing is close.
     """
     names = nearest(path, known)
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
 def nearest(path: str, known: Iterable[str]) -> list[str]:
-    """The same as a list, the nearest first; empty where nothing is close."""
+    """The same paths as a list, the nearest first; empty if nothing is close."""
     section, _, leaf = path.rpartition(".")
     scored: list[tuple[float, str]] = []
     for candidate in dict.fromkeys(known):
@@ -63,9 +63,9 @@ _SPELT = {
 
 
 def respelt(value: Any) -> Any:
-    """What somebody means who writes 3.0, '3', 'None' or 'yes'; the value itself if nothing else.
+    """The value that a user probably meant by 3.0, '3', 'None' or 'yes'; else the value itself.
 
-    Whoever asks looks whether that fits.
+    The caller checks whether it fits.
     """
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -79,12 +79,12 @@ def respelt(value: Any) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """A plain value as YAML has it."""
+    """A plain value in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def written(path: str, value: Any) -> str:
-    """The override that gives a plain value."""
+    """The override that sets a plain value."""
     return f"{path}={plain_text(value)}"

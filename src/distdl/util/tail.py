@@ -1,4 +1,4 @@
-"""Follows a text file that somebody else writes."""
+"""Follows a text file that another process writes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from distdl.util.errors import UserError
 
 
 def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterator[str]:
-    """Lines of a growing file, without their ends, until nobody writes any more.
-
-    Raises:
-        UserError: The file is a link: what a run wrote is a file.
+    """Lines of a growing file, without line ends, until it no longer grows.
 
     Args:
-        path: The file; one that does not exist yet is waited for.
-        alive: Whether it may still grow; asked before each look, so that the last lines are read.
-        interval: Seconds between two looks.
+        path: The file, which need not exist yet.
+        alive: Whether it may still grow; called before each read, so that the last lines are read.
+        interval: Seconds between two reads.
+
+    Raises:
+        UserError: The file is a link, which a run never writes.
     """
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
@@ -41,5 +41,5 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
 
 
 def plain(value: object) -> str:
-    """Text of a file without what steers a terminal."""
+    """Text of a file without control characters for the terminal."""
     return "".join(c for c in str(value) if c.isprintable() or c in "\n\t")

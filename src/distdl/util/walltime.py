@@ -1,7 +1,7 @@
-"""How long a job may take: what `launcher.walltime` means, the same for every launcher.
+"""The time limit of a job: `launcher.walltime` means the same for every launcher.
 
-A number is hours. Text with `:` or `-` is what it is for Slurm's --time, except where that begins
-with minutes: a bare number there, and `1:30` (https://slurm.schedmd.com/sbatch.html).
+A number is hours. Text with `:` or `-` is read as Slurm's --time, but never as minutes: a bare
+number is hours, and `1:30` is refused (https://slurm.schedmd.com/sbatch.html).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ MISREAD = 1000  # hours
 
 
 def seconds(walltime: object) -> int:
-    """`12`, `0.5` and "12" are hours; `h:mm:ss`, `d-h`, `d-h:mm` and `d-h:mm:ss` are what they say.
+    """The limit in seconds. `12`, `0.5` and "12" are hours; text may also be `h:mm:ss`, `d-h`,
+    `d-h:mm` or `d-h:mm:ss`.
 
     Args:
         walltime: A number, or text.
@@ -24,8 +25,8 @@ def seconds(walltime: object) -> int:
         seconds: At least 1.
 
     Raises:
-        ValueError: It is no time, or one that nobody means. Its text says why, without the forms
-            (`FORMS`), and begins with the value.
+        ValueError: It is not a time, or surely a mistake. The text begins with the value and says
+            why; the caller adds the valid forms (`FORMS`).
     """
     text = str(walltime).strip()
     if isinstance(walltime, bool) or not isinstance(walltime, (int, float, str)):

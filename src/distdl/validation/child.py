@@ -1,8 +1,8 @@
 """Stage 2 of validation: imports every `_target_` of a config and binds its arguments.
 
 Run as a child process (`python -m distdl.validation.child`): the request is JSON on stdin, the
-answer JSON on stdout. Importing takes seconds, runs the user's code and may print, crash or hang,
-none of which may happen to the command line itself.
+answer JSON on stdout. Importing takes seconds, runs the user's code and may print, crash or hang;
+the command line itself must not.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 UNKNOWN = "takes no argument"
-# Functions that pass **kwargs on to a model: only building it shows what they take.
+# Functions that pass **kwargs to a model: only building the model shows what it takes.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
 
 
 # What the builder (worker.build) passes besides the node's own keys. `supplied`: names of the
-# leading positional arguments; `consumed`: keys of the node that never reach the target;
-# `null_is_absent`: keys that reach it if they are set; `offered`: arguments passed if the signature
-# takes them.
+# leading positional arguments; `consumed`: keys of the node that are not passed to the target;
+# `null_is_absent`: keys that are passed only if they are set; `offered`: arguments that are passed
+# if the signature takes them.
 SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {
         "supplied": ("params",),
@@ -57,7 +57,7 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Binding:
-    """One validation; collects problems, notes and facts."""
+    """One validation, which collects problems, notes and facts."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.config: dict[str, Any] = request["config"]
@@ -86,7 +86,7 @@ class Binding:
         self.problems = [each for each in self.problems if not self.follows(each.path, each.what)]
 
     def follows(self, path: str, what: str) -> bool:
-        """Whether a value is wrong because it refers to a wrong one, which is reported itself."""
+        """Whether a value is wrong only because it refers to a wrong value, reported by itself."""
         refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
         built = [p for p in refers if p.startswith(f"{path}.") and "cannot be built" in what]
         for origin in (path, *built):
@@ -97,7 +97,7 @@ class Binding:
         return False
 
     def look(self) -> None:
-        """Imports every target and asks for its kind, before anything is built to be looked at."""
+        """Imports every target and checks its kind, before any model is built for a check."""
         for path, node in nodes({key: self.config.get(key) for key in BUILT}):
             if path not in self.skip:
                 called = self.locate(node["_target_"], path)
@@ -107,14 +107,17 @@ class Binding:
                     self.called[path] = called
 
     def left_behind(self) -> None:
-        """What was imported from neither the project nor where packages are installed is noted:
-        the nodes may have it. What only $PYTHONPATH leads to is refused: theirs is the bundle's."""
+        """Reports modules from outside the project and outside the installed packages.
+
+        They are noted, since the nodes may have them. Modules that only $PYTHONPATH finds are
+        refused, since a job's $PYTHONPATH is that of its bundle.
+        """
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         launcher = self.config.get("launcher") or {}
         if launcher.get("modules") or "PYTHONPATH" in str(launcher):
-            searched = []  # the user says what the nodes have
+            searched = []  # the user sets up modules or $PYTHONPATH of the nodes
         installed = [folder for _, folder in editable()]
-        launches = str(launcher.get("_target_")).partition(".")[0]  # here, and not there
+        launches = str(launcher.get("_target_")).partition(".")[0]  # runs here, not on the nodes
         new = {*sys.modules} - self.before - {launches}
         for name in sorted(n for n in new if n.isidentifier()):
             module = sys.modules[name]
@@ -131,8 +134,11 @@ class Binding:
                     self.notes.append(f"{what}: install it there, {remedy}")
 
     def visit(self, value: Any, path: Path) -> None:
-        """Checks a node and those inside it. Below `_recursive_: false` the target builds the inner
-        nodes itself and may pass further arguments: those are not bound."""
+        """Checks a node and the nodes inside it.
+
+        Nodes below `_recursive_: false` are not bound: the target builds them itself, and may pass
+        further arguments.
+        """
         from distdl.validation import lightnings
 
         unbuilt: list[Path] = []
@@ -147,7 +153,7 @@ class Binding:
             before = len(self.problems)
             if built:
                 self.bind(self.called[place], node, place)
-            # A hook may rely on values that are known to be wrong; a key too many harms none.
+            # A hook may rely on values that are known to be wrong; an extra key does no harm.
             if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
                 self.hook(self.called[place], node, place)
 
@@ -155,7 +161,7 @@ class Binding:
         self.problems.append(Problem(path_text(path), what, remedy))
 
     def locate(self, target: str, path: Path) -> Any:
-        """Imports what a dotted path names; None (and a problem or a note) if it cannot be."""
+        """Imports what a dotted path names; None (and a problem or a note) if that fails."""
         path = (*path, "_target_")
         package = target.partition(".")[0]
         if is_absent(package):
@@ -171,7 +177,7 @@ class Binding:
             self.add(path, str(error), f"did you mean {error.reached}.{near}?" if near else "")
         except (Exception, SystemExit) as error:
             if shadowing(error, self.trust.folders):
-                raise  # and so will all that follow
+                raise  # all further imports would fail in the same way
             package = str(getattr(error, "name", None)).partition(".")[0]
             if isinstance(error, ModuleNotFoundError) and is_absent(package):
                 return self.absent(package, path)
@@ -192,7 +198,7 @@ class Binding:
             self.notes.append(note)
 
     def accepted(self, called: Any, node: dict[str, Any], path: Path) -> bool:
-        """Whether it can be called, and is of the kind that its section takes."""
+        """Whether it can be called and is of the kind that its section takes."""
         target, path = node["_target_"], (*path, "_target_")
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
         if not callable(called):
@@ -261,12 +267,12 @@ class Binding:
             self.add((*path, name) if name else path, f"{target}: {what}", remedy)
 
     def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
-        """Lets a target check its own node: a static or class method `check(node[, context])`.
+        """Lets a target check its own node by a static or class method `check(node[, context])`.
 
-        It returns Problems, whose paths are relative to the node, and strings: what it could not
-        check. The context says how many devices there are, whether the run is `local`, all of
-        `config`, and which components are `refused` and must not be imported; a check of a data
-        node that does not ask for it looks at files, which only a local run finds here.
+        It returns Problems, with paths relative to the node, and strings that say what it could
+        not check. The context has the number of devices, whether the run is `local`, the whole
+        `config`, and the names of `refused` sections, which must not be imported. A data node's
+        check that takes no context looks at files, so it is called for local runs only.
         """
         static = inspect.getattr_static(called, "check", None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
@@ -305,7 +311,7 @@ def origin(error: BaseException) -> str:
     last = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = FilePath(frame.f_code.co_filename)
-        # What ends Python is argparse's, and who asked for that the user's.
+        # For an exit, argparse is the last frame, but the user's call is to blame.
         library = isinstance(error, SystemExit) and is_installed(file)
         if file.is_file() and not file.as_posix().endswith(OURS) and not library:
             last = f"see {file}, line {line}"
@@ -315,7 +321,7 @@ def origin(error: BaseException) -> str:
 def answered(request: dict[str, Any]) -> dict[str, Any]:
     """Problems, notes and facts, as `distdl.validation.validate` reads them."""
     lightning_names.serve()
-    make_importable(request["trust"][0])  # and not what `python -m` puts there
+    make_importable(request["trust"][0])  # instead of the folder that `python -m` adds
     binding = Binding(request)
     try:
         binding.run()
@@ -328,8 +334,8 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    gc.disable()  # a child that lives for seconds, most of which are imports
-    # Libraries print: their stdout goes to stderr, and the answer keeps the real one to itself.
+    gc.disable()  # the child lives for seconds and mostly imports
+    # Libraries print: their stdout goes to stderr, so that the real stdout has the answer only.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from distdl.util.orphans import die_with_parent
@@ -338,7 +344,7 @@ def main() -> None:
     json.dump(answered(json.load(sys.stdin)), answer)
     answer.close()
     sys.stderr.flush()
-    os._exit(0)  # taking torch and Lightning apart again takes another second
+    os._exit(0)  # a normal exit would take another second to unload torch and Lightning
 
 
 if __name__ == "__main__":

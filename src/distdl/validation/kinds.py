@@ -1,12 +1,13 @@
-"""What a `_target_` may lead to: decided by kind on the object itself, and nothing is called.
+"""What a `_target_` may name: the imported object must be of an allowed kind. Nothing is called.
 
-The allowed packages hold functions that run a shell command or unpickle a file, more than any list
-of refusals could name. So each section takes one kind of thing: `callbacks` subclasses of
-Lightning's Callback, `optimizer` subclasses of torch's Optimizer, and so on. Nodes among arguments
-are parts: layers, networks, transforms, ... from the modules that are named here. The user's own
+The allowed packages contain functions that run a shell command or unpickle a file, too many for a
+list of refusals. So each section takes one kind of object: `callbacks` takes subclasses of
+Lightning's Callback, `optimizer` subclasses of torch's Optimizer, and so on. Nodes inside arguments
+are parts: layers, networks, transforms, ... from the modules that are listed here. The user's own
 code, and what `project.allow` names, may be anything.
 
-Validation asks this (`distdl.validation.child`), and each worker again, before it builds: `refuse`.
+Validation checks this (`distdl.validation.child`), and each worker again before it builds
+(`refuse`).
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
 from distdl.util.errors import Problem, UserError
 from distdl.validation.targets import ALLOWED, BUILT, Trust, advice, nodes, target_problems, under
 
-# Where classes of layers and networks may come from: modules elsewhere in torch run code of files.
+# Modules whose layers and networks are allowed: other modules of torch run code from files.
 LAYERS = (
     *("torch.nn.modules", "torchvision.models", "torchvision.ops", "torchvision.transforms"),
     *("timm.layers", "timm.models", "timm.loss", "distdl.models"),
 )
 TRANSFORMS = ("torchvision.transforms", "timm.data.mixup", "timm.data.random_erasing")
-# Those that read images, or files that they compare with a checksum before they unpickle them.
+# Data sets that read images, or verify a checksum before they unpickle a file.
 DATASETS = (
     *("CIFAR10", "CIFAR100", "DTD", "EMNIST", "EuroSAT", "FakeData", "FashionMNIST", "Flowers102"),
     *("Food101", "GTSRB", "ImageFolder", "KMNIST", "MNIST", "OxfordIIITPet", "STL10", "SVHN"),
 )
-# Small things that configs pass as arguments.
+# Small objects that configs pass as arguments.
 PARTS = (
     *("datetime.timedelta", "torch.device", "torch.Generator", "torch.tensor", "torch.ones"),
     *("torch.zeros", "torch.profiler.schedule", "torch.profiler.tensorboard_trace_handler"),
@@ -58,9 +59,9 @@ class Kind:
     """What a section takes.
 
     Args:
-        words: "a Callback of Lightning's".
-        example: What to write, for instance.
-        takes: Whether an object is of the kind.
+        words: Its name in messages: "a Callback of Lightning's".
+        example: A target of this kind.
+        takes: Whether an object is of this kind.
     """
 
     words: str
@@ -69,7 +70,7 @@ class Kind:
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind that the node at `path` must lead to."""
+    """The kind that the target of the node at `path` must be."""
     if path == ("trainer", "profiler"):
         return KINDS["trainer"]
     depth = {**dict.fromkeys(COMPONENTS, 1), **dict.fromkeys(COLLECTIONS, 2)}
@@ -79,12 +80,12 @@ def kind_of(path: Path) -> Kind:
 def problem_of_kind(
     called: Any, node: Mapping[str, Any], path: Path, trust: Trust
 ) -> tuple[str, str] | None:
-    """Why what a node's `_target_` leads to is refused and the remedy; None if it may be called.
+    """Why a node's target is refused, and the remedy; None if it may be called.
 
     Args:
-        called: What `_target_` leads to, imported and not called.
-        node: With its arguments.
-        path: Of the node in the config.
+        called: The target, imported but not called.
+        node: The node with its arguments.
+        path: The node's path in the config.
         trust: Whose code may be anything.
     """
     target = str(node["_target_"])
@@ -110,19 +111,19 @@ def problem_of_kind(
 
 
 def is_trusted(called: Any, target: str, trust: Trust) -> bool:
-    """Whether both the name and what it leads to are trusted code: `mine.torch.load` is torch's."""
+    """Whether both the name and the object are trusted code: `mine.torch.load` is torch's."""
     if not trust.covers(target):
         return False
     if target in trust.allow or not (inspect.isclass(called) or inspect.isroutine(called)):
-        return True  # allowed by its own name, or an object that a trusted module made
+        return True  # allowed by its full name, or an object that a trusted module made
     home = str(getattr(called, "__module__", None) or "")
     return home.partition(".")[0] == target.partition(".")[0] or trust.covers(f"{home}.x")
 
 
 def refuse(values: Mapping[str, Any], trust: Trust) -> None:
-    """The worker's gate: looks at every `_target_` of what it is about to build.
+    """The worker's check of every `_target_` that it is about to build.
 
-    A frozen config may come from somebody else, by whatever way; validation may not have seen it.
+    A frozen config may come from somebody else, and validation may not have seen it.
 
     Args:
         values: Sections of the config as plain containers, resolved.
@@ -148,7 +149,7 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
 
 
 class NoSuchName(AttributeError):
-    """`reached` leads somewhere (`obj`), and that has no `name`."""
+    """The dotted path `reached` names an object (`obj`) that has no attribute `name`."""
 
     def __init__(self, reached: str, name: str, obj: Any) -> None:
         super().__init__(f"{reached} has no {name!r}")
@@ -156,11 +157,11 @@ class NoSuchName(AttributeError):
 
 
 def locate(target: str) -> Any:
-    """What a dotted path leads to. Imports modules, calls nothing.
+    """The object that a dotted path names. Imports modules, calls nothing.
 
     Raises:
-        NoSuchName: A module or class on the way has no such name.
-        Exception: Whatever importing a module raises.
+        NoSuchName: A module or class on the path has no such name.
+        Exception: Importing a module failed; it may raise anything.
     """
     reached, *names = target.split(".")
     thing: Any = importlib.import_module(reached)
@@ -178,13 +179,13 @@ def locate(target: str) -> Any:
 
 
 def name_of(thing: Any) -> str:
-    """Where a class or function really comes from, `posix.system`."""
+    """The name by which a class or function is defined, such as `posix.system`."""
     named = thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing)
     return f"{getattr(named, '__module__', None) or ''}.{getattr(named, '__qualname__', named)}"
 
 
 def _classes_of(*bases: str) -> Callable[[Any], bool]:
-    """Whether something is a class, of an allowed package, derived from one of these bases."""
+    """A test for classes of allowed packages that derive from one of these bases."""
 
     def takes(thing: Any) -> bool:
         if not inspect.isclass(thing) or thing.__module__.partition(".")[0] not in ALLOWED:
@@ -199,13 +200,14 @@ def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
 
 
 def _known(name: str) -> Any:
-    """What a name of ours leads to, if its module is imported: otherwise nothing leads there."""
+    """The object of one of our names; None if its module is not imported, as no target can then be
+    that object."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
 def launches(thing: Any) -> bool:
-    """Whether it is a class with the methods of a launcher (distdl.job.Launcher)."""
+    """Whether it is a class with a launcher's methods (distdl.job.Launcher)."""
     methods = ("request", "submit", "attach")
     return inspect.isclass(thing) and all(callable(getattr(thing, m, None)) for m in methods)
 
@@ -224,7 +226,7 @@ def _is_part(thing: Any) -> bool:
 
 
 def _is_registered(thing: Any) -> bool:
-    """Whether it builds a model and is listed in torchvision's or timm's own register."""
+    """Whether it is a model builder that torchvision's or timm's own registry lists."""
     name = getattr(thing, "__name__", None)
     if not inspect.isfunction(thing) or name is None:
         return False
@@ -243,7 +245,7 @@ def _is_timm_entry(thing: Any) -> bool:
 
 
 def _kind(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
-    """What derives from one of these bases, or is one of these functions."""
+    """The kind of classes that derive from one of these bases, and of these functions."""
     derived, named = _classes_of(*bases), _one_of(one_of)
     return Kind(words, example, lambda thing: derived(thing) or named(thing))
 

@@ -1,7 +1,7 @@
-"""What Lightning 1 had and Lightning 2 has not, with what replaced it.
+"""What Lightning 2 removed from Lightning 1, with the replacements.
 
-A hook that was renamed is the worst case: it is never called, and no message says so. The tables
-follow https://lightning.ai/docs/pytorch/stable/upgrade/migration_guide.html.
+A renamed hook is the worst case: it is never called, and no message says so. The tables follow
+https://lightning.ai/docs/pytorch/stable/upgrade/migration_guide.html.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ ARGUMENTS = table("""
     outputs: keep them in an attribute of the module
     hiddens: split the sequence in training_step, with automatic_optimization = False
 """)
-# The Trainer itself refuses to start with these, whoever calls them.
+# The Trainer itself refuses to start with these hooks, even if other code calls them.
 _REFUSED = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
 
 
 def replaced(error: BaseException) -> str:
-    """What an import asked Lightning for that only Lightning 1 had is now; "" for all else."""
+    """The new name of what a failed import looked for in Lightning 1; "" for other errors."""
     # No module named 'a.b', cannot import name 'b' from 'a', module 'a' has no attribute 'b'
     parts = sorted(re.findall(r"'([\w.]+)'", str(error)), key=lambda part: "." not in part)
     name = re.sub(r"^(pytorch_lightning|lightning\.pytorch)\.", "", ".".join(parts))
@@ -72,14 +72,15 @@ def replaced(error: BaseException) -> str:
 
 
 def problems(called: type, base: type, users: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Yields what of Lightning 1 is in a class, and the remedy.
+    """Yields each part of a class that is for Lightning 1 only, and the remedy.
 
-    What nobody calls may stand in a library for older versions, and is nothing that harms there.
+    A library's hooks are reported only if the Trainer refuses them: they may be there for older
+    versions, and do no harm otherwise.
 
     Args:
         called: The class.
         base: LightningModule, LightningDataModule or Callback.
-        users: Whether a dotted name is one of the user's own code.
+        users: Whether a dotted name belongs to the user's own code.
     """
     for name in (n for n in dir(called) if not n.startswith("_") and n != "forward"):
         function = inspect.getattr_static(called, name)
@@ -102,6 +103,6 @@ def problems(called: type, base: type, users: Callable[[str], bool]) -> Iterator
 
 
 def _is_used(called: type, name: str) -> bool:
-    """Whether a method of the class, other than that hook itself, names it."""
+    """Whether another method of the class refers to this one."""
     others = [f for c in called.__mro__ for n, f in vars(c).items() if n != name]
     return any(inspect.isfunction(f) and name in f.__code__.co_names for f in others)

@@ -1,5 +1,5 @@
-"""What validation asks of Lightning: whether model and data are its own, which hooks it calls, and
-how it reads the Trainer's arguments."""
+"""Checks against Lightning: base classes of model and data, hooks that it no longer calls, and the
+Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 
 def component(binding: Binding, called: Any, path: Path) -> None:
-    """The model must be Lightning's, and so must the data; a strategy must be able to shard
-    checkpoints if that is asked. Hooks of Lightning 1, and their arguments, are reported."""
+    """Checks the class of one component.
+
+    The model must be a LightningModule, the data a LightningDataModule. A strategy must be able to
+    shard checkpoints if the config asks for it. Hooks of Lightning 1 and their arguments are
+    reported.
+    """
     import lightning.pytorch as pl
 
     bases = {"model": pl.LightningModule, "data": pl.LightningDataModule}
@@ -54,8 +58,8 @@ def component(binding: Binding, called: Any, path: Path) -> None:
 
 
 def trainer(binding: Binding, node: dict[str, Any]) -> None:
-    """The Trainer's arguments: Lightning tries those that bind; what excludes each other is
-    reported."""
+    """Checks the Trainer's arguments: builds a Trainer from those that bind, and reports
+    combinations that do not work."""
     from lightning.pytorch import Trainer
 
     binding.visit(node, ("trainer",))
@@ -81,16 +85,16 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
 
 
 def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
-    """Lightning's own reading of the Trainer's arguments: it refuses what no type shows.
+    """Builds a Trainer: Lightning refuses arguments that no type check can find.
 
     Returns:
-        What is wrong; the name of a package that is missing; None.
+        A problem, or the name of a missing package, or None.
     """
     from lightning.pytorch import Trainer
 
-    # The devices need not be here, and what distdl owns is left out.
+    # The devices need not be on this machine, and what distdl sets itself is left out.
     neutral = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
-    neutral |= {"deterministic": None, "benchmark": None}  # switches of this very process
+    neutral |= {"deterministic": None, "benchmark": None}  # these would change this process
     neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     try:
         with warnings.catch_warnings(action="ignore"), unlogged():
@@ -109,7 +113,7 @@ def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Of the Trainer that trains, Lightning says the same once more."""
+    """Silences Lightning's messages: the Trainer that trains will log them again."""
     logging.disable(logging.INFO)
     try:
         yield

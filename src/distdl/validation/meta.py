@@ -1,7 +1,7 @@
 """Builds a model on the `meta` device, without memory or weights, to see whether its arguments fit.
 
-`torchvision.models.resnet50` and `timm.create_model` take **kwargs and pass them on, so that only
-building shows which they take.
+`torchvision.models.resnet50` and `timm.create_model` take **kwargs and pass them on, so only
+building the model shows which are valid.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from distdl.util.suggest import closest
 
-# Never while validating: these download.
+# Left out of a validation: these download weights.
 WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
 _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
@@ -61,7 +61,7 @@ def _explain(error: BaseException) -> tuple[str, str, str] | None:
 
 
 def _parameters(error: BaseException, name: str) -> list[str]:
-    """The arguments of the callable that refused: it is visible where it was called."""
+    """The arguments of the callable that refused, which is visible in the frame that called it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     visible = {**frames[-1].f_globals, **frames[-1].f_locals} if frames else {}
     name = name.removesuffix(".__init__")

@@ -1,6 +1,8 @@
-"""What does not go together: the Trainer's arguments, a module that steps its optimizers itself,
-callbacks, strategies. Refused before the start: validation asks with classes, the worker again,
-before any step, with the real things."""
+"""Combinations that do not work: Trainer arguments, manual optimization, callbacks, strategies.
+
+Validation checks the classes before the start. The worker checks the real objects again before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp
 _WHOLE = "strategy=ddp or strategy=fsdp, which take several"
 _METRIC = "its monitor= must be a metric that is logged; once it is, the same command begins anew"
 _SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
-# What Lightning and torch say in the middle -> what is wrong (None: their words), the remedy.
+# A part of an error of Lightning or torch -> the key, what is wrong (None: their words), remedy.
 _SAID: dict[str, tuple[str, str | None, str]] = {
     "multiple optimizers is only supported": ("model", None, _BY_HAND),
     "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_WHOLE}"),
@@ -50,14 +52,14 @@ def misfits(
     strategy: str = "",
     ranks: int = 1,
 ) -> Iterator[Problem]:
-    """Problems.
+    """Yields a problem for each combination that does not work.
 
     Args:
         trainer: The Trainer's arguments.
-        callbacks: Their classes, by where they stand (`callbacks.stop`).
+        callbacks: Their classes, by config path (`callbacks.stop`) or by name.
         model: The LightningModule or its class.
-        strategy: Where its class is, `distdl.strategies.DDPStrategy`.
-        ranks: How many train.
+        strategy: The dotted path of its class, `distdl.strategies.DDPStrategy`.
+        ranks: The number of ranks.
     """
     from lightning.pytorch import callbacks as theirs
 
@@ -100,10 +102,10 @@ def misfits(
 
 
 def refuse(trainer: Trainer) -> None:
-    """Asks about the real things, those that the module's `configure_callbacks` returns included.
+    """Checks the real objects, including callbacks from the module's `configure_callbacks`.
 
     Raises:
-        UserError: With everything that does not go together.
+        UserError: With everything that does not work together.
     """
     algorithm = trainer.gradient_clip_algorithm
     arguments = {
@@ -121,7 +123,8 @@ def refuse(trainer: Trainer) -> None:
 
 
 def explained(error: BaseException) -> Problem | None:
-    """What Lightning or torch refuses in the middle, with a remedy of ours; None: not known."""
+    """An error of Lightning or torch during training as a Problem with our remedy; None if the
+    error is unknown."""
     called, owner = (getattr(error, key, None) for key in ("name", "obj"))
     logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
     if logs and str(called).startswith("add_"):
@@ -138,12 +141,15 @@ def explained(error: BaseException) -> Problem | None:
     return None
 
 
-# ------------------------------------------------------------- what a class says of its optimizers
+# ------------------------------------------------------------ what a class shows of its optimizers
 
 
 def by_hand(model: Any) -> bool | None:
-    """Whether a module steps its optimizers itself. None: its class does not show it, since that
-    depends on arguments, is a property, or is set anywhere but at the top level of `__init__`."""
+    """Whether a module steps its optimizers itself (`automatic_optimization = False`).
+
+    None if its source does not show it: the switch depends on arguments, is a property, or is set
+    elsewhere than in the class body or at the top level of `__init__`.
+    """
     from lightning.pytorch import LightningModule
 
     if isinstance(model, LightningModule):
@@ -162,7 +168,7 @@ def by_hand(model: Any) -> bool | None:
         inits = [s for s in tree.body if getattr(s, "name", "") == "__init__"]
         lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
         sets = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
-        # What comes after Lightning's class may not be called.
+        # An `__init__` after Lightning's class in the MRO may not be called.
         if len(sets) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
             return sets[0].endswith("False")
         if _SWITCH in names:
@@ -171,8 +177,10 @@ def by_hand(model: Any) -> bool | None:
 
 
 def makes_several(model: Any) -> bool:
-    """Whether each `return` of a module's `configure_optimizers` shows more than one optimizer. Of
-    two names nobody knows: they may be optimizers and their schedules."""
+    """Whether each `return` of a module's `configure_optimizers` shows several optimizers.
+
+    Two plain names do not count: they may be the optimizers and their schedules.
+    """
     tree = _parsed(getattr(model, "configure_optimizers", None)) or ast.Pass()
     returned = []
     for node in ast.walk(tree):
@@ -188,7 +196,7 @@ def makes_several(model: Any) -> bool:
 
 
 def _parsed(thing: Any) -> Any:
-    """The node of a class or function; None where nobody has its source."""
+    """The syntax tree of a class or function; None if its source is not available."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):

@@ -1,8 +1,8 @@
 """Resolves a composed config value by value, so that one bad interpolation does not hide the rest.
 
 OmegaConf's own `resolve` stops at the first failure and prints values. Here each failure becomes a
-Problem, and it is remembered which values were interpolated: they may come from the environment and
-are never printed.
+Problem. Interpolated values are recorded: they may come from the environment, and are never
+printed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
 
 @dataclass
 class Resolved:
-    """A config as plain containers, once resolved and once as written."""
+    """A config as plain containers, both resolved and as written."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # what failed to resolve is None
+    values: dict[str, Any] = field(default_factory=dict)  # None where resolving failed
     written: dict[str, Any] = field(default_factory=dict)
     expressions: dict[Path, str] = field(default_factory=dict)  # the interpolations, as written
     problems: list[Problem] = field(default_factory=list)
 
     def section(self, name: str) -> dict[str, Any]:
-        """A top-level section; empty where it is absent or no mapping."""
+        """A top-level section; empty if it is absent or not a mapping."""
         value = self.values.get(name)
         return value if isinstance(value, dict) else {}
 
     def show(self, path: Path) -> str:
-        """Prints the value at `path`; an interpolation is printed as written, a secret not."""
+        """The value at `path` as text: an interpolation as written, a secret as `***`."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.expressions:
                 return self.expressions[path[:end]]
@@ -63,13 +63,14 @@ class Resolved:
         return text if len(text) <= 60 else f"{text[:57]}..."
 
     def variables(self) -> Iterator[tuple[Path, str, bool]]:
-        """Each environment variable that the config reads: where, its name, has it a default."""
+        """Each environment variable that the config reads: its path, its name, whether it has a
+        default."""
         for path, expression in self.expressions.items():
             for name, comma in _VARIABLE.findall(expression):
                 yield path, name, bool(comma)
 
     def hide_environment(self, text: str) -> str:
-        """Writes `${oc.env:X}` for the value of X, wherever a message repeats it."""
+        """Replaces the value of X by `${oc.env:X}` wherever a message repeats it."""
         for _, name, _ in self.variables():
             value = os.environ.get(name, "")
             if len(value) >= 4:  # shorter ones would garble the text and give nothing away
@@ -78,7 +79,7 @@ class Resolved:
         return text
 
 
-# What was resolved last: as written, with which environment, the answer.
+# The last call: the config as written, the environment, the result.
 _last: list[Any] = []
 
 
@@ -89,13 +90,13 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     if _last and _last[:2] == [written, {**os.environ}]:
-        return _last[2]  # the stages of validation ask one after the other
+        return _last[2]  # both stages of validation resolve the same config
     resolved = Resolved()
     resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
     deferred: dict[str, Problem] = {}
     for key in resolved.written:
         resolved.values[key] = _visit(config, key, (key,), resolved, deferred)
-    # A value that refers to a broken one fails with it: reported once, at the origin.
+    # A value that refers to a broken one fails too: only the broken one is reported.
     reported = " ".join(problem.what for problem in resolved.problems)
     resolved.problems += [item for name, item in deferred.items() if name not in reported]
     _last[:] = written, {**os.environ}, resolved
@@ -139,7 +140,7 @@ def _visit(
 
 
 def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> tuple[str, Problem]:
-    """The name that fails to resolve and the problem in our words: OmegaConf's repeat values."""
+    """The name that fails to resolve, and the problem. OmegaConf's own messages repeat values."""
     message = str(error)
     if match := re.search(r"Environment variable '(\w+)' not found", message):
         name = match[1]
@@ -157,10 +158,10 @@ def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> t
         what = f"reads the input {match[1]}, and {name} does not say where it is"
         return name, Problem(text, what, f"write +{name}=PATH")
     if isinstance(error, UnsupportedInterpolationType):
-        name = message.split("\n")[0].rpartition(" ")[2]  # what refers to it fails with it
+        name = message.split("\n")[0].rpartition(" ")[2]  # values that refer to it fail too
         remedy = written.replace("${env:", "${oc.env:")
         what = f"uses a resolver that is not known: {written}"
         return name, Problem(text, what, f"write {text}='{remedy}'" if remedy != written else "")
     if isinstance(error, RecursionError) or "ecursive" in message:
-        return "itself", Problem(text, f"refers to itself: {written}")  # one for all of a circle
+        return "itself", Problem(text, f"refers to itself: {written}")  # one per cycle
     return written, Problem(text, f"cannot be resolved: {written}")

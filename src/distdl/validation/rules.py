@@ -1,4 +1,4 @@
-"""Checks of stage 1 beyond the schema: size, batches, secrets, and what the far side will lack."""
+"""Stage 1 checks beyond the schema: size, batches, secrets, and what a remote job will lack."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from distdl.validation import lightning_1
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import nodes
 
-_LOCAL = "distdl.launchers.local"  # one machine: this one
+_LOCAL = "distdl.launchers.local"  # this machine only
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
 
-# What a tracker's logger imports once it is made, and which of our extras installs that.
+# The package that a tracker's logger imports when it is built, and our extra that installs it.
 PACKAGES = {
     "WandbLogger": ("wandb", "wandb"),
     "CometLogger": ("comet_ml", "comet"),
     "ClearMLLogger": ("clearml", "clearml"),
 }
-# Keys of launchers that look like secrets by their names, and name something instead.
+# Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
 
 
@@ -44,7 +44,7 @@ def _launcher(resolved: Resolved) -> str:
 
 
 def is_here(resolved: Resolved, local: bool | None) -> bool:
-    """Whether the workers run on this machine: `local` if that is known, else by the launcher."""
+    """Whether the workers run on this machine: `local` if it is known, else by the launcher."""
     return runs_here(_launcher(resolved)) if local is None else local
 
 
@@ -54,7 +54,7 @@ def runs_here(target: str) -> bool:
 
 
 def trainer(resolved: Resolved) -> Iterator[Problem]:
-    """Arguments of the Trainer that distdl fills itself, that are Lightning 1's, or nobody's."""
+    """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown."""
     takes = _trainer_takes()
     for key, value in resolved.section("trainer").items():
         path, strategy = f"trainer.{key}", words.strategy_for(str(value))
@@ -72,7 +72,7 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _trainer_takes() -> list[str]:
-    """The arguments of Lightning's Trainer as its source has them; importing it takes seconds."""
+    """The arguments of Lightning's Trainer, read from its source: importing it takes seconds."""
     package = importlib.util.find_spec("lightning")
     for folder in (package and package.submodule_search_locations) or ():
         source = Path(folder) / "pytorch/trainer/trainer.py"
@@ -83,7 +83,7 @@ def _trainer_takes() -> list[str]:
 
 
 def class_paths(resolved: Resolved) -> Iterator[Problem]:
-    """Nodes as LightningCLI writes them."""
+    """Nodes in the form of LightningCLI: `class_path` and `init_args`."""
     values = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
     for path, node in nodes(values, key="class_path"):
         if "init_args" in node or "_target_" not in node:
@@ -96,7 +96,7 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
 
 
 def names(resolved: Resolved) -> Iterator[Problem]:
-    """What becomes part of scripts and command lines: the runs' folder, and variables' names."""
+    """The text that goes into scripts and command lines: output_dir and names of variables."""
     output = resolved.values.get("output_dir")
     if isinstance(output, str) and (odd := unprintable(str(Path(output).absolute()))):
         what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
@@ -108,7 +108,7 @@ def names(resolved: Resolved) -> Iterator[Problem]:
 
 
 def unwritable(output: str) -> str:
-    """Why no folder can be made at a path; "" if one can."""
+    """Why a folder cannot be created at a path; "" if it can."""
     folder = Path(output.strip())
     if not output.strip():
         return "is empty (a variable that is not set?)"
@@ -124,7 +124,7 @@ def unwritable(output: str) -> str:
 
 
 def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
-    """Trackers whose package is not installed, where the workers run here."""
+    """Trackers whose package is not installed, if the workers run here."""
     for key, node in resolved.section("tracking").items() if here else ():
         target = str(node.get("_target_")) if isinstance(node, dict) else ""
         package, extra = PACKAGES.get(target.rpartition(".")[2], ("", ""))
@@ -135,7 +135,7 @@ def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
 
 
 def nothing(resolved: Resolved) -> Iterator[Problem]:
-    """A training of no batches."""
+    """A training without batches."""
     path, target = "trainer.limit_train_batches", resolved.section("task").get("_target_")
     if resolved.section("trainer").get("limit_train_batches") == 0 and target == configs.TRAIN:
         remedy = f"{path}=null: all; task=validate trains nothing"
@@ -143,9 +143,12 @@ def nothing(resolved: Resolved) -> Iterator[Problem]:
 
 
 def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
-    """Variables of a job elsewhere: those that it will not have, which would fail after an hour in
-    a queue, and secrets among the launcher's settings, which are resolved here and stand in the
-    request, and in scripts and consoles from there on."""
+    """Environment variables of a job on other machines.
+
+    A variable that the job will not have is reported, since the job would fail after an hour in a
+    queue. So is a secret in the launcher's settings: these are resolved here, and then appear in
+    the request, in scripts and in consoles.
+    """
     forwarded = strings(resolved.section("launcher").get("forward_env"))
     for path, name, has_default in resolved.variables() if not here else ():
         forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"
@@ -203,7 +206,7 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:
-    """Literal secrets: config.yaml is kept and shared, so it may name a secret, never hold it."""
+    """Literal secrets: config.yaml is kept and shared, so it may name a secret but not hold it."""
     values = dict(walk(resolved.values))
     for path, value in walk(resolved.written):
         if not isinstance(value, str):
@@ -217,13 +220,13 @@ def secrets(resolved: Resolved) -> Iterator[Problem]:
         if not reason:
             continue
         named = re.search(r"environment variable (\w+)$", reason)
-        # With its section before it, no key is a variable that a shell has: PATH, HOME, USER.
+        # The section in front keeps a key from being a shell's own variable: PATH, HOME, USER.
         suggested = "_".join(keys[-2:] if len(keys) > 1 else ["my", *keys])
         name = named[1] if named else re.sub(r"\W", "_", suggested).upper()
         text = redact(path_text(path))
         remedy = f"write {text}='${{oc.env:{name}}}' and export {name}"
         if path[:2] == ("launcher", "env"):
             remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
-        elif path[:2] == ("launcher", "inputs"):  # whose value would stand in the request
+        elif path[:2] == ("launcher", "inputs"):  # its value would appear in the request
             remedy = "give an address without it: azureml://datastores/NAME/paths/... keeps its own"
         yield Problem(text, reason, remedy)

@@ -1,7 +1,7 @@
 """What a class or function takes, and whether given arguments fit (see `validation.child`).
 
-False refusals are worse than misses here, since the worker's own error comes later anyway: where a
-signature cannot be known, everything is accepted.
+If a signature cannot be known, every argument is accepted: a false refusal is worse than a miss,
+which the worker reports later anyway.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from annotated_types import Ge, Gt
 from distdl.util.suggest import closest, respelt, written
 from distdl.validation import kinds
 
-# Classes that keep their **kwargs for another class than their base.
+# Classes that pass their **kwargs to another class than their base.
 VAR_KEYWORD_GOES_TO = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
     "lightning.pytorch.strategies.fsdp.FSDPStrategy": (
         "torch.distributed.fsdp.FullyShardedDataParallel"
     ),
 }
-# Arguments that such a class passes itself.
+# Arguments that such a class sets itself.
 _OWN = ("module", "device_ids", "process_group")
 UNIONS = (Union, types.UnionType)
 DTYPE, TENSOR = "a dtype of torch", "<class 'torch.Tensor'>"
@@ -42,13 +42,12 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a string"),
 }
 
-# The arguments of a callable by name, without `self`. `*args` and `**kwargs` are among them where
-# anything is taken.
+# The arguments of a callable by name, without `self`; `*args` and `**kwargs` are included.
 Parameters = dict[str, Parameter]
 
 
 def takes(called: Callable[..., Any]) -> Parameters | None:
-    """Reads a signature; None where Python cannot tell (some builtins)."""
+    """Reads a signature; None if Python has none (some builtins)."""
     try:
         parameters = _parameters(called)
     except (TypeError, ValueError):
@@ -57,19 +56,20 @@ def takes(called: Callable[..., Any]) -> Parameters | None:
 
 
 def takes_anything(parameters: Parameters, kind: Any = Parameter.VAR_KEYWORD) -> bool:
-    """Whether further arguments are taken, by keyword or by position."""
+    """Whether any further arguments are taken, by keyword or by position."""
     return any(parameter.kind is kind for parameter in parameters.values())
 
 
 def _parameters(called: Any) -> Parameters:
     signature = inspect.signature(called)
-    with suppress(Exception):  # an annotation may be a name that only a type checker can see
+    with suppress(Exception):  # an annotation may be a name that only a type checker knows
         signature = inspect.signature(called, eval_str=True)
     return {name: each for name, each in signature.parameters.items() if name != "self"}
 
 
 def _followed(cls: type, parameters: Parameters) -> Parameters:
-    """Follows **kwargs from a class to its bases; they are left in where they end anywhere else."""
+    """Replaces **kwargs by the arguments of the base classes that receive it. **kwargs stays if it
+    is passed anywhere else."""
     if not takes_anything(parameters):
         return parameters
     names = {n: p for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
@@ -94,7 +94,7 @@ def _followed(cls: type, parameters: Parameters) -> Parameters:
             module, _, name = elsewhere.rpartition(".")
             further = takes(getattr(importlib.import_module(module), name)) or parameters
             for name, parameter in further.items():
-                # torch's wrappers have no annotations; a switch is known by its default.
+                # torch's wrappers have no annotations; a default shows that one is a bool.
                 hint = bool if isinstance(parameter.default, bool) else parameter.empty
                 if name not in _OWN and parameter.kind is not parameter.VAR_KEYWORD:
                     optional = parameter.replace(default=None, annotation=hint)
@@ -106,7 +106,7 @@ def _followed(cls: type, parameters: Parameters) -> Parameters:
 
 
 def _passes_on(init: Any, keyword: str) -> bool:
-    """Whether an `__init__` hands its **kwargs untouched to `super().__init__`, nowhere else."""
+    """Whether an `__init__` passes its **kwargs unchanged to `super().__init__` only."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))
     except (OSError, TypeError, SyntaxError):
@@ -140,7 +140,7 @@ def bind(
         given: Keyword arguments.
         positional: How many arguments are passed by position.
         partial: Whether missing arguments come later (`_partial_: true`).
-        offered: Names that the builder passes if they are taken.
+        offered: Names that the builder passes if the target takes them.
 
     Yields:
         Name of the argument ("" for the node itself), what is wrong, the remedy. `{}` stands for
@@ -178,10 +178,10 @@ def _fits(value: Any, parameter: Parameter) -> bool:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Whether a plain value fits an annotation; anything but simple types is accepted.
+    """Whether a plain value fits an annotation. Only simple types are checked.
 
-    Simple are bool, int, float (an int fits), str, None, Literal and unions of those, and
-    Annotated[int, Ge(1)].
+    These are bool, int, float (an int fits), str, None, Literal, Annotated[int, Ge(1)], and unions
+    of those. A dtype must be one that torch has, and a string is not a tensor.
     """
     if isinstance(value, dict) and "_target_" in value:
         return True
@@ -202,19 +202,19 @@ def matches(value: Any, hint: Any) -> bool:
 
 
 def _dtype() -> Any:
-    torch: Any = sys.modules.get("torch")  # who names its types has imported it
+    torch: Any = sys.modules.get("torch")  # a signature with its types has imported it
     return torch and torch.dtype
 
 
 def dtype_named(value: Any) -> str | None:
-    """`torch.float32` for that and for `float32`; None for what names no dtype."""
+    """`torch.float32` for `torch.float32` and `float32`; None if it is not the name of a dtype."""
     name = value.removeprefix("torch.") if isinstance(value, str) else ""
     found = getattr(sys.modules.get("torch"), name, None)
     return f"torch.{name}" if found is not None and isinstance(found, _dtype()) else None
 
 
 def near_dtype(value: Any, expected: str) -> str:
-    """What a name may have meant that is no dtype's, where one is expected."""
+    """A suggestion for a value that is not a dtype, if a dtype is expected."""
     if DTYPE not in expected:
         return ""
     torch: Any = sys.modules["torch"]
@@ -225,18 +225,19 @@ def near_dtype(value: Any, expected: str) -> str:
 
 
 def _takes_dtype(parameter: Parameter) -> bool:
-    """Whether an argument is a dtype: by its annotation, or by its default where it has none."""
+    """Whether an argument is a dtype, by its annotation, or by its default if it has none."""
     hint, default, name = parameter.annotation, parameter.default, parameter.name
     members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
-    if hint is Parameter.empty:  # as of torch's own layers
+    if hint is Parameter.empty:  # as in torch's own layers
         return isinstance(default, _dtype()) or (name.endswith("dtype") and default is None)
-    if isinstance(hint, str):  # a name beside it is one that only a type checker sees
+    if isinstance(hint, str):  # it holds a name that only a type checker knows
         return "torch.dtype" in hint and "str" not in hint
     return _dtype() in members and str not in members
 
 
 def with_dtypes(node: Any) -> Any:
-    """A plain node in which what names a dtype is one, where one is asked for."""
+    """A plain node in which names of dtypes are replaced by nodes that give the dtype, for the
+    arguments that take one."""
     if isinstance(node, list):
         return [with_dtypes(item) for item in node]
     if not isinstance(node, dict):

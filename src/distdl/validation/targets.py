@@ -1,9 +1,9 @@
 """Which classes and functions a config may name by `_target_`, decided without importing any.
 
-A config travels (mail, a shared folder, MLflow) and `_target_` calls what it names. So there are
-two gates. Here, by name: only what lies in known packages may be imported at all. Then by kind
-(`validation.kinds`), on what the name really leads to: a callback must be a Callback, an optimizer
-an Optimizer. A `Trust` says whose code may be more than that.
+A config may come from somebody else (mail, a shared folder, MLflow), and `_target_` calls what it
+names. So there are two checks. This module checks the name: only members of known packages may be
+imported at all. `validation.kinds` then checks the imported object: a callback must be a Callback,
+an optimizer an Optimizer. A `Trust` says whose code is exempt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distdl.util.suggest import closest
 ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
 # Single names outside those packages that many configs need and that can do no harm.
 HARMLESS = ("datetime.timedelta", "argparse.Namespace")
-# Sections whose target is imported by the command line itself, and where it then must lie.
+# Sections whose target the command line itself imports, and the package that it must be in.
 WITHIN = {"launcher": "distdl.launchers", "task": "distdl.tasks"}
 # The sections whose nodes are instantiated.
 BUILT = (*COMPONENTS, *COLLECTIONS, "trainer")
@@ -31,10 +31,10 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose code may be imported whatever it is, besides the kinds that every config may name.
+    """Whose code may be imported without restriction.
 
     Args:
-        folders: Of the user's own code, in the order in which they are searched.
+        folders: The folders of the user's own code, in search order.
         allow: Dotted prefixes, from `project.allow`.
     """
 
@@ -42,24 +42,24 @@ class Trust:
     allow: tuple[str, ...] = ()
 
     def covers(self, target: str) -> bool:
-        """Whether a dotted name is one of trusted code."""
+        """Whether a dotted name belongs to trusted code."""
         return under(target, self.allow) or lies_in(target, self.folders)
 
 
 def nodes(values: Any, key: str = "_target_") -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every mapping with a `_target_`, at any depth, also inside lists, outermost first."""
+    """Every mapping with a `_target_`, at any depth and inside lists too, outermost first."""
     return ((path, node) for path, node in walk(values) if isinstance(node, dict) and key in node)
 
 
 def under(name: str, prefixes: Sequence[str]) -> bool:
-    """Whether a dotted name is one of `prefixes` or lies below one."""
+    """Whether a dotted name is one of `prefixes` or is below one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def lies_in(target: str, folders: Sequence[str]) -> bool:
-    """Whether a dotted name is that of a module or package in one of the folders.
+    """Whether a dotted name is in a module or package of one of the folders.
 
-    A name of the standard library is never the user's, nor is distdl's: Python has imported them.
+    Names of the standard library and of distdl never are: Python has imported those already.
     """
     parts = target.split(".")
     if parts[0] in sys.stdlib_module_names or parts[0] == "distdl":
@@ -68,7 +68,7 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
     return any(
         (FilePath(folder) / file).is_file()
         for folder in folders
-        for name in names  # of a package without an __init__.py, a module deep inside says it
+        for name in names  # a package without an __init__.py is known by a module inside it
         for file in (f"{name}.py", f"{name}/__init__.py")
     )
 
@@ -79,7 +79,7 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
     Args:
         target: The value of `_target_`.
         trust: Whose code may be imported besides.
-        path: Of the node, whose section may ask for more.
+        path: The node's path; its section may have further rules.
     """
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
@@ -91,7 +91,7 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
     if package not in ALLOWED:
         what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
         if package in sys.stdlib_module_names:
-            return what, ""  # hardly ever meant, and never advised
+            return what, ""  # hardly ever intended, so never suggested
         homes = [home for folder in trust.folders for home in FilePath(folder).glob("*")]
         own = [home.stem for home in homes if home.suffix == ".py" or any(home.glob("*.py"))]
         if near := closest(package, own):
@@ -111,8 +111,8 @@ def advice(target: str) -> str:
 
 
 def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
-    """The refused `_target_`s of a config, and strings that Hydra would resolve a second time: it
-    might then find a `_target_` in them."""
+    """The refused `_target_`s of a config, and strings that still hold an interpolation: Hydra
+    would resolve them again, and might then find a `_target_`."""
     problems = []
     for path, node in nodes(values):
         if refused := problem_of(node["_target_"], trust, path):

@@ -1,8 +1,8 @@
-"""Finds what is wrong with a run before anything starts: all that a stage finds in one go.
+"""Finds what is wrong with a run before anything starts; each stage reports all it finds at once.
 
 Stage 1 (`problems_of`) looks at the config alone and imports neither torch nor Lightning. Stage 2
-(`check_bindings`) imports every `_target_` and binds its arguments, in a child process, since that
-import takes seconds, may run the user's code and may fail in any way.
+(`check_bindings`) imports every `_target_` and binds its arguments. It uses a child process, since
+these imports take seconds, may run the user's code and may fail in any way.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def problems_of(
 
     Args:
         config: As composed, with unknown keys still in it.
-        topology: The resolved size of the run; None leaves out the checks that need it.
+        topology: The resolved size of the run; None skips the checks that need it.
         local: Whether the workers run on this machine; None reads it from the launcher.
         project_root: Folder of the user's code; None means `project.root`.
 
@@ -72,7 +72,7 @@ def problems_of(
         *rules.topology(resolved, topology, here),
         *rules.secrets(resolved),
     ]
-    # What did not resolve is None by now and must not be reported a second time.
+    # A value that did not resolve is None now, and must not be reported a second time.
     broken = [*resolved.problems, *rules.class_paths(resolved)]
     problems = [p for p in problems if not any(lies_below(p.path, top.path) for top in broken)]
     return _tidy([*problems, *broken, *rules.environment(resolved, here)], resolved)
@@ -93,7 +93,7 @@ def refuse(
         further: The caller's own problems, reported where stage 1 finds nothing at their path.
 
     Raises:
-        Unchecked: with all problems. Whoever repairs a typo need not wait for torch.
+        Unchecked: with all problems, so that a typo is reported without waiting for torch.
     """
     problems = problems_of(config, topology=topology, local=local, project_root=project_root)
     paths = {problem.path for problem in problems}
@@ -113,13 +113,13 @@ def check_bindings(
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
     Args:
-        config, local, project_root: As in `problems_of`, which has found nothing.
-        size: The size of the run; None where only the launcher knows it.
-        goes_on: This process becomes the worker afterwards: all is imported here, and only once.
+        config, local, project_root: As in `problems_of`, which must have found nothing.
+        size: The size of the run; None if only the launcher knows it.
+        goes_on: This process becomes the worker afterwards, so everything is imported here, once.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
-        True or False for a model that is a class, and None where it is a function or could not be
+        True or False if the model is a class, and None if it is a function or could not be
         imported.
     """
     resolved = resolve(config)
@@ -149,10 +149,10 @@ def validate(
     local: bool | None = None,
     project_root: str | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Both stages, the second if the first finds nothing; notes and facts of `check_bindings`.
+    """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`).
 
     Raises:
-        UserError: with all problems of the stage that finds any.
+        UserError: with all problems of the first stage that finds any.
     """
     refuse(config, size, local=local, project_root=project_root)
     problems, notes, facts = check_bindings(config, size, project_root, local=local)
@@ -162,7 +162,7 @@ def validate(
 
 
 def _tidy(problems: Sequence[Problem], resolved: Resolved | None = None) -> list[Problem]:
-    """Each once, sorted by path, and without values of the environment."""
+    """Each problem once, sorted by path, without values from the environment."""
     hide = (resolved or Resolved()).hide_environment
     safe = (Problem(each.path, hide(each.what), hide(each.remedy)) for each in problems)
     return sorted(dict.fromkeys(safe), key=lambda problem: problem.path)
@@ -175,7 +175,7 @@ def _trust(resolved: Resolved, project_root: str | None) -> Trust:
 
 
 def _known(resolved: Resolved) -> list[str]:
-    """Paths that exist, to suggest: the schema's and those of the chosen components."""
+    """Existing paths to suggest: those of the schema and of the chosen components."""
     sections = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
     inside = (path for top, node in nodes(sections) for path, _ in walk(node, top))
     own = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
@@ -183,15 +183,15 @@ def _known(resolved: Resolved) -> list[str]:
 
 
 def _ask_here(request: str) -> dict[str, Any]:
-    with uncollected(), logged_later(), contextlib.chdir("."):  # an import may go elsewhere
+    with uncollected(), logged_later(), contextlib.chdir("."):  # an import may change the folder
         from distdl.validation.child import answered
 
         return answered(json.loads(request))
 
 
 def _ask_child(request: str) -> dict[str, Any]:
-    """Runs `distdl.validation.child`; that it hangs or crashes is a problem like any other."""
-    # -P: the current folder may hold anything; the request names the user's own folders.
+    """Runs `distdl.validation.child`. If it hangs or crashes, that is returned as a problem."""
+    # -P: do not import from the current folder; the request names the user's own folders.
     command = [sys.executable, "-P", "-m", "distdl.validation.child", str(os.getpid())]
     try:
         child = subprocess.run(
