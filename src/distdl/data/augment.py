@@ -1,4 +1,4 @@
-"""What a training image goes through after the crop (`data.augment`), as uint8."""
+"""Augmentation of a training image after the crop (`data.augment`), as uint8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
 
-# What a mapping under each key may hold, with its defaults; an empty one: a plain value.
+# Allowed keys of the mapping under each key, with their defaults; empty: it takes a plain value.
 KEYS: dict[str, dict[str, Any]] = {
     "horizontal_flip": {},
     "rand_augment": {"ops": 2, "magnitude": 9},
@@ -23,31 +23,31 @@ KEYS: dict[str, dict[str, Any]] = {
     "random_erasing": {"p": 0.25, "fill": "mean"},
 }
 FILLS = ("mean", "noise")
-# The share of the image that is erased, and its height to width: torchvision's and timm's defaults.
+# Share of the image that is erased, and its height / width: torchvision's and timm's defaults.
 ERASED, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 
 
 class Augment:
-    """`data.augment`: a mapping, every key of which may be left out or null (off).
+    """`data.augment`: a mapping. Every key may be left out or null (off).
 
-    - horizontal_flip: its probability (default 0.5, also with no mapping at all).
+    - horizontal_flip: its probability (default 0.5, also without a mapping).
     - rand_augment: {ops: 2, magnitude: 9}, torchvision's (Cubuk et al. 2019, arXiv 1909.13719).
     - trivial_augment: true, torchvision's TrivialAugmentWide (Mueller and Hutter 2021,
       arXiv 2103.10158).
     - color_jitter: {brightness, contrast, saturation, hue}, as torchvision's ColorJitter.
     - random_erasing: {p: 0.25, fill: mean or noise} (Zhong et al. 2017, arXiv 1708.04896). "mean"
       is torchvision's: 0 after normalisation, here to within half a step of 255. "noise" is timm's
-      `--remode pixel`: normal in each pixel, cut off at black and white.
+      `--remode pixel`: normally distributed per pixel, clamped to black and white.
 
-    Applied in that order: torchvision's references and timm's. Ops work on PIL images, which take
-    a third of the time that the same ops take on tensors.
+    They are applied in that order, as in torchvision's references and timm. The ops run on PIL
+    images, which takes a third of the time that they take on tensors.
 
     Args:
         config: The mapping.
-        mean, std: What the device will normalise by, for values from 0 to 1.
+        mean, std: Constants that the device normalises by, for values from 0 to 1.
 
     Raises:
-        UserError: When `check` finds a problem.
+        UserError: If `check` finds a problem.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Augment:
             yield Problem("augment", what, "data.augment.trivial_augment=null")
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """uint8 [3, S, S] to the same, all but the flip, which TrainView does with the crop."""
+        """uint8 [3, S, S] to the same: everything except the flip, which is part of the crop."""
         if self.ops:
             image = _through_pil(image, self.ops)
         if self.erasing and random.random() < self.erasing["p"]:
@@ -106,7 +106,7 @@ class Augment:
 
     def _erased(self, image: torch.Tensor) -> torch.Tensor:
         height, width = image.shape[-2:]
-        for _ in range(10):  # as torchvision's RandomErasing.get_params
+        for _ in range(10):  # like torchvision's RandomErasing.get_params
             area = height * width * random.uniform(*ERASED)
             ratio = math.exp(random.uniform(*map(math.log, ERASED_RATIO)))
             h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
@@ -124,18 +124,18 @@ class Augment:
 
 
 def _example(key: str) -> str:
-    """A value of that key, as it is written on the command line."""
+    """An example value of that key, as on the command line."""
     plain = {"horizontal_flip": "0.5", "trivial_augment": "true"}
     inner = ", ".join(f"{k}: {v}" for k, v in KEYS[key].items())
     return plain.get(key) or f"{{{inner}}}"
 
 
 def _ops(config: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
-    """torchvision's, on PIL images."""
+    """torchvision's ops, for PIL images."""
     wanted = ("rand_augment", "trivial_augment", "color_jitter")
     if not any(config.get(key) for key in wanted):
         return []
-    # Imported here, since it takes a second that runs without it need not wait.
+    # Imported here, since it takes a second that other runs need not wait.
     from torchvision.transforms import v2
 
     ops: list[Callable[[Any], Any]] = []
@@ -161,7 +161,7 @@ def _through_pil(image: torch.Tensor, ops: Sequence[Callable[[Any], Any]]) -> to
 def _wrong_values(
     path: str, defaults: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterable[Problem]:
-    # Magnitudes are torchvision's 31 bins; more hue than 0.5 goes round twice.
+    # torchvision has 31 magnitude bins, and allows a hue of at most 0.5.
     most = {"magnitude": 30, "hue": 0.5, "p": 1, "ops": 14}
     for key, value in values.items():
         where, default = f"{path}.{key}", defaults.get(key)

@@ -1,4 +1,4 @@
-"""How an image becomes a square: decided from its size, applied where its pixels are."""
+"""Square crops: chosen from the size of an image, applied on the device of its pixels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 
 class Crop(NamedTuple):
-    """Cut out, resize, keep the centre, flip: all in pixels.
+    """Cuts out a box, resizes it, keeps its centre, and flips it. All sizes are in pixels.
 
     Args:
-        top, left, height, width: What is cut out of the image.
-        to_height, to_width: What that is resized to.
-        size: Side of the centre that is kept of that.
-        flip: Left becomes right.
+        top, left, height, width: The box.
+        to_height, to_width: Its size after resizing.
+        size: Side of the centre square that is kept.
+        flip: Mirror horizontally.
     """
 
     top: int
@@ -33,12 +33,12 @@ class Crop(NamedTuple):
     def apply(self, image: torch.Tensor) -> torch.Tensor:
         """uint8 [3, H, W] to uint8 [3, S, S], on the device of `image`: bilinear with antialias."""
         cut = image[:, self.top : self.top + self.height, self.left : self.left + self.width]
-        # The CPU's kernel for uint8 wants whole pixels in a row; planes take it four times as long.
+        # The CPU's uint8 kernel is four times as fast on channels_last as on planes.
         batch = cut[None].contiguous(memory_format=torch.channels_last)
         to = (self.to_height, self.to_width)
         if batch.device.type == "cpu":
             square = F.interpolate(batch, to, mode="bilinear", antialias=True)[0]
-        else:  # GPUs have no such kernel for whole numbers
+        else:  # GPUs have no such kernel for integers
             floats = F.interpolate(batch.float(), to, mode="bilinear", antialias=True)[0]
             square = floats.round_().clamp_(0, 255).to(torch.uint8)
         if to != (self.size, self.size):
@@ -50,9 +50,9 @@ class Crop(NamedTuple):
 def random_crop(
     height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a crop, drawn as torchvision's RandomResizedCrop draws it.
+    """(top, left, height, width) of a crop, drawn like torchvision's RandomResizedCrop.
 
-    With Python's `random`: torch's one-element tensors would take 40 us more for each image.
+    It uses Python's `random`, since torch's one-element tensors take 40 us more per image.
     """
     for _ in range(10):
         area = height * width * random.uniform(*scale)
@@ -60,7 +60,7 @@ def random_crop(
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             return random.randint(0, height - h), random.randint(0, width - w), h, w
-    # Nothing fits: the largest centre whose ratio is allowed.
+    # Nothing fits: take the largest central box with an allowed ratio.
     w, h = width, height
     if width / height < ratio[0]:
         h = round(width / ratio[0])

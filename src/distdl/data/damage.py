@@ -1,4 +1,4 @@
-"""Images that cannot be decoded: reported once, by name; counted; or the end of the run."""
+"""Reports each image that cannot be decoded once, and counts them; or ends the run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OnDamaged = Literal["skip", "error"]
 class Damage:
     """Damaged images of this rank.
 
-    Workers only mark damage in a sample. The main process reports it here, so that a run ends
-    without a worker's traceback.
+    Workers only mark damage in a sample. The main process reports it here, so that the error has
+    no worker's traceback.
 
     Args:
         on_damaged: "skip": another image replaces it; "error": the run ends.
@@ -30,13 +30,14 @@ class Damage:
         self._known: set[str] = set()
 
     def note(self, damaged: Sequence[str], file: Path | None) -> None:
-        """Takes a batch's "damaged": one text per sample, "" where there is nothing to say.
+        """Reports a batch's "damaged" field.
 
         Args:
-            file: Names are added to it, one a line, each once over all attempts of a run.
+            damaged: One text per sample, "" for an intact one.
+            file: Each text is appended to it as a line, once over all attempts of a run.
 
         Raises:
-            UserError: On the first one, with on_damaged "error".
+            UserError: For the first damaged image, with on_damaged="error".
         """
         messages = [text for text in damaged if text]
         if messages and self.on_damaged == "error":
@@ -64,5 +65,5 @@ def _add_line(file: Path, text: str) -> None:
             lines.seek(0)
             if line not in lines:
                 lines.write(line)
-    except OSError as error:  # a list is no reason to lose a run
+    except OSError as error:  # a failed write must not end the run
         log.warning("%s: %s", file, error)

@@ -1,7 +1,7 @@
-"""Encoded images to pixels: fast decoders, and PIL, which they are all measured against.
+"""Decoders of images: fast ones, and PIL as the reference.
 
-All give PIL's pixels: what a fast decoder cannot do as PIL does (CMYK, PNG, WebP, a file with an
-error in it) PIL does. EXIF orientation is ignored, as in torchvision's ImageFolder.
+Files that a fast decoder cannot decode like PIL (CMYK, PNG, WebP, files with errors) are decoded by
+PIL. EXIF orientation is ignored, as in torchvision's ImageFolder.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DECODERS = ("auto", *CPU_DECODERS, "nvjpeg")
 
 
 def decoder(name: str = "auto") -> Decoder:
-    """A function from a file's bytes to its pixels, uint8 [3, H, W], red, green, blue.
+    """A function from a file's bytes to RGB pixels, uint8 [3, H, W].
 
-    Its memory layout is channels_last (rows of whole pixels), which resizing on the CPU and
-    convolutions on the GPU both want. It can be pickled, and raises `DamagedImage` for what is no
-    image or ends too early: never a picture with a grey bottom.
+    The memory layout is channels_last, which suits resizing on the CPU and convolutions on the GPU.
+    The function can be pickled. It raises `DamagedImage` if the bytes are not an image or are
+    truncated: it never returns an image with a grey bottom.
 
     Args:
         name: "simplejpeg" (libjpeg-turbo), "torchcodec", "pil"; "auto": the first of the three
@@ -37,7 +37,7 @@ def decoder(name: str = "auto") -> Decoder:
 
     Raises:
         ImportError: The package of that name is missing, or does not load.
-        ValueError: No such decoder.
+        ValueError: There is no such decoder.
     """
     if name == "auto":
         name = next(known for known in CPU_DECODERS if works(known))
@@ -63,25 +63,25 @@ def works(name: str) -> bool:
 
 
 def decode_pil(data: bytes) -> torch.Tensor:
-    """The reference."""
+    """Decodes with PIL, the reference."""
     return torch.from_numpy(np.array(load_image(data, "RGB"))).permute(2, 0, 1)
 
 
 def decode_simplejpeg(data: bytes) -> torch.Tensor:
-    """libjpeg-turbo by https://gitlab.com/jfolz/simplejpeg."""
+    """Decodes with libjpeg-turbo, through https://gitlab.com/jfolz/simplejpeg."""
     import simplejpeg
 
     if not is_plain(jpeg_header(data)):
         return decode_pil(data)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:  # also for errors that PIL corrects: it decides
+    except ValueError:  # PIL decides, since it corrects some errors
         return decode_pil(data)
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def decode_torchcodec(data: bytes) -> torch.Tensor:
-    """libjpeg-turbo by https://github.com/meta-pytorch/torchcodec."""
+    """Decodes with libjpeg-turbo, through https://github.com/meta-pytorch/torchcodec."""
     from torchcodec.decoders import decode_jpeg
 
     if not is_plain(jpeg_header(data)):
@@ -90,12 +90,12 @@ def decode_torchcodec(data: bytes) -> torch.Tensor:
         pixels = decode_jpeg(torch.frombuffer(without_exif(data), dtype=torch.uint8), mode="RGB")
     except RuntimeError:
         return decode_pil(data)
-    assert isinstance(pixels, torch.Tensor)  # a list for a list
+    assert isinstance(pixels, torch.Tensor)  # it returns a list only for a list
     return pixels
 
 
 def without_exif(data: bytes) -> bytearray:
-    """A copy in which torchcodec finds no EXIF, by which it would turn the image."""
+    """A copy in which torchcodec finds no EXIF, since it would rotate the image by that."""
     copy = bytearray(data)
     exif = copy.find(b"Exif\0\0", 0, 1 << 16)
     if exif >= 4 and copy[exif - 4 : exif - 2] == b"\xff\xe1":
@@ -112,12 +112,12 @@ class Header(NamedTuple):
 
 
 def is_plain(header: Header | None) -> bool:
-    """Whether it is of a JPEG in grey or in colours: the rest is PIL's."""
+    """Whether a file is a JPEG in grey or in colour; PIL decodes all others."""
     return header is not None and header.components in (1, 3)
 
 
 def jpeg_header(data: bytes) -> Header | None:
-    """Size and components of a JPEG, without decoding it; None: it is none, or is broken.
+    """Size and components of a JPEG, without decoding it; None: it is not a JPEG, or is broken.
 
     Segments: ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
     """

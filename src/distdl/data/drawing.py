@@ -1,4 +1,4 @@
-"""The order of a user's own sampler: the same on every rank, and again after a resume."""
+"""The order of a custom sampler: the same on every rank and after a resume."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from torch.utils.data import (
 
 from distdl.util.seeds import stable_seed
 
-# What they draw depends on their generator alone, not on how often they were asked.
+# Their draws depend only on their generator, not on how often they were iterated.
 _FORGETFUL = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Drawn:
-    """What a sampler (or a batch sampler) gives in an epoch, as `TrainBatches` asks for it.
+    """Draws an epoch's order from a sampler or a batch sampler, for `TrainBatches`.
 
-    Before it is asked, every generator that it may use is seeded by (seed, epoch): Python's,
-    NumPy's and torch's own, and those that it holds. `set_epoch` is called where there is one; a
-    sampler that counts its epochs itself is asked for the earlier ones first, after a resume too.
+    Before each draw, it seeds every generator that the sampler may use by (seed, epoch): the global
+    ones of Python, NumPy and torch, and those in the sampler's attributes. It calls `set_epoch` if
+    the sampler has that method. Otherwise the sampler may count epochs itself, so after a resume
+    the earlier epochs are drawn first.
 
     Args:
         sampler: With `__iter__` and `__len__`; does not depend on the rank.
-        always_first: Every epoch is like the first, as overfitting wants it.
+        always_first: Every epoch has the order of the first one, for `overfit_batches`.
     """
 
     def __init__(self, sampler: Iterable[Any], always_first: bool = False) -> None:
@@ -43,7 +44,7 @@ class Drawn:
         self._epoch, self._order = -1, np.arange(0)
 
     def order(self, seed: int, epoch: int) -> np.ndarray[Any, Any]:
-        """All of an epoch: int64 [N], or objects [N] where they are no whole numbers."""
+        """The order of an epoch: int64 [N], or objects [N] if the items are not integers."""
         epoch = 0 if self.always_first else epoch
         if epoch != self._epoch:
             counts = not hasattr(self.sampler, "set_epoch") and not _is_forgetful(self.sampler)
@@ -69,14 +70,14 @@ class Drawn:
         if all(isinstance(item, int) for item in items):
             return np.array(items, dtype=np.int64)
         order = np.empty(len(items), dtype=object)
-        for place, item in enumerate(items):  # not at once: NumPy would make a table of lists
+        for place, item in enumerate(items):  # one by one: NumPy would make a 2-D array of lists
             order[place] = item
         return order
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators continue as if nothing had been drawn."""
+    """Restores the states of Python's, NumPy's and torch's CPU generators after the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -95,8 +96,10 @@ def seed_all(value: int) -> None:
 
 
 def shards_itself(loader: Any) -> bool:
-    """Whether a loader's sampler gives this rank its own part: torch's DistributedSampler, or one
-    that holds `num_replicas` and `rank` as that does."""
+    """Whether a loader's sampler already gives each rank its own part.
+
+    That is torch's DistributedSampler, or any sampler with `num_replicas` and `rank`.
+    """
     samplers = [*_within(getattr(loader, "batch_sampler", None)), *_within(loader.sampler)]
     return any(
         isinstance(sampler, DistributedSampler)
@@ -106,7 +109,7 @@ def shards_itself(loader: Any) -> bool:
 
 
 def _within(sampler: Any) -> Iterator[Any]:
-    """A sampler and those that it draws from."""
+    """A sampler and the samplers inside it."""
     if not hasattr(sampler, "__dict__"):
         return
     yield sampler
@@ -134,10 +137,10 @@ def _reseed(held: Any, value: int) -> None:
 
 
 def _plain(item: Any) -> Any:
-    """A whole number as Python's, of a batch too; anything else as it is."""
+    """Converts an integer, or each integer in a list, to Python's int; keeps anything else."""
     if isinstance(item, list):
         return [_plain(each) for each in item]
     try:
         return operator.index(item)
-    except (TypeError, RuntimeError, ValueError):  # torch: a tensor of several numbers
+    except (TypeError, RuntimeError, ValueError):  # torch's, for a tensor of several numbers
         return item

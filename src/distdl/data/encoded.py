@@ -1,4 +1,4 @@
-"""Data sets of encoded images: a subclass reads; decoding and damage are handled here."""
+"""Base of data sets of encoded images: handles decoding and damage; a subclass reads."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from distdl.data.views import View
 from distdl.datasets.image_files import DamagedImage
 from distdl.util.errors import UserError
 
-# So many damaged images one after the other are no accident of the images.
+# So many damaged images in a row point to another cause than the images.
 MOST_IN_A_ROW = 20
 
 
 class EncodedImages(Dataset[dict[str, Any]]):
-    """Images as files' bytes, seen through a view.
+    """Encoded images, decoded and cropped by a view.
 
-    A subclass defines `__len__`, `read`, `label`, `name`, and may fix a copy in `repair`. A sample
-    is what the view gives ("image": uint8 [3, S, S]) with "label" (int), "weight" (float32) and
-    "damaged" (text).
+    A subclass defines `__len__`, `read`, `label` and `name`, and may fix a damaged copy in
+    `repair`. A sample has the view's fields ("image": uint8 [3, S, S]), "label" (int), "weight"
+    (float32) and "damaged" (str).
 
-    A damaged image is replaced by the next intact one, so that batches stay equal on all
-    ranks: "weight" is then 0, which validation does not count (training trains on it), and
-    "damaged" says which and why. `distdl.data.images.ImageData` reports or refuses it.
+    A damaged image is replaced by the next intact one, so that batches have the same size on all
+    ranks. Its "weight" is then 0: validation ignores the row, training uses it. "damaged" then says
+    which image is damaged and why. `distdl.data.images.ImageData` reports or refuses it.
 
     Args:
-        view: `distdl.data.views`.
+        view: See `distdl.data.views`.
     """
 
     def __init__(self, view: View) -> None:
@@ -41,25 +41,30 @@ class EncodedImages(Dataset[dict[str, Any]]):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The encoded image. DamagedImage: this one cannot be had; OSError ends the run."""
+        """The encoded image.
+
+        Raises:
+            DamagedImage: Only this image is unreadable; it is replaced.
+            OSError: Ends the run.
+        """
 
     @abstractmethod
     def label(self, index: int) -> int:
-        """Its class."""
+        """Its class index."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What a person finds it by: a path, or shard and member."""
+        """Where a user can find the image: a path, or shard and member."""
 
     def repair(self, index: int) -> bool:
-        """Called once for an image that cannot be decoded; True: read again, it may be intact."""
+        """Called once for an image that cannot be decoded; True: read it again."""
         return False
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.at_epoch(index, 0)
 
     def at_epoch(self, index: int, epoch: int) -> dict[str, Any]:
-        """The sample as that epoch sees it: image sizes may grow (`data.resize`).
+        """The sample in an epoch: the image size may depend on it (`data.resize`).
 
         Raises:
             UserError: Too many damaged images in a row.
@@ -73,7 +78,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
                 damaged.append(f"{self.name(place)}: {error}")
                 continue
             weight = np.float32(not damaged)
-            # Only its own damage: the neighbours report theirs.
+            # Report only the first: the other damaged images report themselves.
             return {
                 **seen,
                 "label": self.label(place),
@@ -94,8 +99,8 @@ class EncodedImages(Dataset[dict[str, Any]]):
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch whose "image" is uint8 [B, 3, S, S], channels_last as the samples are.
 
-        default_collate alone would turn each image's memory over into planes, and the device back.
-        What the GPU is to decode becomes an `distdl.data.nvjpeg.EncodedBatch`.
+        default_collate alone would copy each image to a planar layout, and the device would convert
+        it back. Images for the GPU decoder become a `distdl.data.nvjpeg.EncodedBatch`.
         """
         rest = [{k: v for k, v in s.items() if k not in ("image", "crop")} for s in samples]
         batch: dict[str, Any] = default_collate(rest)

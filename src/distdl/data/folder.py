@@ -1,4 +1,4 @@
-"""Photographs in folders, one folder per class."""
+"""Images in class folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distdl.util.errors import Problem, UserError
 
 
 def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
-    """What is wrong with `root/train/<class>/` and `root/val/<class>/`; relative to the data node.
+    """Problems of `root/train/<class>/` and `root/val/<class>/`; paths relative to the data node.
 
     Args:
         num_classes: How many class folders there should be; None: any number.
@@ -48,19 +48,19 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
 
 
 class FolderImages(EncodedImages):
-    """The images of one folder of class folders; `distdl.data.encoded` says what a sample is.
+    """The images in the class folders of a split; see `EncodedImages` for the samples.
 
-    Paths are kept in one array and not in a list of strings: each worker process would copy a list
-    of a million strings bit by bit, since counting references writes to their memory.
+    Paths are in one array and not in a list of strings: reference counting writes to the strings'
+    memory, so each worker process would gradually copy a list of a million strings.
 
     Args:
-        folder: Of the split. Images may also lie in folders inside a class's, as for torchvision's
-            ImageFolder; whatever links lead to such a folder, it counts once.
-        view: `distdl.data.views`.
+        folder: Of the split. Subfolders of a class count, too, as in torchvision's ImageFolder. A
+            folder that several links lead to counts once.
+        view: See `distdl.data.views`.
         folders: Shared with the other split.
 
     Raises:
-        UserError: A class folder holds no image, or a folder is of two classes.
+        UserError: A class folder has no image, or a folder belongs to two classes.
         OSError: A folder cannot be read.
     """
 
@@ -86,7 +86,7 @@ class FolderImages(EncodedImages):
 
     @property
     def key(self) -> str:
-        """A sha256 of the images' names and labels."""
+        """The sha256 of the images' names and labels."""
         listing = hashlib.sha256(str(self.classes).encode(errors="surrogateescape"))
         for array in (self._paths, self._labels):
             listing.update(array.data)
@@ -101,7 +101,7 @@ class FolderImages(EncodedImages):
     def read(self, index: int) -> bytes:
         try:
             return self.path(index).read_bytes()
-        except OSError as error:  # a dangling link, no right to read: of this file alone
+        except OSError as error:  # this file's own: a dangling link, no read permission
             raise DamagedImage(f"cannot be read: {error.strerror}") from error
 
     def label(self, index: int) -> int:

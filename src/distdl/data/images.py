@@ -1,4 +1,4 @@
-"""What image data modules share: uint8 over the bus, normalised on the device."""
+"""Base of the image data modules: copies uint8 to the device, and normalises there."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 
 
 def default_workers() -> int:
-    """As many as this rank's share of the CPU cores bears (`resources.loader_workers`)."""
+    """The number of workers for this rank's share of the cores (`resources.loader_workers`)."""
     return loader_workers(cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class ImageData(LightningDataModule):
     """Base of our image data modules.
 
-    A batch on the host holds "image" uint8 [B, 3, H, W] and "label" int64 [B]; "index" int64 [B]
-    and "weight" float32 [B] are added by `distdl.data.loading.distribute`. On the device "image"
-    becomes float, normalised, channels_last, in the precision of the run.
+    A batch on the host has "image" uint8 [B, 3, H, W] and "label" int64 [B].
+    `distdl.data.loading.distribute` adds "index" int64 [B] and "weight" float32 [B]. On the device
+    "image" becomes float, normalised, channels_last, in the precision of the run.
 
     Args:
         batch_size: Images per device.
@@ -36,13 +36,13 @@ class ImageData(LightningDataModule):
             one or two for the training.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
-        on_damaged: What an image that cannot be decoded means: "skip" reports it and puts another
-            one into its place, "error" ends the run (in on_before_batch_transfer).
+        on_damaged: For an image that cannot be decoded: "skip" reports it and replaces it with
+            another one, "error" ends the run (in on_before_batch_transfer).
     """
 
     exact_evaluation = True
-    decodes = True  # its workers decode images, or the GPU does
-    side_stream = True  # to a CUDA device batches are copied beside the step before
+    decodes = True  # images are decoded, in the workers or on the GPU
+    side_stream = True  # batches are copied to a CUDA device while the previous step runs
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class ImageData(LightningDataModule):
         self._side: SideStream | None = None
 
     def loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
-        """Of `dataset`, in its own order or shuffled; `dataset.collate` makes the batches, if any.
+        """A loader of `dataset`; it uses `dataset.collate`, if that exists.
 
-        `distdl.data.loading.distribute` takes this rank's share of it.
+        `distdl.data.loading.distribute` reduces it to this rank's share.
         """
         on_cuda = self._device.type == "cuda"
         return DataLoader(
@@ -72,7 +72,7 @@ class ImageData(LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             pin_memory=on_cuda,
-            # Restarting workers in every epoch would idle the GPU for seconds.
+            # Restarting workers in every epoch would leave the GPU idle for seconds.
             persistent_workers=self.num_workers > 0,
             collate_fn=getattr(dataset, "collate", None),
         )
@@ -80,7 +80,7 @@ class ImageData(LightningDataModule):
     def on_before_batch_transfer(
         self, batch: dict[str, Any], dataloader_idx: int
     ) -> dict[str, Any]:
-        """Reports damaged images; decodes what is to be decoded on the device (nvjpeg)."""
+        """Reports damaged images, and decodes on the device if that is chosen (nvjpeg)."""
         batch = dict(batch)
         if "damaged" in batch:
             self.damage.note(batch.pop("damaged"), self._damaged_file())
@@ -91,7 +91,7 @@ class ImageData(LightningDataModule):
     def transfer_batch_to_device(
         self, batch: dict[str, Any], device: torch.device, dataloader_idx: int
     ) -> dict[str, Any]:
-        """The batch on `device`; to a CUDA device on a stream of its own."""
+        """The batch on `device`; to a CUDA device it is copied on the side stream."""
         copy = super().transfer_batch_to_device
         return self._beside(device, copy, batch, device, dataloader_idx)
 
@@ -117,7 +117,7 @@ class ImageData(LightningDataModule):
         self, batch: dict[str, torch.Tensor], dataloader_idx: int
     ) -> dict[str, torch.Tensor]:
         image = self.normalize(batch["image"])
-        if self.trainer is not None:  # 16-bit images where the whole run is 16-bit
+        if self.trainer is not None:  # to 16 bits if the whole run is 16-bit
             image = self.trainer.precision_plugin.convert_input(image)
         return {**batch, "image": image}
 
@@ -129,6 +129,6 @@ class ImageData(LightningDataModule):
             constants = 1 / (255 * std), -mean / std
             self._constants[image.device] = tuple(c.to(image.device) for c in constants)
         scale, shift = self._constants[image.device]
-        # Cast and layout in one pass over the memory, the arithmetic in a second.
+        # One pass over the memory for cast and layout, a second for the arithmetic.
         floats = image.to(torch.float32, memory_format=torch.channels_last)
         return torch.addcmul(shift, floats, scale)

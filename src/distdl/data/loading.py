@@ -1,4 +1,4 @@
-"""Any user's data, sharded over the ranks and exact on resume, without a change to their code."""
+"""Shards any user's data over the ranks, with exact resume, without a change to their code."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from distdl.util.seeds import stable_seed
 
 
 class KeyedDataset(Dataset[Any]):
-    """A map-style dataset whose random augmentation depends on (seed, epoch, index) and no more.
+    """A map-style dataset whose random augmentation depends only on (seed, epoch, index).
 
     Before `dataset[index]` it seeds Python's `random`, NumPy's global generator and torch's default
-    CPU generator, so a sample comes out the same in any worker, on any rank and after a resume. In
-    the main process (`num_workers=0`) it puts their states back. Costs about 10 us a sample and
-    80 us a batch; a dataset that draws nothing saves that with `is_deterministic = True`. torch's
-    own TensorDataset draws nothing.
+    CPU generator, so a sample is the same in any worker, on any rank and after a resume. In the
+    main process (`num_workers=0`) it then restores their states. This costs about 10 us per sample
+    and 80 us per batch; a dataset that draws nothing avoids it with `is_deterministic = True`.
+    torch's own TensorDataset counts as deterministic.
 
-    Attributes that it lacks are the dataset's own; a plain whole number gives `dataset[index]`. A
-    dataset with a method `at_epoch(index, epoch)` is asked by that one: what it gives may depend
-    on the epoch (`data.resize`).
+    Other attributes are looked up on the wrapped dataset. A plain integer key gives
+    `dataset[index]`. If the dataset has a method `at_epoch(index, epoch)`, it is called instead,
+    so that a sample may depend on the epoch (`data.resize`).
 
     Args:
         dataset: With `__getitem__` and `__len__`.
@@ -50,7 +50,7 @@ class KeyedDataset(Dataset[Any]):
         with_weight: Add "weight" (float32, 1 or 0) and "index" (int64) to each sample.
 
     Raises:
-        UserError: With `with_weight`, when a sample is no dict.
+        UserError: With `with_weight`, when a sample is not a dict.
     """
 
     def __init__(self, dataset: Any, seed: int, *, with_weight: bool = False) -> None:
@@ -60,7 +60,7 @@ class KeyedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # while unpickling nothing is there yet
+        if name.startswith("__") or name == "dataset":  # unset while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -68,10 +68,10 @@ class KeyedDataset(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[SampleKey | int]) -> list[Any]:
-        # DataLoader's fetcher asks for a batch here: the states are saved once per batch.
+        # DataLoader's fetcher calls this per batch, so the states are saved once per batch.
         if getattr(self.dataset, "is_deterministic", isinstance(self.dataset, TensorDataset)):
             return [self._sample(key) for key in keys]
-        if get_worker_info() is not None:  # a worker draws nothing else
+        if get_worker_info() is not None:  # nothing else in a worker draws
             return [self._sample(key, reseed=True) for key in keys]
         with random_states_kept():
             return [self._sample(key, reseed=True) for key in keys]
@@ -90,8 +90,8 @@ class KeyedDataset(Dataset[Any]):
                 "exact_evaluation = True needs samples that are dicts, to carry weight and index; "
                 f"{type(self.dataset).__name__} gave {type(sample).__name__}"
             )
-        # NumPy's scalar, since default_collate makes float64 of Python's floats. A sample may say
-        # itself that it does not count (a damaged image, whose place another one has taken).
+        # A NumPy scalar, since default_collate turns Python floats into float64. A sample may have
+        # a weight of 0 itself (a damaged image that was replaced by another one).
         weight = np.float32(key.weight * sample.get("weight", 1.0))
         return {**sample, "weight": weight, "index": key.index}
 
@@ -106,56 +106,60 @@ def distribute(
     shuffle: bool | None = None,
     share: bool = True,
 ) -> None:
-    """Make what `source.*_dataloader()` return take its share of the data on this rank.
+    """Shards the loaders that `source.*_dataloader()` return, so that each rank gets its share.
 
-    Any `DataLoader` over a map-style dataset, all of whose other settings stay:
+    It shards any `DataLoader` over a map-style dataset and keeps all its other settings:
 
-    - With a sampler that torch chose (`shuffle=True` or not) or any other one that has a length:
-      ranks take turns in its order, which is made to depend on seed and epoch alone (`Drawn`).
-    - With a batch sampler of the user's own: ranks take turns in its batches.
+    - With torch's own sampler (`shuffle=True` or not) or any other that has a length: its order is
+      split over the ranks. That order is made to depend on seed and epoch alone (`Drawn`).
+    - With a custom batch sampler: its batches are split over the ranks.
     - A subclass is created again with its own arguments, as Lightning does it.
 
-    Training: `TrainBatches`, which start at `position`. The tail that fills no global batch is
-    dropped in each epoch, `drop_last=False` or not: uneven ranks hang DDP. Where `train_dataloader`
-    returns several loaders, each is sharded, but a resume in the middle of an epoch starts them
-    from the epoch's beginning (with a warning).
+    Training uses `TrainBatches`, which start at `position`. The tail that fills no global batch is
+    dropped in each epoch, even with `drop_last=False`: uneven ranks hang DDP. If `train_dataloader`
+    returns several loaders, each is sharded, but a resume in the middle of an epoch restarts the
+    epoch (with a warning).
 
-    Evaluation with `source.exact_evaluation = True`: `EvalBatches`, every sample once; samples must
-    be dicts, in training too, and get "weight" and "index". A metric is
-    `sum(weight * value) / sum(weight)`, the sums taken over all ranks. Without it: left as it is on
-    one rank; on several the first samples are repeated until the ranks are even, with a warning
-    that says how many count twice.
+    Evaluation with `source.exact_evaluation = True` uses `EvalBatches`: every sample counts once.
+    Samples must be dicts, in training too, and get "weight" and "index". A metric is
+    `sum(weight * value) / sum(weight)`, with both sums taken over all ranks. Otherwise a loader is
+    unchanged on one rank; on several, the first samples are repeated until the ranks are even, with
+    a warning that says how many count twice.
 
-    Left alone is what shards by itself: a DistributedSampler, or one that holds `num_replicas` and
-    `rank`; an iterable dataset with `shards_itself = True` (with `shards_itself = False` each rank
-    takes every `world_size`-th of its samples); what is no DataLoader, with a warning on several
-    ranks. A resume in the middle of an epoch starts these from its beginning, with a warning.
+    These loaders are not sharded, and a resume in the middle of an epoch restarts the epoch, with a
+    warning:
+
+    - One with a DistributedSampler, or with a sampler that has `num_replicas` and `rank`.
+    - One with an iterable dataset that has `shards_itself = True`. With `shards_itself = False`
+      each rank takes every `world_size`-th of its samples.
+    - Anything that is not a DataLoader, with a warning on several ranks.
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
-        rank: Of this process among those that take different data (not the pipeline's stages).
-        world_size: How many of them there are.
+        rank: Rank among the processes that take different data (pipeline stages share theirs).
+        world_size: Number of these processes.
         seed: The run's seed, the same on every rank.
         position: Shared with the callback that counts the samples trained on.
-            `train_dataloader` sets how many a batch of every rank holds.
-        shuffle: Of training; None: as the loader says. False serves `overfit_batches`.
+            `train_dataloader` sets how many samples a global batch holds.
+        shuffle: Whether to shuffle training; None: as the loader says. `overfit_batches` needs
+            False.
         share: False: all loaders are left alone (`trainer.use_distributed_sampler=false`).
 
     Raises:
-        UserError: From `train_dataloader`, on several ranks, where all of them would train on the
-            same samples: an iterable dataset that does not say whether it shards, a sampler
-            without a length, a subclass whose sampler cannot be replaced.
+        UserError: From `train_dataloader`, on several ranks, if all of them would train on the
+            same samples: an iterable dataset without `shards_itself`, a sampler without a length,
+            a subclass whose sampler cannot be replaced.
     """
     for stage in ("train", "val", "test", "predict"):
         hook = getattr(source, f"{stage}_dataloader")
-        if hook is None:  # so a data module says that it has no such data
+        if hook is None:  # the data module has no such data
             continue
         part = _Share(stage, source, rank, world_size, seed, position, shuffle, share)
         setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
 
 
 def _wrapped(hook: Callable[[], Any], share: _Share) -> Callable[[], Any]:
-    @functools.wraps(hook)  # Lightning asks `__wrapped__` whether the user overrode the hook
+    @functools.wraps(hook)  # Lightning reads `__wrapped__` to see if the user overrode the hook
     def dataloader() -> Any:
         return share.apply(hook())
 
@@ -164,7 +168,7 @@ def _wrapped(hook: Callable[[], Any], share: _Share) -> Callable[[], Any]:
 
 @dataclass
 class _Share:
-    """One stage's loaders, cut down to one rank's share."""
+    """Cuts the loaders of one stage down to one rank's share."""
 
     stage: str
     source: LightningDataModule | LightningModule
@@ -280,14 +284,14 @@ class _Share:
         )
 
     def _stream(self, loader: DataLoader[Any]) -> Any:
-        """Refuses an iterable dataset that does not say whether its ranks read the same."""
+        """Refuses an iterable training dataset on several ranks without `shards_itself`."""
         says = getattr(loader.dataset, "shards_itself", None)
         if says is not None or self.world_size == 1 or self.stage != "train":
             if says is False and self.world_size > 1:
-                if not isinstance(loader.dataset, Striding):  # the hook may give one loader twice
+                if not isinstance(loader.dataset, Striding):  # the hook may return a loader twice
                     assert isinstance(loader.dataset, IterableDataset)
                     dataset = Striding(loader.dataset, self.rank, self.world_size)
-                    object.__setattr__(loader, "dataset", dataset)  # DataLoader itself refuses
+                    object.__setattr__(loader, "dataset", dataset)  # DataLoader forbids setattr
                 text = "each rank takes one sample of %d of the iterable dataset, and reads all"
                 self._warn("stride", text % self.world_size)
             return self._left(loader, "an iterable dataset" if says is None else None)
@@ -314,8 +318,11 @@ class _Share:
         )
 
     def _left(self, loader: Any, why: str | None = None) -> Any:
-        """Counts a loader that is not sharded. Warns, on several ranks, if it should have been; and
-        on a resume, that it starts from the epoch's beginning."""
+        """Counts a loader that is not sharded, and returns it unchanged.
+
+        On several ranks it warns with `why`, if given. On a resume it warns that the loader starts
+        from the epoch's beginning.
+        """
         if why is not None and self.world_size > 1:
             sharded = f"it must shard by itself over {self.world_size} ranks"
             self._warn("custom", f"{why}: {sharded}")
@@ -327,7 +334,7 @@ class _Share:
         return loader
 
     def _count_in(self, per_batch: int, rows: int | None) -> None:
-        """What a batch of every rank holds of one more loader."""
+        """Adds one more loader to the size of a global batch."""
         position = self.position
         position.per_batch += per_batch
         if rows is None or position.samples is None:
@@ -342,16 +349,16 @@ class _Share:
 
 
 class _Chosen:
-    """Who chooses a loader's samples, and how many of them a batch holds.
+    """What chooses a loader's samples, and how many of them a batch holds.
 
-    `order` is the sampler, or the batch sampler if that is the user's own (`batched`). `rows` is
-    the number of samples in a batch, None where that is unknown.
+    `order` is the sampler, or a custom batch sampler (then `batched` is True). `rows` is the number
+    of samples in a batch, None if unknown.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         batches = loader.batch_sampler
         self.batched = batches is not None and type(batches) is not BatchSampler
-        # A loader that was given torch's BatchSampler shows another sampler and no size itself.
+        # With torch's BatchSampler as argument, loader.sampler is unused and batch_size is None.
         self.order: Any = loader.sampler if batches is None else batches
         if type(batches) is BatchSampler:
             self.order = batches.sampler
@@ -370,7 +377,7 @@ class _Chosen:
 
 
 def _is_torchs_choice(sampler: Any, dataset: Any) -> bool:
-    """Whether a sampler gives all samples of the dataset, in order or shuffled."""
+    """Whether torch's own sampler gives all samples of the dataset, in order or shuffled."""
     if type(sampler) is SequentialSampler:
         return sampler.data_source is dataset
     if type(sampler) is not RandomSampler or sampler.replacement:

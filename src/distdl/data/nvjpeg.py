@@ -1,9 +1,9 @@
-"""`data.decoder=nvjpeg`: the workers read and draw crops, the GPU decodes, crops and resizes.
+"""`data.decoder=nvjpeg`: workers read files and draw crops; the GPU decodes, crops and resizes.
 
-By torchcodec's decode_jpeg, which on a GPU is NVIDIA's nvJPEG
-(https://docs.nvidia.com/cuda/nvjpeg/): one call for a batch. It decodes on the current stream and
-waits for its end (torchcodec 0.17, DecodeJpegCuda.cpp), so it is called on the side stream: on the
-step's it would wait for the step before.
+It calls torchcodec's decode_jpeg once per batch, which uses NVIDIA's nvJPEG on a GPU
+(https://docs.nvidia.com/cuda/nvjpeg/). That decodes on the current stream and synchronises with it
+(torchcodec 0.17, DecodeJpegCuda.cpp). So it runs on the side stream: on the main stream it would
+wait for the previous step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ END_OF_IMAGE = b"\xff\xd9"
 
 
 class EncodedBatch:
-    """Encoded images one behind the other (one tensor, as each would cost a file descriptor).
+    """Encoded images, concatenated into one tensor, since each tensor costs a file descriptor.
 
     Args:
         samples: As `distdl.data.views` makes them for the GPU: "image" is a file, uint8 [bytes],
-            and "crop" int64 [8] is what is to be shown of it; or "image" is uint8 [3, S, S], and
-            "crop" zeros.
+            and "crop" is a `Crop`, int64 [8]; or "image" is uint8 [3, S, S], already decoded and
+            cropped, and "crop" is zeros.
     """
 
     def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -39,10 +39,10 @@ class EncodedBatch:
         return len(self.ends)
 
     def decoded(self, device: torch.device) -> torch.Tensor:
-        """uint8 [B, 3, S, S], channels_last, on `device` (a CPU will do, too).
+        """uint8 [B, 3, S, S], channels_last, on `device`, which may also be a CPU.
 
         Raises:
-            RuntimeError: The decoder finds a file broken that the worker found intact.
+            RuntimeError: The decoder cannot decode a file, though the worker found it intact.
         """
         from torchcodec.decoders import decode_jpeg
 

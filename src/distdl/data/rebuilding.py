@@ -1,4 +1,4 @@
-"""A loader like the user's own, with other batches."""
+"""Rebuilds the user's loader with other batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdl.data.worker_signals import Surviving
 
 
 class NotRebuilt(Exception):
-    """A subclass of DataLoader does not let its batches be replaced."""
+    """The batches of a DataLoader subclass cannot be replaced."""
 
 
 def rebuilt(
@@ -28,7 +28,7 @@ def rebuilt(
     A subclass is created again with its own arguments, as Lightning does it for its samplers.
 
     Raises:
-        NotRebuilt: Its arguments are unknown, or it chooses its samples itself.
+        NotRebuilt: Its arguments are unknown, or it does not use the sampler that it is given.
     """
     if type(loader) is not DataLoader:
         return _of_subclass(loader, dataset, batches)
@@ -58,7 +58,7 @@ def _of_subclass(
     one_by_one = InOrder(batches)
     try:
         if batches.batched:
-            # What Lightning recorded while the hook made the loader.
+            # Lightning recorded these when the hook created the loader.
             names = ("args", "kwargs", "default_kwargs", "arg_names")
             saved = [getattr(loader, f"__pl_saved_{name}") for name in names]
             is_taken, args, kwargs = _replace_value_in_saved_args("batch_sampler", batches, *saved)
@@ -75,7 +75,7 @@ def _of_subclass(
         taken = taken and inner.batch_size == batches.batch_size
     if not taken:
         raise NotRebuilt("its __init__ does not hand sampler and batch_size on to DataLoader")
-    # Only now: its __init__ may look at the dataset's type. DataLoader itself would refuse.
+    # Set only now, since its __init__ may check the dataset's type. DataLoader forbids setattr.
     object.__setattr__(made, "dataset", dataset)
     if not isinstance(made.worker_init_fn, Surviving):
         made.worker_init_fn = Surviving(made.worker_init_fn)

@@ -9,7 +9,7 @@ from typing import Any
 from distdl.util.errors import Problem
 from distdl.util.suggest import did_you_mean
 
-MULTIPLE = 32  # what most networks shrink an image by; other sizes waste work at the edges
+MULTIPLE = 32  # total stride of most networks; other sizes waste work at the edges
 KEYS = ("from", "to", "from_epoch", "until_epoch")
 
 
@@ -17,11 +17,11 @@ KEYS = ("from", "to", "from_epoch", "until_epoch")
 class Resizing:
     """`data.resize`: the size of training images as a function of the epoch alone.
 
-    `start` until `from_epoch`, `stop` from `until_epoch` on, a straight line between the two,
-    rounded to multiples of 32: ffcv-imagenet's get_resolution
+    The size is `start` until `from_epoch`, `stop` from `until_epoch` on, and interpolated linearly
+    between them, rounded to multiples of 32. This is ffcv-imagenet's get_resolution
     (https://github.com/libffcv/ffcv-imagenet/blob/main/train_imagenet.py; its ResNet-50 of 88
-    epochs goes from 160 to 192 between the epochs 65 and 76). It depends on nothing else, so a
-    resumed run continues with the right size, and a loader's workers need no message.
+    epochs goes from 160 to 192 between epochs 65 and 76). It depends on nothing else, so a resumed
+    run continues with the right size, and a loader's workers need no message.
     """
 
     start: int
@@ -31,7 +31,7 @@ class Resizing:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None) -> Resizing | None:
-        """From {from, to, from_epoch (default 0), until_epoch}; None where there is none."""
+        """From {from, to, from_epoch (default 0), until_epoch}; None if `config` is empty."""
         if not config:
             return None
         first = config.get("from_epoch", 0)
@@ -70,7 +70,7 @@ class Resizing:
             yield Problem("resize.until_epoch", what, f"data.resize.until_epoch={first + 1}")
 
     def size(self, epoch: int) -> int:
-        """Height and width in pixels, in an epoch counted from 0."""
+        """Height and width in pixels; epochs count from 0."""
         done = (epoch - self.from_epoch) / (self.until_epoch - self.from_epoch)
         size = self.start + min(max(done, 0.0), 1.0) * (self.stop - self.start)
         return round(size / MULTIPLE) * MULTIPLE

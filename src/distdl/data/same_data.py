@@ -1,4 +1,4 @@
-"""All ranks of a run train on one data set."""
+"""Checks that all ranks of a run see the same data set."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from distdl.util.errors import UserError
 
 
 def refuse_others(key: str) -> None:
-    """Ends the run where another rank sees another data set: of the same URI a moment later, or in
-    a folder that each node has of its own. Called by all ranks.
+    """Ends the run if the ranks see different data sets. Must be called by all ranks.
+
+    That happens if the data set at a URI is replaced during the start, or if nodes have different
+    local folders.
 
     Args:
-        key: Tells data sets apart.
+        key: Identifies the data set.
 
     Raises:
         UserError: On all ranks.

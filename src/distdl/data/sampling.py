@@ -1,4 +1,4 @@
-"""Which samples come next: pure functions of (seed, epoch, samples consumed), on every rank."""
+"""Which samples come next on each rank: a pure function of (seed, epoch, samples consumed)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from distdl.util.seeds import stable_seed
 
 
 class SampleKey(NamedTuple):
-    """What a sampler hands to the dataset.
+    """The key that a sampler passes to the dataset.
 
     Args:
-        index: Which sample of the dataset.
-        epoch: The epoch that it is drawn in; random augmentation depends on (seed, epoch, index).
+        index: Of the sample in the dataset.
+        epoch: Current epoch; random augmentation depends on (seed, epoch, index).
         weight: 1, or 0 for a filler row that only makes the shapes of all ranks equal.
     """
 
@@ -36,11 +36,11 @@ class TrainPosition:
 
     Args:
         epoch: The current epoch.
-        consumed: Samples already trained on in this epoch, over all ranks (of a custom batch
-            sampler: batches).
-        per_batch: By how much one batch of every rank moves `consumed`, as the loader that was
-            distributed says; 0 until there is one.
-        samples: How many samples such batches hold, over all ranks; None: the loader does not say.
+        consumed: Samples already trained on in this epoch, over all ranks. With a custom batch
+            sampler it counts batches.
+        per_batch: How much one step (a batch on every rank) adds to `consumed`; 0 until a
+            loader is distributed.
+        samples: Samples of one step, over all ranks; None: unknown.
     """
 
     epoch: int = 0
@@ -50,48 +50,48 @@ class TrainPosition:
 
 
 class Ordered(Protocol):
-    """A dataset that may choose the order of training, such as one whose files are downloaded."""
+    """A dataset that may choose the order of training, for example to limit downloads."""
 
     def order(self, seed: int, epoch: int) -> np.ndarray[Any, Any] | None:
-        """Every sample once, int64 [N], a pure function; None: the usual shuffle of all."""
+        """Every sample once, int64 [N], as a pure function; None: a plain shuffle of all."""
         ...
 
     def reached(self, seed: int, epoch: int, place: int, order: np.ndarray[Any, Any]) -> None:
-        """Called for each batch, in the main process, before it is given to a worker.
+        """Called for each batch, in the main process, before the batch goes to a worker.
 
         Args:
             seed, epoch: As for `order`.
-            place: How many samples of `order` were given out before, by all ranks.
-            order: All of this epoch's.
+            place: Number of samples of `order` that all ranks together received before.
+            order: The whole order of this epoch.
         """
         ...
 
 
 class TrainBatches(Sampler[list[SampleKey]]):
-    """Batches of one rank for training: full ones only, the same number on every rank.
+    """Training batches of one rank: only full ones, and the same number on every rank.
 
-    The order of an epoch depends on (seed, epoch) alone, or is the dataset's own. A global batch is
-    the next `batch_size * world_size` samples of it, and rank r takes the r-th slice: ranks see
-    disjoint samples, and any world size with the same global batch sees the same global batches.
-    The tail that fills no global batch is dropped (another one in every epoch, when shuffled).
+    The order of an epoch depends on (seed, epoch) alone, or comes from the dataset. A global batch
+    is the next `batch_size * world_size` samples, and rank r takes the r-th slice. So ranks see
+    disjoint samples, and with the same global batch size any world size sees the same batches.
+    The tail that fills no global batch is dropped (a different tail in every shuffled epoch).
 
-    `iter()` starts at `position` as it is at that moment and does no work for what is skipped.
+    `iter()` reads `position` when it is called, and does no work for the samples that it skips.
 
     Args:
         num_samples: Length of the dataset.
         batch_size: Samples per rank and batch.
-        rank: Of this process among those that take different data.
-        world_size: How many of them there are.
+        rank: Rank among the processes that take different data.
+        world_size: Number of these processes.
         seed: The same on every rank.
-        shuffle: False: the dataset's order, in every epoch.
-        position: Where to start; the training loop keeps it up to date.
+        shuffle: False: every epoch has the dataset's order.
+        position: Where to start; the training loop updates it.
         resume: False: every `iter()` starts at the beginning of `position.epoch`.
-        dataset: Asked for its order when shuffled; `reached` is called on it. None: shuffle all.
-        batched: The order consists of batches, of which a rank takes every `world_size`-th:
-            "samples" are batches then, and `batch_size` is 1.
+        dataset: If shuffled, gives the order; its `reached` is called. None: shuffle all.
+        batched: The items of the order are batches, and each rank takes every `world_size`-th.
+            "Samples" above then means batches, and `batch_size` is 1.
 
     Raises:
-        UserError: When there are fewer samples than one global batch.
+        UserError: If there are fewer samples than one global batch.
     """
 
     def __init__(
@@ -127,18 +127,18 @@ class TrainBatches(Sampler[list[SampleKey]]):
             )
 
     def __len__(self) -> int:
-        """Batches of a full epoch, also when the next `iter()` starts in the middle of one."""
+        """Batches of a full epoch, even if the next `iter()` starts in the middle of one."""
         return self.num_samples // self.global_batch
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        # Not itself a generator: the position counts as it is now, not at the first `next`, which
-        # a prefetching loader may ask for later.
+        # Not a generator: it must read the position now, and not at the first `next`, which a
+        # prefetching loader may call later.
         consumed = self.position.consumed if self.resume else 0
         return self._batches(self.position.epoch, consumed)
 
     def _batches(self, epoch: int, consumed: int) -> Iterator[list[SampleKey]]:
         order = self._order(epoch)
-        # A position that is no multiple of the global batch comes from a run with another one.
+        # A position that is not a multiple comes from a run with another global batch.
         remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
         for step in range(remaining):
             start = consumed + step * self.global_batch + self.rank * self.batch_size
@@ -159,23 +159,23 @@ class TrainBatches(Sampler[list[SampleKey]]):
 
 
 class EvalBatches(Sampler[list[SampleKey]]):
-    """Batches of one rank for evaluation, in order: the same number and shapes on every rank.
+    """Evaluation batches of one rank, in order: the same number and shapes on every rank.
 
-    Ranks take turns: row i of rank r is sample `i * world_size + r`. What is left of the last rows
-    is filled up, since ranks that differ in their number of batches hang FSDP and ZeRO-3.
+    Row i of rank r is sample `i * world_size + r`. The last rows are filled up, since FSDP and
+    ZeRO-3 hang if ranks have different numbers of batches.
 
     Args:
-        num_samples: Length of the dataset; any number, also below the world size.
-        batch_size: Rows per batch; less when no rank has so many samples.
-        rank: Of this process among those that take different data.
-        world_size: How many of them there are.
-        exact: True: fillers are sample 0 with weight 0, and all batches have one shape: sums of
+        num_samples: Length of the dataset; may be below the world size.
+        batch_size: Rows per batch; reduced (if exact) to the number of rows of a rank.
+        rank: Rank among the processes that take different data.
+        world_size: Number of these processes.
+        exact: True: fillers are sample 0 with weight 0, and all batches have one shape, so sums of
             weighted values count every sample exactly once. False: the first samples are repeated
             with weight 1 until the ranks are equal, and the last batch may be smaller.
-        drop_last: Leave out a smaller last batch (not when exact).
-        order: What a sampler chose of the dataset, [num_samples]; None: all of it.
-        batched: `order` consists of batches, and `batch_size` is 1: what is true above for
-            samples is true for batches, whose shapes stay as they are.
+        drop_last: Leave out a smaller last batch (ignored if exact).
+        order: Indices that a sampler chose, [num_samples]; None: all, in order.
+        batched: The items of `order` are batches, and `batch_size` is 1. "Samples" above then
+            means batches, whose shapes do not change.
     """
 
     def __init__(
@@ -220,10 +220,10 @@ class EvalBatches(Sampler[list[SampleKey]]):
 
 
 class InOrder(SequentialSampler):
-    """The samples of batches one by one, for a loader that makes the batches itself.
+    """The samples of the batches one by one, for a loader that makes its own batches.
 
-    Lightning's `overfit_batches` puts a sampler of all samples into the place of any that is no
-    SequentialSampler, on every rank.
+    It is a SequentialSampler, since Lightning's `overfit_batches` replaces any other sampler with
+    one of all samples, on every rank.
     """
 
     def __init__(self, batches: TrainBatches | EvalBatches) -> None:

@@ -1,4 +1,4 @@
-"""Images in shards: their order, and what is prefetched."""
+"""Images in shards: their order and their prefetch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from distdl.datasets.reading import Shards
 
 
 class ShardImages(EncodedImages):
-    """The samples of one split; `distdl.data.encoded` says what a sample is.
+    """The samples of a split in shards; see `EncodedImages` for the samples.
 
     Args:
-        view: `distdl.data.views`.
-        shards: Where the bytes are.
-        order: Of training, where its order or its cache are of concern.
+        view: See `distdl.data.views`.
+        shards: Reads the bytes.
+        order: Of training; None: for validation.
     """
 
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
@@ -48,7 +48,7 @@ class ShardImages(EncodedImages):
         return self.shards.repair(index)
 
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
-        """As `distdl.data.sampling.TrainBatches` asks for it."""
+        """See `distdl.data.sampling.Ordered`."""
         return self._order.order(seed, epoch) if self._order else None
 
     def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
@@ -57,14 +57,14 @@ class ShardImages(EncodedImages):
 
 
 class TrainOrder:
-    """The order in which training reads shards of a store, and when they are fetched.
+    """The order in which training reads shards, and their prefetch.
 
     Args:
-        needs: How far this rank is.
+        needs: This rank's progress, and the next use of each shard.
         shards: Of training.
-        val: Of validation: they come after those of an epoch.
-        prefetch: Fetches shards; None: another rank of this node does so.
-        used: How many samples of an epoch's order, and of validation's, will be asked for.
+        val: Of validation; they are needed after those of an epoch.
+        prefetch: Fetches shards; None: not needed, or another rank of this node does so.
+        used: Returns how many samples of an epoch, and of validation, will be used.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class TrainOrder:
         self._epoch: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefetch": None, "_used": None}  # for workers, which never ask
+        return {**self.__dict__, "_prefetch": None, "_used": None}  # workers do not use them
 
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
-        """Samples int64 [N]; None: a plain shuffle of all."""
+        """Sample indices int64 [N]; None: a plain shuffle of all."""
         windows = self._needs.windows
         return windows.order(seed, epoch) if windows.applies(epoch) else None
 
@@ -93,13 +93,13 @@ class TrainOrder:
             return
         self._epoch = (seed, epoch)
         train, val = self._used()
-        if self._needs.windows.epochs is None:  # a cache that cannot hold all
+        if self._needs.windows.epochs is None:  # the cache cannot hold all
             self._prefetch.want(lambda: self._needs.soonest_used(train, val))
             return
         shards = self._shards.split.shards
         numbers = by_first_use(self._shards.rows["shard"], order[place:train]).tolist()
         files = [shards[number] for number in numbers]
-        if train == len(order):  # the next epoch reads them all again
+        if train == len(order):  # the next epoch reads all shards
             files += shards
         if val:
             files += self._val.split.shards[: self._val.rows["shard"][val - 1] + 1]

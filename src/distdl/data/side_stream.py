@@ -1,10 +1,10 @@
-"""The next batch comes to the GPU on a stream of its own, while the step before it still runs.
+"""Copies the next batch to the GPU on a separate stream, while the previous step still runs.
 
-A step only queues its kernels: when the host asks for the next batch, the device is in the middle
-of the step before. On the stream of the kernels a copy would wait for their end, and they for the
-copy; on another one the two overlap (where the host's memory is pinned). So no batch has to be
-prefetched to the device: the order of batches, what a checkpoint counts as consumed, validation,
-the last batch and an error in a batch are as they are without.
+A step only queues its kernels: when the host asks for the next batch, the device still runs the
+previous step. On the same stream, the copy would wait for that step; on another one both overlap
+(if the host's memory is pinned). So no batch needs to be prefetched to the device. That leaves
+unchanged: the order of batches, the consumed samples in a checkpoint, validation, the last batch,
+and errors in a batch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 
 class SideStream:
-    """Does work on a second stream of a CUDA device and hands the result to the current one.
+    """Runs work on a second stream of a CUDA device, and passes the result to the current stream.
 
-    Only for work whose input is on the host: it does not wait for the current stream.
+    Only for work with inputs on the host, since it does not wait for the current stream.
 
     Args:
         device: A CUDA device.
@@ -30,13 +30,13 @@ class SideStream:
         self.stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[..., Any], *args: Any) -> Any:
-        """`work(*args)`; what is queued from now on finds the result complete."""
+        """`work(*args)`; kernels queued after this call wait for the result."""
         step = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.stream):
             result = work(*args)
         step.wait_stream(self.stream)
-        # The allocator knows a tensor by the stream that it was made on: without this its memory
-        # could be filled with the batch after the next while the step still reads it.
+        # The allocator ties a tensor to the stream that created it. Without this, its memory could
+        # be reused for a later batch while the step still reads it.
         apply_to_collection(result, torch.Tensor, lambda x: _used_on(x, step))
         return result
 
@@ -49,23 +49,23 @@ def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
 class Lead:
     """Keeps the host from queueing more than two steps ahead of the device.
 
-    Two are enough to keep it busy. More would pile up batches in its memory (by the hundred, where
-    a step is one CUDA graph), and the host would notice a signal that much too early.
+    Two steps are enough to keep the device busy. More would pile up batches in its memory (hundreds
+    if a step is one CUDA graph), and the host would react to a signal many steps too early.
 
     Args:
-        device: Nothing is done unless it is a CUDA device.
+        device: If it is not a CUDA device, nothing is done.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # The host sleeps until then: spinning, it would take a core from the loader's workers.
+        # The host sleeps while waiting: spinning would take a core from the loader's workers.
         events = (torch.cuda.Event(blocking=True) for _ in range(2))
         self._ends = list(events) if device.type == "cuda" else []
         self._steps = 0
 
     def step(self) -> None:
-        """At the end of each step: waits for the end of the one before the last."""
+        """Call at the end of step n: waits until step n - 2 has ended on the device."""
         if self._ends:
             end = self._ends[self._steps % 2]
-            end.synchronize()  # returns at once where nothing was recorded
+            end.synchronize()  # returns at once if nothing was recorded
             end.record()
             self._steps += 1

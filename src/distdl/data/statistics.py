@@ -1,4 +1,4 @@
-"""What images are normalised by."""
+"""Constants for the normalisation of images."""
 
 # Mean and standard deviation of ImageNet's red, green and blue, for values from 0 to 1.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -1,4 +1,4 @@
-"""Photographs: class folders, a prepared folder of shards, shards in a store."""
+"""Stored images: class folders, a prepared folder of shards, or shards in a store."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ QUICK = 5.0  # seconds that a check waits for a server
 
 
 class StoredImages(ImageData):
-    """Images for classification: ImageNet, or any others of that form.
+    """Images for classification: ImageNet, or any data set of that form.
 
-    Training: a random crop, a flip, and what `augment` says; validation: the short side resized,
-    then the centre, as torchvision's references. uint8 until the device.
+    Training takes a random crop, a flip, and what `augment` adds. Validation resizes the short side
+    and crops the centre, as torchvision's references do. Images are uint8 until the device.
 
     `root` is one of
 
-    - a folder that holds `train/<class>/*.jpg` and `val/<class>/*.jpg` (labels number the class
-      folders in sorted order),
-    - a folder that `python -m distdl prepare` has made, read in place,
-    - the URI of such a folder, `azure://container/path` or another one of `distdl.stores`: each
+    - a folder that holds `train/<class>/*.jpg` and `val/<class>/*.jpg` (labels are
+      indices of the sorted class folders),
+    - a folder made by `python -m distdl prepare`, read in place,
+    - the URI of such a folder, `azure://container/path` or another form of `distdl.stores`: each
       shard is downloaded once per node into `cache_dir`.
 
     Args:
@@ -57,30 +57,29 @@ class StoredImages(ImageData):
         batch_size: Images per device.
         num_classes: Must equal the number of classes there.
         image_size: Height and width in pixels after cropping: torchvision's --train-crop-size.
-        scale: Share of the area that a random crop takes, from and to.
-        ratio: Width to height of a random crop, from and to.
+        scale: Smallest and largest share of the area that a random crop takes.
+        ratio: Smallest and largest aspect ratio (width / height) of a random crop.
         num_workers: Processes that decode; None: this rank's share of the cores, less
             one or two for the training.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
-        decoder: As `distdl.data.decoding` names them; "auto": the fastest that is installed.
+        decoder: A name in `distdl.data.decoding`; "auto": the fastest that is installed.
         augment: As `distdl.data.augment.Augment` takes it; None: a flip.
         resize: {from, to, until_epoch}: progressive resizing (`distdl.data.resizing`).
-        val_crop_size: Height and width in validation, in pixels; None: `image_size`. This and the
-            next one as torchvision's references call them
+        val_crop_size: Height and width in validation, in pixels; None: `image_size`. The names
+            of this argument and the next are from torchvision's references
             (https://github.com/pytorch/vision/blob/main/references/classification/train.py).
         val_resize_size: The short side before that crop, in pixels; None: 256/224 of it, rounded.
         on_damaged: "skip" or "error", for an image that cannot be decoded.
-        cache_dir: Where shards of a URI are kept; None: `datasets.cache.default_root`. With a
-            folder of shards as `root`, such as a slow mount, they are copied there, too.
-        cache_gb: 10**9 bytes for all of `cache_dir`; None: what its disk has. Less than the data
-            set: shards come and go, and every epoch is shuffled in windows.
-        shuffle_window: Shards of a window, for epochs that go by windows. Fewer where three
-            windows would not fit `cache_gb`.
+        cache_dir: Where shards of a URI are cached; None: `datasets.cache.default_root`. If set,
+            shards of a local `root`, such as a slow mount, are copied there, too.
+        cache_gb: Size limit of `cache_dir`, in 10**9 bytes; None: limited by the disk. If it is
+            less than the data set, shards are evicted and every epoch is shuffled in windows.
+        shuffle_window: Shards per window, for epochs that are shuffled in windows. Reduced if
+            three windows would not fit `cache_gb`.
 
     Raises:
-        UserError: In setup, when there is nothing to read, the classes are others, or the cache
-            has no room.
+        UserError: In setup, if there is no data, the classes differ, or the cache has no room.
     """
 
     def __init__(
@@ -119,13 +118,13 @@ class StoredImages(ImageData):
     def check(
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem | str]:
-        """What is wrong with a data node; paths are relative to it, a str was not checked.
+        """Problems of a data node, with paths relative to it; a str notes what was not checked.
 
-        Files and servers are asked only where the run is local: elsewhere they may be others.
+        Files and servers are accessed only if the run is local: a remote job may see other ones.
 
         Args:
             config: The node.
-            context: {"local": whether the run is here}; None: it is.
+            context: {"local": whether the run is on this machine}; None: it is.
         """
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
@@ -209,9 +208,11 @@ class StoredImages(ImageData):
         return cache
 
     def _used(self) -> tuple[int, int]:
-        """Samples of an epoch, and of the validation after it, that are used: the first ones, as
-        `trainer.limit_train_batches` and `limit_val_batches` say. At most: a global batch may be
-        less than all ranks' batches."""
+        """How many samples of an epoch, and of the validation after it, are used at most.
+
+        These are the first ones, as `trainer.limit_train_batches` and `limit_val_batches` say. It
+        is an upper bound: a global batch may be smaller than `batch_size * world_size`.
+        """
         splits, trainer = (self._splits["train"], self._splits["val"]), self.trainer
         if trainer is None:
             return len(splits[0]), len(splits[1])
@@ -243,7 +244,7 @@ def _expanded(root: str) -> str:
 
 
 def _is_prepared(root: str) -> bool:
-    """Whether shards lie there, and not folders of images."""
+    """Whether `root` holds shards, and not folders of images."""
     return is_remote(root) or Path(root, MANIFEST).exists()
 
 
@@ -259,7 +260,7 @@ def _refuse(problems: Iterable[Problem]) -> None:
 
 
 def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
-    """Where a prepared data set differs from what the data node asks for."""
+    """How a prepared data set differs from the settings of the data node."""
     manifest = data.manifest
     for split in {"train", "val"} - manifest.splits.keys():
         yield Problem("root", f"{data.store.uri} has no {split!r}", f"it has {[*manifest.splits]}")
@@ -273,7 +274,7 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
 
 
 def _most_shards(manifest: Manifest, limit: int) -> int:
-    """Of a window, so that three fit: one that is read, the one before, the one that comes."""
+    """How many shards a window may have, so that three windows fit: previous, current and next."""
     largest = max(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     indices = sum(split.index.bytes for split in manifest.splits.values())
     most = (limit - indices) // (3 * largest)

@@ -1,4 +1,4 @@
-"""Iterable datasets that do not know of ranks."""
+"""Splits an iterable dataset that does not shard itself over the ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data import IterableDataset
 
 
 class Striding(IterableDataset[Any]):
-    """Every `world_size`-th sample of another dataset, from the `rank`-th on.
+    """Every `world_size`-th sample of another dataset, starting at the `rank`-th.
 
-    The last samples that are not enough for all ranks are left out, so that all ranks get equally
-    many. In each worker process the same, of what the dataset gives there.
+    A last incomplete round is dropped, so that all ranks get the same number of samples. Each
+    worker process does this with the samples that the dataset gives there.
 
     Args:
         dataset: Gives the same samples on every rank.
@@ -31,6 +31,6 @@ class Striding(IterableDataset[Any]):
         return len(self.dataset) // self.world_size  # type: ignore[arg-type]  # TypeError: unknown
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # while unpickling nothing is there yet
+        if name.startswith("__") or name == "dataset":  # unset while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)

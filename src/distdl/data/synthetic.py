@@ -1,4 +1,4 @@
-"""Images that cost nothing to load: made on the device, to measure and to test training itself."""
+"""Images generated on the device, to measure and test training without the cost of loading."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distdl.util.ranges import Count, Positive
 class SyntheticImages(ImageData):
     """Random images with a pattern per class, so that a network can learn them.
 
-    Sample i is image `i % pool_size` of a pool that is the same on every device; its label is
-    `i % pool_size % num_classes`. With more classes than images only the first `pool_size` occur.
+    Sample i is image `i % pool_size` of a pool that is the same on every device. Its label is
+    `i % pool_size % num_classes`, so at most `pool_size` classes occur.
 
     Args:
         batch_size: Images per device.
@@ -25,8 +25,8 @@ class SyntheticImages(ImageData):
         image_size: Height and width in pixels.
         train_samples: Images in a training epoch (default: ImageNet's).
         val_samples: Images in a validation (default: ImageNet's).
-        pool_size: Different images; each takes 3 * image_size**2 bytes of the device's memory.
-        num_workers: 0 is fastest here, since samples are two numbers; None: its cores.
+        pool_size: Number of images; each takes 3 * image_size**2 bytes of device memory.
+        num_workers: 0 is fastest here, since a sample is two numbers; None: from this rank's cores.
         seed: Of the pool.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
@@ -67,7 +67,7 @@ class SyntheticImages(ImageData):
     ) -> dict[str, torch.Tensor]:
         index = batch["index"]
         if not getattr(self.trainer and self.trainer.strategy, "takes_inputs", True):
-            index = index.to("meta")  # a later stage of a pipeline: sizes, but no images
+            index = index.to("meta")  # a later pipeline stage needs only the shape
         image = self.images(index)
         return super().on_after_batch_transfer({**batch, "image": image}, dataloader_idx)
 
@@ -75,12 +75,12 @@ class SyntheticImages(ImageData):
         """Samples int64 [B] to images uint8 [B, 3, H, W], on the device of `index`."""
         if index.device not in self._pools:
             self._pools[index.device] = self._pool().to(index.device)
-        # The pool is [pool, H, W, 3]: what is taken from it is channels_last without a copy.
+        # The pool is [pool, H, W, 3], so the result is channels_last without a copy.
         pool = self._pools[index.device]
         return pool.index_select(0, index % self.pool_size).permute(0, 3, 1, 2)
 
     def _pool(self) -> torch.Tensor:
-        # Drawn on the CPU, so that every kind of device gets the same images.
+        # Drawn on the CPU, so that all kinds of devices get the same images.
         generator = torch.Generator().manual_seed(self.seed)
         classes = min(self.num_classes, self.pool_size)
         pattern = torch.rand(classes, 3, 4, 4, generator=generator)
@@ -92,7 +92,7 @@ class SyntheticImages(ImageData):
 
 
 class _Labels(Dataset[dict[str, int]]):
-    is_deterministic = True  # for KeyedDataset: nothing is drawn, no seeding needed
+    is_deterministic = True  # for KeyedDataset: it draws nothing
 
     def __init__(self, num_samples: int, pool_size: int, num_classes: int) -> None:
         self.num_samples, self.pool_size, self.num_classes = num_samples, pool_size, num_classes

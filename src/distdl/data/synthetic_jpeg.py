@@ -1,4 +1,4 @@
-"""Generated JPEGs through the complete input path: what decoding costs, without any files."""
+"""Generated JPEGs for the complete input path: measures the cost of decoding without files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.util.errors import Problem
 from distdl.util.ranges import Count, Positive
 
-QUALITY = 90  # of the generated JPEGs; their noise makes the size
+QUALITY = 90  # of the generated JPEGs; the amount of noise sets their size
 
 
 class SyntheticJpegs(ImageData):
-    """As many JPEGs as ImageNet has, of its usual size, decoded and augmented like real ones.
+    """Generated JPEGs, by default like ImageNet in number and size, decoded like real ones.
 
     Sample i is image `i % pool_size`, a pattern of its class under noise, and its label is
-    `i % pool_size % num_classes`. What it costs more than `data=synthetic` is the input path
-    without its disk.
+    `i % pool_size % num_classes`. The extra time over `data=synthetic` is the cost of the input
+    path without the disk.
 
     Args:
         batch_size: Images per device.
@@ -35,19 +35,19 @@ class SyntheticJpegs(ImageData):
         val_samples: Images in a validation (default: ImageNet's).
         width: Of the JPEGs in pixels (default: ImageNet's median).
         height: Of the JPEGs in pixels.
-        kilobytes: Of one JPEG, to within a tenth where noise can make it so; 1 is 1,000 bytes.
-        pool_size: Different images; all are held in memory.
+        kilobytes: Size of a JPEG in 1,000 bytes, to within a tenth if noise can reach it.
+        pool_size: Number of different images; all are held in memory.
         num_workers: Processes that decode; None: this rank's share of the cores, less
             one or two for the training.
         seed: Of the pool.
-        scale: Share of the area that a random crop takes, from and to.
-        ratio: Width to height of a random crop, from and to.
+        scale: Smallest and largest share of the area that a random crop takes.
+        ratio: Smallest and largest aspect ratio (width / height) of a random crop.
         mean: Of red, green and blue, for values from 0 to 1.
         std: Of the same.
-        decoder: As for real images (`data=imagenet`), as are the next two.
-        augment: What follows the crop.
+        decoder: As for `StoredImages`, like the arguments below.
+        augment: Augmentation after the crop.
         resize: Progressive resizing.
-        val_crop_size: As for real images, as is the next one.
+        val_crop_size: Height and width in validation, in pixels.
         val_resize_size: The short side before that crop.
     """
 
@@ -118,7 +118,7 @@ class _Generated(EncodedImages):
 def jpegs(
     count: int, num_classes: int, width: int, height: int, size: float, seed: int
 ) -> list[bytes]:
-    """`count` JPEGs of about `size` bytes each: a coarse pattern of the class, and noise."""
+    """`count` JPEGs of about `size` bytes each: a coarse pattern of the class, plus noise."""
     rng = np.random.default_rng(seed)
     patterns = rng.integers(0, 256, (min(count, num_classes), 4, 4, 3), dtype=np.uint8)
     noise = rng.standard_normal((height, width, 1), dtype=np.float32)
@@ -128,7 +128,7 @@ def jpegs(
 
         coarse = Image.fromarray(patterns[index % len(patterns)])
         smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
-        # Another cut of the same noise for each image: to draw new noise would take longer.
+        # Each image shifts the same noise, which is faster than drawing new noise.
         shifted = np.roll(noise, (37 * index, 59 * index), axis=(0, 1))
         pixels = (smooth + amount * shifted).clip(0, 255).astype(np.uint8)
         file = io.BytesIO()
@@ -136,7 +136,7 @@ def jpegs(
         return file.getvalue()
 
     least, most = 0.0, 128.0
-    for _ in range(10):  # more noise, more bytes: halve the interval
+    for _ in range(10):  # bisection: more noise gives more bytes
         middle = (least + most) / 2
         least, most = (middle, most) if len(encoded(0, middle)) < size else (least, middle)
     return [encoded(index, least) for index in range(count)]

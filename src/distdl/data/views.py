@@ -1,4 +1,4 @@
-"""What training and validation see of an image: decoded, cropped, resized, uint8."""
+"""Views of an image for training and validation: decoded, cropped, resized, uint8."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from distdl.data.nvjpeg import END_OF_IMAGE
 from distdl.data.resizing import Resizing
 from distdl.util.errors import Problem
 
-MOST_PIXELS = 8192  # of a side: more is a slip, and would fill any GPU
+MOST_PIXELS = 8192  # per side: more is probably a typo, and would fill any GPU
 
 
 def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Problem]:
-    """What is wrong with the keys of a data node that images are seen by; relative to the node.
+    """What is wrong with the view's keys of a data node; paths are relative to the node.
 
     Args:
-        local: Whether the run decodes on this machine: then the decoder must be installed.
+        local: Whether the run is on this machine: then the decoder must be installed here.
     """
     name, augment = config.get("decoder", "auto"), config.get("augment")
     if name not in DECODERS:
@@ -48,7 +48,7 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
 
 
 def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
-    """Of the sizes and ranges that crops are drawn from; other types are reported elsewhere."""
+    """Problems of crop sizes and ranges; wrong types are reported elsewhere."""
     common = {"image_size": 224, "val_crop_size": 224, "val_resize_size": 256}
     sizes = {key: config[key] for key in common if type(config.get(key)) is int}
     for key, size in sizes.items():
@@ -79,14 +79,14 @@ def _is_range(pair: Any, most: float) -> bool:
 
 
 class View(ABC):
-    """Bytes to the fields of a sample: {"image": uint8 [3, S, S]}, channels_last in memory.
+    """Turns bytes into the fields of a sample: {"image": uint8 [3, S, S]}, channels_last.
 
     Random choices are drawn from Python's `random` and torch's default generator, which
     `distdl.data.loading.KeyedDataset` seeds by (seed, epoch, index).
 
     Args:
-        decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": a sample is then what
-            `distdl.data.nvjpeg.EncodedBatch` takes.
+        decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": samples then have the
+            form that `distdl.data.nvjpeg.EncodedBatch` takes.
     """
 
     def __init__(self, decoder: str) -> None:
@@ -95,14 +95,15 @@ class View(ABC):
 
     @abstractmethod
     def crop(self, height: int, width: int, epoch: int) -> Crop:
-        """What is shown of an image of that size."""
+        """The crop of an image of that size."""
 
     def __call__(self, data: bytes, epoch: int = 0) -> dict[str, Any]:
-        """Raises DamagedImage when the bytes are no complete image."""
+        """Raises DamagedImage if the bytes are not a complete image."""
         if not self.on_gpu:
             return {"image": self.pixels(data, epoch)}
         header = jpeg_header(data)
-        # What nvJPEG does not read as PIL does, or might not see to be cut off, is decoded here.
+        # Decoded here: files that nvJPEG reads differently from PIL, and those that are cut off,
+        # which nvJPEG might not detect.
         if header is None or not is_plain(header) or not data.endswith(END_OF_IMAGE):
             return {"image": self.pixels(data, epoch), "crop": torch.zeros(8, dtype=torch.int64)}
         crop = self.crop(header.height, header.width, epoch)
@@ -110,7 +111,7 @@ class View(ABC):
         return {"image": encoded, "crop": torch.tensor(crop)}
 
     def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
-        """Decodes here, whatever the decoder: uint8 [3, S, S]."""
+        """Decodes on the CPU, also with "nvjpeg": uint8 [3, S, S]."""
         image = self.decode(data)
         height, width = image.shape[-2:]
         return self.crop(height, width, epoch).apply(image)
@@ -123,15 +124,15 @@ class TrainView(View):
 
     Args:
         image_size: S, in pixels.
-        scale: Share of the area that a crop takes, from and to.
-        ratio: Width to height of a crop, from and to.
+        scale: Smallest and largest share of the area that a crop takes.
+        ratio: Smallest and largest aspect ratio (width / height) of a crop.
         decoder: See `View`.
         augment: `data.augment`; None: a flip.
-        resize: S as a function of the epoch, instead of `image_size`: `data.resize`, which
-            `distdl.data.resizing.Resizing.check` has found right.
+        resize: `data.resize`: S as a function of the epoch, instead of `image_size`. Must have
+            passed `distdl.data.resizing.Resizing.check`.
 
     Raises:
-        UserError: When `augment` cannot be.
+        UserError: If `augment` is invalid.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class TrainView(View):
 
 
 class EvalView(View):
-    """The short side resized, then the centre.
+    """Resizes the short side, then crops the centre.
 
     Exactly torchvision's reference, ClassificationPresetEval with `backend="tensor"`
     (https://github.com/pytorch/vision/blob/main/references/classification/presets.py): bilinear
@@ -168,7 +169,7 @@ class EvalView(View):
 
     Args:
         image_size: S, in pixels.
-        short_side: To resize to before the crop, S or more; None: 256/224 of S.
+        short_side: Its length before the crop, S or more; None: 256/224 of S.
         decoder: See `View`.
     """
 

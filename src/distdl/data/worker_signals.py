@@ -1,4 +1,4 @@
-"""A loader's workers outlive the signals that end a job, so that the job can end in order."""
+"""Makes a loader's workers survive the signals that end a job, so that it can end cleanly."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-PATIENCE = 60  # seconds a worker stays after a SIGTERM where the sender is unknown (macOS)
+PATIENCE = 60  # seconds that a worker lives after a SIGTERM from an unknown sender (macOS)
 
 
 @dataclass
 class Surviving:
-    """A `worker_init_fn` for DataLoader, around the user's own.
+    """A `worker_init_fn` for DataLoader that wraps the user's own.
 
-    Slurm, Azure ML and `timeout` signal every process of a job. A worker that died of it would
-    take its rank down in the middle of a step, before the checkpoint is written. So it stays,
-    unless its rank itself sent the signal: when a script ends with a loader that is still alive,
-    multiprocessing terminates its workers and waits for them.
+    Slurm, Azure ML and `timeout` signal every process of a job. If a worker died, its rank would
+    fail in the middle of a step, before it writes the checkpoint. So a worker ignores the signal,
+    unless its own rank sent it: when a script ends while a loader is alive, multiprocessing
+    terminates the workers and waits for them.
     """
 
     then: Callable[[int], None] | None = None
@@ -28,7 +28,7 @@ class Surviving:
         for number in (signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "sigwaitinfo"):
-            # Blocked here, and so in all threads that follow, it is left to the one that waits.
+            # Blocked here and in all later threads, so that only the waiting thread receives it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_with_rank, name="sigterm", daemon=True).start()
         else:
@@ -41,7 +41,7 @@ def _end_with_rank() -> None:
     rank = os.getppid()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
-    os._exit(0)  # as torch's own workers do (torch/csrc/DataLoader.cpp, handler_SIGTERM)
+    os._exit(0)  # like torch's workers (torch/csrc/DataLoader.cpp, handler_SIGTERM)
 
 
 def _stay(number: int, frame: FrameType | None) -> None:

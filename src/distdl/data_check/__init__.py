@@ -1,1 +1,1 @@
-"""Whether a data set is intact, and whether it feeds the devices."""
+"""Checks whether a data set is intact, and whether it can be loaded fast enough for the devices."""

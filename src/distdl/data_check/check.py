@@ -1,4 +1,4 @@
-"""What `data check` does: reads, looks, measures, and compares with what the GPUs need."""
+"""`data check`: inspects images, measures rates, and compares them with what the GPUs need."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from distdl.util.progress_bar import Bar
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints one screen; see `distdl.cli.data.main` for the options.
+    """Prints the report; see `distdl.cli.data.main` for the options.
 
     Returns:
         status: 0, or 1 if there are damaged images.
 
     Raises:
-        UserError: There is no data set, or no rate is known.
+        UserError: There is no data set, or the GPU's training rate is unknown.
     """
     gpu = options.gpu or gpu_of_this_machine()
     gpus = options.gpus or resources.visible_gpus() or 1
@@ -73,7 +73,11 @@ def check(options: argparse.Namespace) -> int:
 
 
 def inspect(found: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Looks at images of each split, and measures rates on the first one that has some.
+    """Inspects images of each split, and measures rates on the first split with intact images.
+
+    Returns:
+        seen: What was found, by split.
+        rates: None: no image could be decoded.
 
     Raises:
         StoreError: A shard cannot be downloaded.
@@ -99,7 +103,12 @@ def inspect(found: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, An
 
 
 def some(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
-    """Evenly spread images; of what must be downloaded, of one shard, the middle one."""
+    """Picks evenly spread images; if they must be downloaded, only from the middle shard.
+
+    Returns:
+        shard: Number of that shard; None: all.
+        rows: Indices of the images.
+    """
     shard, rows = None, np.arange(len(images.labels))
     if remote:
         shard = len(images.names) // 2
@@ -109,7 +118,7 @@ def some(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
 
 
 def gpu_of_this_machine() -> str | None:
-    """The name in `GPUS` of a GPU of this machine; None if none is known."""
+    """The name in `GPUS` of a GPU of this machine; None if it has none of them."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -118,7 +127,7 @@ def gpu_of_this_machine() -> str | None:
 
 
 def next_command(found: DataAtUri, overrides: Sequence[str]) -> str:
-    """A training on this data."""
+    """The command that trains on this data."""
     classes = len(found.classes)
     what = "+experiment=resnet50_imagenet"
     if classes != 1000:

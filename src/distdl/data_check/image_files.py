@@ -1,4 +1,4 @@
-"""Images looked at one by one: whether they are intact, how large they are, their colours."""
+"""Inspects images one by one: whether they are intact, their sizes and their colours."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 from distdl.data_check.sources import DataAtUri, ImageReader, SplitImages
 from distdl.util.orphans import end_with_parent
 
-CHUNK = 64  # images that a process is given at a time
+CHUNK = 64  # images per task of a process
 
 
 @dataclass
 class Seen:
-    """What was found out about some images.
+    """The findings about some images.
 
     Args:
-        count: How many were looked at.
-        damaged: Those that are not intact: where they are, and why.
-        sizes: [count, 2], width and height in pixels.
-        mean: Sum over the images of each one's mean of red, green and blue, for values of 0 to 1.
-        std: The same of each one's standard deviation.
+        count: Number of inspected images.
+        damaged: Location and reason of each damaged image.
+        sizes: Width and height in pixels of each intact image.
+        mean: Sum of the images' means of red, green and blue, for values of 0 to 1.
+        std: Sum of the images' standard deviations, likewise.
     """
 
     count: int = 0
@@ -45,17 +45,17 @@ class Seen:
         self.std = self.std + other.std
 
     def average(self) -> tuple[list[float], list[float]]:
-        """Mean and std per channel, each image counting the same.
+        """Mean and std per channel; each image has the same weight.
 
-        The std is the mean of the images' own, as torchvision's usual constants were made
-        (https://github.com/pytorch/vision/pull/1965), so that they can be compared.
+        The std is the mean of the images' stds, so that it can be compared with torchvision's
+        usual constants, which were computed so (https://github.com/pytorch/vision/pull/1965).
         """
         count = max(1, len(self.sizes))
         return (self.mean / count).tolist(), (self.std / count).tolist()
 
 
 def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
-    """Reads, compares and decodes (by PIL) the images of some indices."""
+    """Reads the images of some indices, compares their sha256, and decodes them with PIL."""
     from PIL import Image
 
     seen = Seen()
@@ -68,17 +68,17 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
             if expected is not None and hashlib.sha256(data).digest() != expected:
                 raise ValueError("its bytes are not those of the index (sha256)")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # EXIF that PIL does not like is no damage
+                warnings.simplefilter("ignore")  # broken EXIF data is not damage
                 with Image.open(io.BytesIO(data)) as file:
                     image = file.convert("RGB")
         except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
             why = "no image" if "BytesIO" in str(error) else error
-            if isinstance(error, OSError) and error.strerror:  # its text has the path again
+            if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
                 why = f"cannot be read: {error.strerror}"
             seen.damaged.append(f"{reader.name(index)}: {why}")
             continue
         seen.sizes.append(image.size)
-        # A histogram says mean and deviation, and takes PIL a third of a millisecond.
+        # Mean and std from a histogram, which takes PIL a third of a millisecond.
         counts = np.array(image.histogram(), dtype=np.float64).reshape(3, 256)
         shares = counts / counts[0].sum()
         mean = shares @ values
@@ -90,12 +90,12 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
 def look_at_all(
     found: DataAtUri, processes: int, progress: Callable[[int], None]
 ) -> dict[str, Seen]:
-    """Every image of every split, in several processes.
+    """Inspects every image of every split, in several processes.
 
     Args:
-        found: A data set; what lies in a store is downloaded shard by shard, and removed again.
-        processes: How many look at images.
-        progress: Called with how many were looked at so far.
+        found: A data set; shards in a store are downloaded one by one, and removed again.
+        processes: Number of processes.
+        progress: Called with the number of images inspected so far.
 
     Raises:
         StoreError: A shard cannot be downloaded.
@@ -120,7 +120,7 @@ def _look(reader: ImageReader) -> Seen:
 
 
 def _parts(found: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:
-    """Shard by shard what is in a store, all at once what is here."""
+    """A split's images: shard by shard from a store, all at once (shard None) on this machine."""
     if found.store is None:
         yield None, np.arange(len(images.labels))
         return

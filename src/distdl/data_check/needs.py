@@ -1,4 +1,4 @@
-"""What a GPU needs of its loaders: known training rates, and what follows from measured ones."""
+"""How fast a GPU's loaders must be: known training rates, and a verdict from measured ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distdl.util.suggest import closest
 AZURE = "fp32, Horovod on Azure, github.com/msalvaris/BatchAIHorovodBenchmark"
 NVIDIA = "mixed precision, NVIDIA/DeepLearningExamples, ConvNets, PyTorch"
 LAMBDA = "fp16, github.com/lambdal/deeplearning-benchmark"
-# Images per second of ResNet-50 that one GPU trains, as published, and who measured it, and how.
+# Published training rates of ResNet-50 on one GPU, in images per second, with their sources.
 GPUS = {
     "k80": (53, AZURE),
     "p40": (173, AZURE),
@@ -24,8 +24,8 @@ GPUS = {
     "h100": (2_791, LAMBDA),
     "h200": (3_079, LAMBDA),
 }
-# GFLOP of one image of 224 pixels, as torchvision states them for its weights
-# (https://pytorch.org/vision/stable/models.html). Rates of others than resnet50 are scaled by them.
+# GFLOP of one image of 224 pixels, from torchvision's list of weights
+# (https://pytorch.org/vision/stable/models.html). Rates of other models are scaled by them.
 MODELS = {
     "resnet18": 1.81,
     "resnet34": 3.66,
@@ -34,19 +34,19 @@ MODELS = {
     "resnet152": 11.51,
     "vit_b_16": 17.56,
 }
-# What a worker does besides (queues, pages of shared memory): an allowance, on the safe side.
+# Allowance for a worker's other work (queues, pages of shared memory), on the safe side.
 BESIDES = 1.15
-# torch's default, and ours.
+# Batches per worker: torch's default, and ours.
 PREFETCH = 2
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one GPU trains.
+    """The training rate of one GPU.
 
     Args:
         rate: Images per second.
-        source: Of what, and who measured it.
+        source: Which model and GPU, and who measured it.
     """
 
     rate: float
@@ -54,15 +54,15 @@ class Need:
 
 
 def need(model: str, gpu: str, rate: float | None) -> Need:
-    """The images per second that one GPU trains.
+    """The training rate of one GPU.
 
     Args:
-        model: Of `MODELS`.
-        gpu: Of `GPUS`.
-        rate: As measured by the user, instead of what is known.
+        model: A key of `MODELS`.
+        gpu: A key of `GPUS`.
+        rate: The user's own measurement, instead of a known rate.
 
     Raises:
-        UserError: Nothing is known of that model or GPU.
+        UserError: The model or GPU is unknown, or `rate` is not positive.
     """
     if rate is not None:
         if rate <= 0:
@@ -84,23 +84,23 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
 
 
 def workers_for(rate: float, per_core: float) -> int:
-    """Loader processes that decode `rate` images per second, each on a core of its own."""
+    """Number of loader processes that decode `rate` images per second, each on its own core."""
     return max(1, math.ceil(rate * BESIDES / per_core))
 
 
 def cores_for(rate: float, per_core: float) -> int:
-    """Theirs, and one for the training process, which never sleeps."""
+    """Cores of the loader processes, plus one for the training process, which never sleeps."""
     return workers_for(rate, per_core) + 1
 
 
 @dataclass(frozen=True)
 class Format:
-    """A way in which the images may lie.
+    """A format of the images.
 
     Args:
         name: For the table.
-        per_core: Images per second that one core decodes, measured here.
-        how: What to type to have it.
+        per_core: Images per second that one core decodes, measured on this machine.
+        how: The command that converts the data set to it.
     """
 
     name: str
@@ -110,12 +110,12 @@ class Format:
 
 @dataclass(frozen=True)
 class FeedVerdict:
-    """Whether the GPUs will be fed.
+    """Whether loading keeps up with the GPUs.
 
     Args:
-        fed: Yes or no.
-        text: In a sentence.
-        overrides: What the run should be told.
+        fed: Whether it does.
+        text: The same as a sentence.
+        overrides: For the run's command line.
         before: A command to run first, if any.
     """
 
@@ -128,14 +128,14 @@ class FeedVerdict:
 def judge(
     wanted: Need, formats: list[Format], reading: float, cores: int, gpus: int
 ) -> FeedVerdict:
-    """Compares what is needed with what this machine reads and decodes.
+    """Compares the needed rate with what this machine reads and decodes.
 
     Args:
         wanted: Of each GPU.
-        formats: As it lies first, then what it could be made, slower ones first.
+        formats: The current format first, then possible conversions, slower ones first.
         reading: Images per second that one process reads from the disk.
         cores: Of this machine.
-        gpus: That share them.
+        gpus: How many GPUs share the cores.
     """
     share, per_core = cores / gpus, formats[0].per_core
     needed = cores_for(wanted.rate, per_core)
@@ -143,7 +143,7 @@ def judge(
         workers = workers_for(wanted.rate, per_core)
         several = "s" * (workers > 1)
         text = f"fed: {workers} worker{several} and the training itself, on {share:g} cores per GPU"
-        # Who waits for the disk takes no core: more workers repair that.
+        # A worker that waits for the disk uses no core, so more workers make up for it.
         waiting = math.ceil(wanted.rate * (BESIDES / per_core + 1 / reading))
         if waiting > workers:
             text += f"; {waiting} workers while the disk's cache is cold"
@@ -151,7 +151,7 @@ def judge(
         return FeedVerdict(
             True, text, (f"data.num_workers={waiting}",) if waiting > default else ()
         )
-    # Whole processes, as in `needed`; rounded down, since what starves is never at 100 %.
+    # Whole processes, as in `needed`; rounded down, so that "starved" never shows 100 %.
     percent = int(100 * (int(share) - 1) * per_core / BESIDES / wanted.rate)
     text = f"starved: {share:g} core{'s' * (share != 1)} per GPU"
     if share < 2:
@@ -170,10 +170,10 @@ def judge(
 
 @dataclass(frozen=True)
 class Shm:
-    """Shared memory, through which loaders hand over their batches, in bytes.
+    """Shared memory, through which loaders pass their batches, in bytes.
 
     Args:
-        size: Of /dev/shm; None: there is none to look at.
+        size: Of /dev/shm; None: there is no /dev/shm.
         needed: By all loaders of this machine.
     """
 
@@ -186,9 +186,9 @@ class Shm:
 
 
 def shm(workers: int, gpus: int, batch: int, image_size: int) -> Shm:
-    """Of what is there and what `workers` per GPU need, who each hold PREFETCH batches.
+    """Available and needed shared memory, with `workers` per GPU and PREFETCH batches per worker.
 
-    One batch more per GPU is on its way to the device.
+    One more batch per GPU is in transfer to the device.
     """
     needed = gpus * (workers * PREFETCH + 1) * batch * 3 * image_size**2
     place = Path("/dev/shm")

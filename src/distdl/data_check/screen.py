@@ -1,4 +1,4 @@
-"""What `data check` shows, a line or a small table at a time."""
+"""The report of `data check`: lines and small tables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from distdl.util.progress_bar import size
 
 
 class Screen:
-    """Lines with a word before them, and tables between, on the terminal or in a log."""
+    """Prints lines with a leading word, and tables, on a terminal or in a log."""
 
     def __init__(self) -> None:
-        # In a log nothing is as narrow as a terminal.
+        # Wide in a log, whose lines need not fit a terminal.
         self.console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
     def line(self, word: str, text: str) -> None:

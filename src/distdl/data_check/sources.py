@@ -1,4 +1,4 @@
-"""What lies at a URI, as images that can be read one by one."""
+"""Finds the data set at a URI, and reads its images one by one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from distdl.util.errors import Problem, UserError
 
 Array = np.ndarray[Any, Any]
 
-PATIENCE = 10.0  # seconds: somebody is waiting at the screen
-# What `prepare` starts from, by the name of a file in the folder: people check that first.
+PATIENCE = 10.0  # seconds: a user is waiting for the answer
+# Raw data that needs `prepare` first, by the names of files in the folder.
 RAW = {
     "imagenet": r"^ILSVRC2012_img_\w+\.tar$",
     "tfrecord": tfrecord.FILES,
@@ -43,9 +43,9 @@ class SplitImages:
     Args:
         labels: [N].
         sizes: [N], bytes of each encoded image.
-        files: How many files hold them.
+        files: Number of files.
         where: [N] rows of `ROW`, or the samples of a folder.
-        names: Of the shards; none: a folder.
+        names: Of the shards; empty for a folder.
     """
 
     labels: Array
@@ -57,10 +57,10 @@ class SplitImages:
 
 @dataclass
 class ImageReader:
-    """Reads images from files on this machine, and checks their sha256 where it is known.
+    """Reads images from files on this machine.
 
     Args:
-        images: What to read.
+        images: The images.
         folder: Where the files are.
     """
 
@@ -72,21 +72,21 @@ class ImageReader:
         self._files = Files(self.folder)
 
     def read(self, index: int) -> bytes:
-        """Raises OSError when it cannot be read."""
+        """The encoded image; raises OSError if it cannot be read."""
         name, offset, size = self.place(index)
         if self.images.names:
             return self._files.read(name, offset, size)
         return (self.folder / name).read_bytes()
 
     def place(self, index: int) -> tuple[str, int, int]:
-        """File, first byte and bytes of an image."""
+        """File, offset and size of an image, in bytes."""
         row = self.images.where[index]
         if isinstance(row, Sample):
             return str(row.where[0]), 0, row.bytes
         return self.images.names[row["shard"]], int(row["offset"]), int(row["bytes"])
 
     def name(self, index: int) -> str:
-        """Where to look for it: its file, or shard and member as `tar` shows them."""
+        """Location for messages: the file, or shard and member as `tar` shows them."""
         file, offset, _ = self.place(index)
         if not self.images.names:
             return file
@@ -98,7 +98,7 @@ class ImageReader:
         return None if isinstance(row, Sample) else bytes(row["sha256"])
 
     def part(self, indices: Sequence[int]) -> ImageReader:
-        """A reader of those images only, which is small enough to be sent to another process."""
+        """A reader of only those images, small enough to be pickled to another process."""
         images = self.images
         where = [images.where[int(index)] for index in indices]
         if images.names:
@@ -107,7 +107,7 @@ class ImageReader:
         return ImageReader(kept, self.folder)
 
     def forget(self, indices: Sequence[int]) -> None:
-        """Drops images from the page cache, so that reading them again reads the disk."""
+        """Drops images from the page cache, so that the next read comes from the disk."""
         if not hasattr(os, "posix_fadvise"):
             return
         for index in indices:
@@ -118,15 +118,15 @@ class ImageReader:
 
 @dataclass
 class DataAtUri:
-    """What lies at a URI.
+    """The data set at a URI.
 
     Args:
-        uri: As it may be printed.
+        uri: For messages.
         kind: "shards", "shards in a store" or "folders of images".
         classes: Their names.
         splits: By name.
-        store: Where its files come from; None: they are on this machine.
-        folder: Where they are on this machine.
+        store: Source of its files; None: they are on this machine.
+        folder: Location of the files on this machine.
     """
 
     uri: str
@@ -135,21 +135,25 @@ class DataAtUri:
     splits: dict[str, SplitImages]
     store: Store | None = None
     folder: Path = Path()
-    # Of what was downloaded, where files come from a store.
+    # Totals of the downloads from a store.
     downloaded_bytes: int = 0
     download_seconds: float = 0.0
 
     @property
     def count(self) -> int:
-        """Images of all splits."""
+        """Number of images in all splits."""
         return sum(len(images.labels) for images in self.splits.values())
 
     @contextmanager
     def reading(self, images: SplitImages, shard: int | None) -> Iterator[ImageReader]:
-        """A reader of one shard, or (None) of all of a split that is on this machine.
+        """A reader of one shard, or of a whole split if it is on this machine.
+
+        Args:
+            images: The split.
+            shard: From a store: its number; ignored for files on this machine.
 
         Raises:
-            StoreError: It cannot be downloaded.
+            StoreError: The shard cannot be downloaded.
         """
         if self.store is None:
             yield ImageReader(images, self.folder)
@@ -164,10 +168,10 @@ class DataAtUri:
 
 
 def find(uri: str) -> DataAtUri:
-    """Looks at a URI: the manifest and the indexes, or the names in a folder.
+    """Reads the manifest and the indexes at a URI, or the names in a folder.
 
     Raises:
-        UserError: There is nothing, or nothing that can be trained on.
+        UserError: There is no data set that can be trained on.
     """
     remote = is_remote(uri)
     if not remote:
@@ -179,7 +183,7 @@ def find(uri: str) -> DataAtUri:
         return _shards(open_data_set(uri, patience=PATIENCE), remote)
     except StoreError as error:
         raise UserError.at(uri.partition("?")[0], str(error), error.remedy) from error
-    except UserError as error:  # speaks of a run's data.root, and most often names it
+    except UserError as error:  # its path is a run's data.root, which does not apply here
         problems = (Problem("", p.what, p.remedy) for p in error.problems if p.path == "data.root")
         raise (UserError(*found) if (found := list(problems)) else error) from error
 

@@ -1,4 +1,4 @@
-"""How fast this machine reads and decodes a data set's images, on one core."""
+"""Measures how fast one core of this machine reads and decodes the images of a data set."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import Any
 from distdl.data_check.sources import ImageReader
 from distdl.datasets.images import Treatment
 
-SECONDS = 1.0  # of CPU time that each format is decoded for, at least
+SECONDS = 1.0  # least CPU time of the measurement for each format
 SHORT_SIDE = 256
 SMALLER = Treatment(short_side=SHORT_SIDE, quality=90)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one core.
+    """Rates of one core.
 
     Args:
-        reading: Images per second, by the clock: a disk is waited for.
-        reading_bytes: Bytes per second.
+        reading: Images read per second of wall time, including waits for the disk.
+        reading_bytes: The same in bytes per second.
         decoding: Images per second of CPU time: decoded, cropped, resized and put into a batch.
-        smaller: The same of the same images with a short side of 256; None: they are no larger.
-        decoder: Which one was used.
+        smaller: Like `decoding`, for images scaled to a short side of 256; None: most images are
+            no larger.
+        decoder: Name of the fastest CPU decoder, which was used.
     """
 
     reading: float
@@ -37,7 +38,7 @@ class Rates:
 
 
 def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rates | None:
-    """Reads some images from the disk (not from its cache), then decodes them again and again.
+    """Reads some images from the disk (not from the page cache), then decodes them repeatedly.
 
     Returns:
         rates: None: none of the images can be decoded.
@@ -50,7 +51,7 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     reader.forget(indices)
     start, images = time.perf_counter(), []
     for index in indices:
-        with suppress(OSError):  # cannot be read: it is counted elsewhere
+        with suppress(OSError):  # unreadable images are counted in `look`
             images.append(reader.read(int(index)))
     seconds = max(1e-9, time.perf_counter() - start)
     read, length = len(images), sum(map(len, images))
@@ -63,7 +64,7 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        # Interleaved: whatever else this machine does slows both down alike.
+        # Interleaved, so that other load on this machine slows both down equally.
         spent = _decode([images, smaller or images], view)
     finally:
         torch.set_num_threads(threads)
@@ -80,20 +81,20 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
 def _works(view: Callable[[bytes], Any], data: bytes) -> bool:
     try:
         view(data)
-    except ValueError:  # damaged: it is counted elsewhere
+    except ValueError:  # damaged images are counted in `look`
         return False
     return True
 
 
 def _decode(sets: Sequence[Sequence[bytes]], view: Callable[[bytes], Any]) -> list[float]:
-    """Images per second of CPU time, of each set."""
+    """Decodes each set of images repeatedly; returns images per second of CPU time for each."""
     import torch
 
     batch, place = 32, 0
     seconds, counts = [0.0] * len(sets), [0] * len(sets)
     while min(seconds) < SECONDS:
         for number, images in enumerate(sets):
-            start = time.process_time()  # what a busy machine gives to others is not the decoder's
+            start = time.process_time()  # CPU time, since other processes may be running
             seen = [view(images[(place + i) % len(images)])["image"] for i in range(batch)]
             torch.stack(seen)
             seconds[number] += time.process_time() - start
@@ -103,7 +104,7 @@ def _decode(sets: Sequence[Sequence[bytes]], view: Callable[[bytes], Any]) -> li
 
 
 def shrunk(data: bytes) -> bytes | None:
-    """An image as `prepare --short-side 256 --quality 90` makes it; None: it is no larger."""
+    """The image after `prepare --short-side 256 --quality 90`; None: it is not larger."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as file:

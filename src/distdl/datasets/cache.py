@@ -1,14 +1,14 @@
-"""This node's copies of shards: each is downloaded once, checked, and kept while there is room.
+"""This node's cache of shards: each is downloaded once, checked, and kept while there is room.
 
-    CACHE/<data set>/train-00000.tar     complete and checked: nothing else ever has such a name
-    CACHE/<data set>/.<name>.<id>.part   on its way
-    CACHE/<data set>/locks/              one lock per shard: its holder fetches it
+    CACHE/<data set>/train-00000.tar     complete and checked; unfinished files never have this name
+    CACHE/<data set>/.<name>.<id>.part   being downloaded
+    CACHE/<data set>/locks/              one lock per shard: its holder downloads the shard
     CACHE/<data set>/locks/unreachable   the server did not answer; removed when it does
-    CACHE/lock                           held while room is made
+    CACHE/lock                           held while disk space is reserved or freed
 
-Locks are the kernel's (flock), so they end with the process that holds them. All ranks of a node,
-other runs on it, and nodes that share a disk with locks (NFSv4, Lustre with -o flock) can use one
-cache.
+Locks are the kernel's (flock), so they end with the process that holds them. One cache can be used
+by all ranks of a node, by other runs, and by nodes that share a disk with locks (NFSv4, Lustre with
+-o flock).
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from distdl.util.errors import UserError
 log = logging.getLogger(__name__)
 
 TRIES = 3
-AGAIN = 10.0  # seconds for a server after another process of this node has given up on it
-MARGIN = 2 << 30  # bytes of the disk that are left to others, or a twentieth of a small disk
+AGAIN = 10.0  # seconds to wait for a server that another process of this node has given up on
+MARGIN = 2 << 30  # bytes of the disk that stay free; on a small disk, a twentieth of it
 
 
 class NoRoom(OSError):
-    """The cache is full of what is needed sooner."""
+    """The cache is full of shards that are needed sooner."""
 
 
 class Cache:
     """Copies of one data set's files.
 
     Args:
-        store: Where they come from.
-        root: A folder that all data sets share; made when needed.
-        key: Names the data set: the sha256 of its manifest.
-        limit: Bytes for all of `root`; None: the disk.
+        store: Source of the files.
+        root: A folder that all data sets share; created if needed.
+        key: Identifies the data set: the sha256 of its manifest.
+        limit: Bytes for all of `root`; None: limited by the disk.
     """
 
     def __init__(self, store: Store, root: Path, key: str, limit: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Cache:
         self.folder, self._since = root / key[:16], time.time()
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
-            # Held by every process that reads: other runs do not remove what is in use.
+            # Held by every process that reads, so that other runs do not remove this data set.
             self._used = os.open(self.folder / "locks" / "in_use", os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(self._used, fcntl.LOCK_SH)
             os.utime(self._used)
@@ -85,19 +85,19 @@ class Cache:
         evictable: Callable[[], Sequence[str]] | None = None,
         progress: Progress | None = None,
     ) -> Path:
-        """The file's complete and checked copy; downloads it unless it is here.
+        """Path of the file's complete and checked copy; downloads it if it is not cached.
 
-        Waits while another process does so. The copy may be removed later to make room for others:
-        open it at once, an open file stays readable.
+        Waits if another process is downloading it. The copy may be evicted later, so the caller
+        should open it at once: an open file stays readable.
 
         Args:
-            file: Which, and how long it is and what its sha256 is.
-            evictable: Names of copies that may make room, those first whose next use is farthest.
-            progress: As `Store.download` has it.
+            file: Its name, length and sha256.
+            evictable: Returns names of copies that may be evicted, the farthest next use first.
+            progress: As for `Store.download`.
 
         Raises:
-            NoRoom: The disk or the cache is full, and the copies that may go are not enough.
-            UserError: It arrived damaged several times, or the server does not answer. Names it.
+            NoRoom: The disk or the cache is full, even without the evictable copies.
+            UserError: It arrived damaged TRIES times, or the server does not answer.
         """
         if self.has(file):
             return self.path(file)
@@ -109,7 +109,7 @@ class Cache:
             if self.path(file).exists():
                 log.warning(HEALED, self.path(file))
             for _ in range(TRIES):
-                # We hold the lock: these were left by a process that was killed.
+                # We hold the lock, so a killed process left these.
                 for left in self.folder.glob(f".{file.name}.*.part"):
                     left.unlink(missing_ok=True)
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
@@ -131,13 +131,13 @@ class Cache:
         evictable: Callable[[], Sequence[str]],
         progress: Progress,
     ) -> str:
-        """One try; returns what is wrong with what came, "" if nothing."""
+        """Tries once to download; returns what is wrong with the download, "" if nothing."""
         try:
             self._reserve(part, file, evictable)
             self.store.download(file.name, part, progress)
             damage = difference(part, file)
             if not damage:
-                with FileLock(self.root / "lock"):  # so that sizes are counted once
+                with FileLock(self.root / "lock"):  # so that `_lacking` counts it once
                     part.rename(self.path(file))
                 sync(self.folder)
             return damage
@@ -155,7 +155,7 @@ class Cache:
         return self.folder / "locks" / "unreachable"
 
     def _share_outage(self, since: float) -> None:
-        """Gives up if another process has given up, on any shard, since this one began to wait."""
+        """Raises UserError if another process has given up on the server since `since`."""
         try:
             if self._outage.stat().st_mtime >= since:
                 raise _unreachable(self._outage.read_text(), transient=True)
@@ -163,7 +163,10 @@ class Cache:
             return
 
     def _giving_up(self, asked: float, progress: Progress | None) -> Progress:
-        """`progress`, which also gives up where this node has waited for the server already."""
+        """Wraps `progress` so that it also gives up when another process of this node has.
+
+        In the first AGAIN seconds only outages reported after `asked` count.
+        """
 
         def called(count: int) -> None:
             if count:  # the server answers
@@ -182,7 +185,7 @@ class Cache:
             self.path(file).unlink(missing_ok=True)
 
     def room(self) -> int:
-        """Bytes that this data set may take, with what it has and what others may lose."""
+        """Bytes that this data set may take: free space, its own copies, and unused data sets."""
         present = sum(size for _, size in _copies(self.folder))
         others = sum(size for folder in self._unused() for _, size in _copies(folder))
         disk = self._free() + present + others
@@ -209,7 +212,7 @@ class Cache:
         raise NoRoom(errno.ENOSPC, self._full(file))
 
     def _lacking(self, wanted: int) -> int:
-        """Bytes that must go before `wanted` more can come."""
+        """Bytes to free before `wanted` more bytes fit."""
         lacking = wanted - self._free()
         if self.limit is not None:
             used = sum(size for folder in self._folders() for _, size in _copies(folder))
@@ -224,7 +227,7 @@ class Cache:
         return [path for path in self.root.iterdir() if (path / "locks").is_dir()]
 
     def _unused(self) -> list[Path]:
-        """Other data sets that no process reads, the longest unused first."""
+        """Folders of other data sets that no process reads, the longest unused first."""
         others = [f for f in self._folders() if f != self.folder and not _in_use(f)]
         return sorted(others, key=lambda folder: (folder / "locks" / "in_use").stat().st_mtime)
 
@@ -248,11 +251,11 @@ def _unreachable(message: str, transient: bool) -> UserError:
 
 
 def default_root() -> Path:
-    """DISTDL_CACHE; else the local disk of an Azure VM, where one is mounted; else ~/.cache."""
+    """DISTDL_CACHE; else an Azure VM's mounted local disk; else in XDG_CACHE_HOME or ~/.cache."""
     folder = os.environ.get("DISTDL_CACHE")
     if folder:
         return Path(folder).expanduser()
-    for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # by waagent, by cloud-init
+    for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # waagent's, cloud-init's
         if os.path.ismount(disk) and os.access(disk, os.W_OK):
             return Path(disk, "distdl")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -260,7 +263,7 @@ def default_root() -> Path:
 
 
 def _on_azure() -> bool:
-    """By the chassis' tag, as cloud-init reads it (cloudinit/sources/DataSourceAzure.py)."""
+    """Detects Azure by the chassis tag, like cloud-init (cloudinit/sources/DataSourceAzure.py)."""
     try:
         tag = Path("/sys/class/dmi/id/chassis_asset_tag").read_text().strip()
     except OSError:
@@ -269,7 +272,7 @@ def _on_azure() -> bool:
 
 
 def difference(path: Path, file: File) -> str:
-    """In what a copy differs from what the manifest says, "" if in nothing."""
+    """How a copy differs from the manifest's entry, "" if it does not."""
     size = path.stat().st_size
     if size != file.bytes:
         return f"it has {size} bytes and not {file.bytes}"
@@ -288,12 +291,12 @@ def _in_use(folder: Path) -> bool:
 
 
 def _copies(folder: Path) -> list[tuple[str, int]]:
-    """Files on their way, too: their room is taken."""
+    """Names and sizes of a data set's files, also unfinished ones, which take space, too."""
     copies = []
     for entry in os.scandir(folder):
         try:
             if entry.is_file():
                 copies.append((entry.name, entry.stat().st_size))
-        except FileNotFoundError:  # another process was faster
+        except FileNotFoundError:  # removed by another process
             continue
     return copies

@@ -27,13 +27,13 @@ def open_source(options: argparse.Namespace) -> Folder:
 
 
 class Folder:
-    """Images in class folders. Labels number those in sorted order, as torchvision's ImageFolder.
+    """Images in class folders. Labels index the sorted names, as in torchvision's ImageFolder.
 
     Args:
         folder: Holds `train/` and `val/`, with the same class folders in both.
 
     Raises:
-        UserError: It does not, or a class has no images.
+        UserError: A split is missing, the class folders differ, or a class has no images.
     """
 
     kind = "folder"
@@ -96,12 +96,12 @@ class Folder:
         return data
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the list of all images, which each process would get a copy of."""
+        """Leaves out the list of all images, which would be copied to each process."""
         return {"folder": self.folder, "classes": self.classes}
 
 
 def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Problem:
-    """What is wrong with `path` where the two splits have other class folders."""
+    """The problem of a `path` whose two splits have different class folders."""
     differing = sorted(set(train) ^ set(val))
     what = (
         f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has "
@@ -112,7 +112,7 @@ def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Pr
 
 
 def _size_and_mtime(path: Path) -> tuple[int, int]:
-    """0 of what cannot be read, a link to nowhere: reading it later says so by name."""
+    """Size and mtime; 0 for an unreadable file (a dangling link), which `read` reports later."""
     try:
         stat = path.stat()
         return stat.st_size, stat.st_mtime_ns

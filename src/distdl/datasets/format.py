@@ -1,12 +1,12 @@
-"""What a prepared data set is: `dataset.json`, one index per split, and tar files.
+"""The format of a prepared data set: `dataset.json`, one index per split, and tar files.
 
     dataset.json             the manifest, written last: without it there is no data set
     train.index.npy          one row per sample (`ROW`), in the order of the shards
-    train-00000.tar          n01440764_10026.jpg, n01440764_10026.cls, ... (webdataset's own names)
+    train-00000.tar          n01440764_10026.jpg, n01440764_10026.cls, ... (webdataset's names)
     val.index.npy, val-00000.tar
 
-The index makes one `pread` of one sample: no tar is ever scanned. A tar is complete in itself, so
-that any reader of webdatasets reads it, too (https://github.com/webdataset/webdataset).
+With the index, one `pread` reads a sample, and no tar is ever scanned. Each tar is self-contained,
+so that any webdataset reader can read it (https://github.com/webdataset/webdataset).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MANIFEST = "dataset.json"
 WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
 FORMAT, VERSION = "distdl-shards", 1
 
-# Where the encoded image of a sample is, its label, and the sha256 of its bytes.
+# Location of a sample's encoded image, its label, and the sha256 of its bytes.
 ROW = np.dtype(
     [("shard", "<u4"), ("offset", "<u8"), ("bytes", "<u4"), ("label", "<i4"), ("sha256", "V32")]
 )
@@ -32,7 +32,7 @@ ROW = np.dtype(
 
 @dataclass(frozen=True)
 class File:
-    """A file of a data set: its name beside the manifest, its length, its sha256 in hexadecimal."""
+    """A file of a data set: its name next to the manifest, its length, its sha256 in hex."""
 
     name: str
     bytes: int
@@ -52,7 +52,7 @@ class Shard(File):
 
 @dataclass(frozen=True)
 class Split:
-    """ "train" or "val": an index of `samples` rows, whose `shard` is a place in `shards`."""
+    """ "train" or "val": an index of `samples` rows, whose "shard" is an index into `shards`."""
 
     samples: int
     index: File
@@ -60,7 +60,7 @@ class Split:
 
     @property
     def bytes(self) -> int:
-        """Of all its shards."""
+        """Size of all its shards."""
         return sum(shard.bytes for shard in self.shards)
 
 
@@ -69,9 +69,9 @@ class Manifest:
     """A prepared data set.
 
     Args:
-        classes: Names; a class's place is its label.
+        classes: Names by label.
         splits: By name.
-        made: What it was made from and how (for people, and to refuse to mix two data sets).
+        made: How it was made, and from what (for people, and to refuse to mix two data sets).
     """
 
     classes: tuple[str, ...]
@@ -83,7 +83,11 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
-        """Raises UserError when `where` (for the message) is no manifest that we can read."""
+        """Parses a manifest; `where` names it in errors.
+
+        Raises:
+            UserError: It is not a manifest of this version.
+        """
         try:
             found = json.loads(text)
             if found["format"] == FORMAT and found["version"] > VERSION:
@@ -107,10 +111,10 @@ class Manifest:
 
 
 def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
-    """The rows of an index file's content.
+    """The rows in the content of an index file; `where` names it in errors.
 
     Raises:
-        UserError: `data` holds no rows of `ROW`.
+        UserError: `data` does not hold rows of `ROW`.
     """
     try:
         rows = np.load(io.BytesIO(data), allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Encoded images as files hold them: which names are images, and PIL, which reads all of them."""
+"""Encoded image files: which file names are images, and how PIL loads them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from PIL import Image
 
-# torchvision's list; compared in lower case, so `.JPEG` counts.
+# torchvision's list; names are compared in lower case, so `.JPEG` counts.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class DamagedImage(ValueError):
-    """Bytes that no decoder makes a complete image of."""
+    """Bytes that cannot be decoded to a complete image."""
 
 
 def is_image(name: str, endings: tuple[str, ...] = EXTENSIONS) -> bool:
-    """By its name. Not what macOS hides beside an image: `._dog.jpg`."""
+    """Whether a file is an image, by its name. Excludes macOS's hidden files, like `._dog.jpg`."""
     return name.lower().endswith(endings) and not name.rpartition("/")[2].startswith(".")
 
 
 def load_image(data: bytes, mode: str | None = None) -> Image.Image:
-    """All pixels of an image, by PIL. EXIF orientation is ignored, as in torchvision's ImageFolder.
+    """Loads an image with PIL. EXIF orientation is ignored, as in torchvision's ImageFolder.
 
     Args:
         data: A file's bytes.
-        mode: PIL's, to convert it to; None: as it is.
+        mode: PIL mode to convert to; None: no conversion.
 
     Raises:
-        DamagedImage: It is no image, or ends too early.
+        DamagedImage: It is not an image, or is truncated.
     """
     from PIL import Image
 

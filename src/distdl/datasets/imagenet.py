@@ -38,7 +38,7 @@ COUNTS = {"classes": 1000, "train": 1_281_167, "val": 50_000}
 WNID = re.compile(r"n\d{8}")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
-# (file below the source, offset in it, length), and when that file was last changed (ns)
+# (file below the source, offset in it, length), and that file's mtime (ns)
 Where = tuple[str, int, int]
 Place = tuple[Where, int]
 
@@ -54,12 +54,12 @@ def open_source(options: argparse.Namespace) -> ImageNet:
 
 
 class ImageNet:
-    """Training and validation images of ILSVRC2012. Labels number the wnids in sorted order.
+    """Training and validation images of ILSVRC2012. Labels are indices of the sorted wnids.
 
     Args:
-        folder: Holds the two tars, or what was unpacked from them.
-        subset: Any number of classes and images will do. Validation images of classes that have no
-            training image are left out.
+        folder: Holds the two tars, or their unpacked contents.
+        subset: Accept any number of classes and images. Validation images of classes without
+            training images are left out.
 
     Raises:
         UserError: There are no such files.
@@ -75,7 +75,7 @@ class ImageNet:
         self._parts = {split: _part(folder, split) for split in TARS}
 
     def describe(self) -> dict[str, Any]:
-        # Of what is unpacked, the names: the size of a folder means nothing.
+        # Unpacked folders count by name only: the size of a folder means nothing.
         files = {p.name: p.stat().st_size if p.is_file() else None for p in self._parts.values()}
         return {"kind": self.kind, "subset": self.subset, "files": files}
 
@@ -92,7 +92,7 @@ class ImageNet:
         for wnid, name, (where, mtime) in train:
             yield Sample("train", _base(name), labels[wnid], where[2], where, mtime)
         del train
-        # Of the two tars, that of the validation images is read within seconds.
+        # No progress here: the validation tar is read within seconds.
         val = [(_base(name), name, place) for name, place in self._images("val", _quiet)]
         for base, name, (where, mtime) in sorted(val):
             wnid = val_class(name)
@@ -102,7 +102,7 @@ class ImageNet:
         self._check(counts)
 
     def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, Place]]:
-        """Path inside the tar or folder, and place, of every image of a split."""
+        """Path inside the tar or folder, and `Place`, of every image of a split."""
         top = self._parts[split]
         paths = [top] if top.is_file() else list(files_below(top, (*EXTENSIONS, ".tar")))
         size = top.stat().st_size
@@ -142,10 +142,10 @@ class ImageNet:
 
 
 def val_class(name: str) -> str:
-    """The wnid of a validation image, by its number; by its folder if its name has none.
+    """The wnid of a validation image: from the number in its name, else from its folder.
 
     Raises:
-        UserError: It has neither.
+        UserError: Neither gives a wnid.
     """
     match = VAL_NAME.match(_base(name))
     if match and int(match[1]) in val_labels():
@@ -157,9 +157,9 @@ def val_class(name: str) -> str:
 def val_labels() -> dict[int, str]:
     """The wnid of each of the 50,000 validation images, by the number in its name.
 
-    `imagenet_val.txt` has a line per class: its wnid, then the numbers of its 50 images. Facts of
-    the devkit (ILSVRC2012_validation_ground_truth.txt), by way of tensorflow-datasets 4.9.10,
-    datasets/imagenet2012/validation_labels.txt.
+    `imagenet_val.txt` has a line per class: its wnid, then the numbers of its 50 images. The data
+    are the devkit's (ILSVRC2012_validation_ground_truth.txt), taken from tensorflow-datasets
+    4.9.10, datasets/imagenet2012/validation_labels.txt.
     """
     text = resources.files(__package__).joinpath("imagenet_val.txt").read_text(encoding="ascii")
     lines = (line.split() for line in text.splitlines())
@@ -167,7 +167,7 @@ def val_labels() -> dict[int, str]:
 
 
 def _part(folder: Path, split: str) -> Path:
-    """The tar of a split, or the folder that it was unpacked to."""
+    """The tar of a split, or the folder with its unpacked contents."""
     tar = folder / TARS[split][0]
     for path in (tar, folder / tar.stem, folder / split):
         if path.exists():
@@ -183,7 +183,7 @@ def _part(folder: Path, split: str) -> Path:
 
 
 def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Where]]:
-    """Images of the tar that begins at `start`, also those in tars inside it; headers only."""
+    """Images in the tar that begins at `start`, and in tars inside it. Reads only headers."""
     file.seek(start)
     for member in tarfile.TarFile(fileobj=file):  # its offsets count from the file's beginning
         if member.isfile() and member.name.endswith(".tar"):

@@ -1,14 +1,14 @@
-"""One image on its way into a data set: checked, repaired, made smaller if asked for.
+"""Checks one image for a data set, repairs it, and scales it down if the user asks for that.
 
-An image is decoded completely, by PIL, and its bytes stay as they are, unless
+PIL decodes each image completely. Its bytes are stored unchanged, except in these cases:
 
-- its name says JPEG but its content does not, or it is a JPEG in CMYK, which many decoders do not
-  read or read with wrong colours: re-encoded at quality 100 without subsampling, as by Inception's
-  script (tensorflow/models, research/inception/inception/data/build_imagenet_data.py);
-- it is in a format that only PIL reads (BMP, TIFF, ...): kept as PNG, without loss;
-- the user wants smaller images (what is scaled becomes a JPEG, whatever it was).
+- A file named JPEG that is not a JPEG, or a CMYK JPEG, which many decoders do not read or read with
+  wrong colours: re-encoded at quality 100 without subsampling, like in Inception's script
+  (tensorflow/models, research/inception/inception/data/build_imagenet_data.py).
+- A format that only PIL reads (BMP, TIFF, ...): stored as PNG, without loss.
+- The user wants smaller images: every scaled image becomes a JPEG.
 
-An EXIF orientation stays in the file and pixels are not turned: ImageNet is trained so.
+An EXIF orientation stays in the file, and pixels are not rotated, as usual for ImageNet.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from PIL import Image, ImageFile
 from distdl.datasets.image_files import load_image
 from distdl.util.errors import UserError
 
-# PIL's names of what stays as it is; MPO is a JPEG with another one behind it, as phones write it.
+# PIL's names of the formats that are kept; MPO is a JPEG followed by others, as phones write it.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
 JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg")
 DEFAULT_QUALITY = 90
-WORTH_IT = 0.9  # re-encoding loses a little each time: never to save less than a tenth
+WORTH_IT = 0.9  # re-encoding is lossy, so it must save at least a tenth
 ORIENTATION = 0x0112  # EXIF's tag
 
 
@@ -36,13 +36,13 @@ class Unwritten(Exception):
 
 @dataclass(frozen=True)
 class Treatment:
-    """What the user wants done with each image.
+    """How the user wants each image to be changed.
 
     Args:
-        max_side: Longer sides are scaled down to that many pixels. Lossy.
-        short_side: Images with a longer shorter side are scaled down to it. Lossy.
-        quality: Every JPEG is re-encoded at it, if that saves a tenth of its bytes; None: only
-            what is scaled, at 90. Lossy.
+        max_side: Scale down until the longer side has at most so many pixels. Lossy.
+        short_side: Scale down until the shorter side has at most so many pixels. Lossy.
+        quality: Re-encode every JPEG at this quality, if that saves a tenth of its bytes; None:
+            only scaled images, at 90. Lossy.
     """
 
     max_side: int | None = None
@@ -74,7 +74,7 @@ class Treatment:
         return self.quality or DEFAULT_QUALITY
 
     def check(self) -> None:
-        """Raises UserError when it cannot be done."""
+        """Raises UserError if a value is out of its range."""
         for name in ("max_side", "short_side"):
             side = getattr(self, name)
             if side is not None and side < 1:
@@ -92,20 +92,20 @@ class Treatment:
         return max(1, round(width * scale)), max(1, round(height * scale))
 
     def apply(self, data: bytes, name: str) -> tuple[bytes, str, str]:
-        """Checks one image, and changes it where it must be.
+        """Checks one image, and changes it if necessary.
 
         Args:
-            data: As the source has it.
+            data: The source's bytes.
             name: With its extension, if it has one.
 
         Returns:
-            data: To be stored.
+            data: The bytes to store.
             extension: ".jpg", ".png" or ".webp".
-            oddity: What is unusual about it, and how it was repaired; mostly empty.
+            oddity: What was unusual about it, and how it was repaired; usually "".
 
         Raises:
             DamagedImage: It cannot be decoded.
-            Unwritten: It can, and cannot be encoded again.
+            Unwritten: It can be decoded, but not encoded again.
         """
         image = load_image(data)
         size = self.size(*image.size)
@@ -137,30 +137,30 @@ class Treatment:
         if turned != 1:
             how["exif"] = Image.Exif()
             how["exif"][ORIENTATION] = turned
-        # With `optimize` all must fit PIL's buffer. It takes 1 or 2 bytes a pixel, and noise needs
-        # 5 ("Suspension not allowed here"); a JPEG consists of blocks of up to 16 x 16 pixels.
+        # With `optimize` the whole file must fit PIL's buffer, which has 1 or 2 bytes per pixel;
+        # noise needs 5 ("Suspension not allowed here"). JPEG blocks have up to 16 x 16 pixels.
         room = 4 * len(image.getbands()) * (image.width + 15) * (image.height + 15)
         ImageFile.MAXBLOCK = max(ImageFile.MAXBLOCK, room)
         return written(image, "JPEG", optimize=True, **how)
 
 
 def plain(image: Image.Image) -> Image.Image:
-    """Grey or RGB, as a JPEG has it."""
+    """The image as grey or RGB, for JPEG."""
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 
 def png(image: Image.Image) -> bytes:
-    """Lossless: PNG has all modes of the formats that come here, except CMYK and floats."""
+    """Encodes as PNG, without loss except for modes that PNG lacks, such as CMYK and floats."""
     if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
         image = image.convert("RGB")
     return written(image, "PNG")
 
 
 def written(image: Image.Image, form: str, **how: Any) -> bytes:
-    """A file's bytes.
+    """Encodes an image.
 
     Raises:
-        Unwritten: PIL cannot do it.
+        Unwritten: PIL cannot encode it.
     """
     memory = io.BytesIO()
     try:
@@ -171,8 +171,8 @@ def written(image: Image.Image, form: str, **how: Any) -> bytes:
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF's, 1 to 8; 1 is upright."""
+    """EXIF's orientation, 1 to 8; 1 is upright."""
     try:
         return int(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # ImageNet has images with broken EXIF data: no decoder reads those
+    except Exception:  # ImageNet has images with broken EXIF, which no decoder reads
         return 1

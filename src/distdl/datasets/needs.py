@@ -1,4 +1,4 @@
-"""When the shards of a data set that is larger than the cache are next needed."""
+"""When each shard is next needed, if the data set is larger than the cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distdl.datasets.order import Windows
 
 
 class Needs:
-    """How far a rank has come, seen by all its processes, and what follows from it.
+    """Sorts shards by their next use. It shares a rank's progress with the loader's workers.
 
-    Made before a loader's workers are: they share its memory.
+    Create it before the workers: they share its memory.
 
     Args:
         windows: The order in which training reads its shards.
-        train: The split that it reads.
-        val: Read after each epoch, in the order of its shards.
+        train: The training split.
+        val: The validation split, read after each epoch in the order of its shards.
     """
 
     def __init__(self, windows: Windows, train: Split, val: Split | None = None) -> None:
@@ -30,18 +30,18 @@ class Needs:
         self._samples = train.samples
         samples = [shard.samples for shard in val.shards] if val else []
         self._val = train.samples + np.cumsum([0, *samples], dtype=np.int64)[: len(samples)]
-        # Seed, epoch, samples given out in it.
+        # Seed, epoch, samples handed out in it.
         self._now = multiprocessing.RawArray(ctypes.c_int64, [0, 0, 0])
 
     def reached(self, seed: int, epoch: int, place: int) -> None:
         self._now[:] = [seed, epoch, place]
 
     def soonest_first(self) -> Sequence[File]:
-        """All shards, those first that are needed first."""
+        """All shards, sorted by their next use."""
         return [self._files[i] for i in np.argsort(self._uses(), kind="stable")]
 
     def soonest_used(self, train: int, val: int) -> Sequence[File]:
-        """The same of an epoch that ends early, without what only later samples need.
+        """Like `soonest_first`, but without shards that an early end of the epoch leaves unused.
 
         Args:
             train: Samples of the epoch that are used.
@@ -53,11 +53,11 @@ class Needs:
         return [self._files[i] for i in np.argsort(uses, kind="stable") if used[i]]
 
     def farthest_first(self, file: File) -> Sequence[str]:
-        """All shards but `file`, which is needed now; those first that are needed last."""
+        """All shards except `file`, which is needed now; the farthest next use comes first."""
         return [other.name for other in reversed(self.soonest_first()) if other.name != file.name]
 
     def needed_later(self, file: File) -> Sequence[str]:
-        """The same, but only those that are needed later than `file` will be."""
+        """Like `farthest_first`, but only shards that are needed later than `file`."""
         uses = self._uses()
         use = uses[self._place[file.name]]
         return [self._files[i].name for i in np.argsort(-uses) if uses[i] > use]

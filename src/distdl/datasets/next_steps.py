@@ -1,4 +1,4 @@
-"""The end of `prepare`: what to type next, or why that is not training yet."""
+"""The end of `prepare`: prints the next command, or why the data cannot be trained on yet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> Non
 
 
 def how_to_have(split: str, kind: str) -> str:
-    """How to get images of a split that a source has none of."""
+    """How to get images of a split that is empty in the source."""
     if kind not in ("tfrecord", "parquet"):
         return f"the source must give samples whose split is {split}"
     other = SPLITS[split]
@@ -39,7 +39,7 @@ def how_to_have(split: str, kind: str) -> str:
 
 
 def override(key: str, value: str) -> str:
-    """`key=value` as it is pasted: the shell takes off the outer quotes, Hydra the inner ones."""
+    """`key=value`, quoted for pasting: outer quotes for the shell, inner ones for Hydra."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

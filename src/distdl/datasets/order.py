@@ -1,7 +1,7 @@
-"""The order in which an epoch reads shards that are downloaded.
+"""The order in which an epoch reads downloaded shards.
 
-Pure functions of (seed, epoch, sizes, window): every rank, every resumed run and every world size
-computes the same. NumPy's RandomState is used because its numbers are promised never to change
+It is a pure function of (seed, epoch, sizes, window), so every rank, every resumed run and every
+world size computes the same order. NumPy guarantees that RandomState's numbers never change
 (https://numpy.org/neps/nep-0019-rng-policy.html).
 """
 
@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-FIRST_WINDOW = 2  # shards: a training starts when so many are cached
+FIRST_WINDOW = 2  # shards: training can start when these are cached
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Shuffles the shards, and then the samples inside windows of some shards.
+    """Shuffles the shards, and then the samples inside each window of consecutive shards.
 
-    A sample can be anywhere in its window, so an epoch needs only one window of shards at a time.
-    In epoch 0, which starts with an empty cache, windows grow from FIRST_WINDOW by doubling.
+    An epoch needs only one window of shards at a time. In epoch 0, which starts with an empty
+    cache, windows start at FIRST_WINDOW shards and double up to `window`.
 
     Args:
-        samples: Of each shard, in the order of the index.
-        window: Shards.
-        epochs: How many epochs go by windows; later ones shuffle all samples. None: all do.
+        samples: Number of samples of each shard, in the order of the index.
+        window: Shards per window.
+        epochs: How many epochs use windows; later ones shuffle all samples. None: all epochs.
     """
 
     samples: tuple[int, ...]
@@ -38,7 +38,7 @@ class Windows:
         return self.epochs is None or epoch < self.epochs
 
     def shards(self, seed: int, epoch: int) -> list[Array]:
-        """The shards of each window, in their order."""
+        """The shards of each window, in order."""
         shards = _random(seed, epoch, 0).permutation(len(self.samples))
         size = FIRST_WINDOW if epoch == 0 else self.window
         windows, start = [], 0
@@ -49,7 +49,7 @@ class Windows:
         return windows
 
     def order(self, seed: int, epoch: int) -> Array:
-        """Samples int64 [N], each once."""
+        """Sample indices int64 [N], each once."""
         starts = np.cumsum((0, *self.samples))
         random = _random(seed, epoch, 1)
         parts = []
@@ -61,12 +61,12 @@ class Windows:
     def next_uses(self, seed: int, epoch: int, place: int) -> Array:
         """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
 
-        A window that lies before the one of `place` is over; the one just before still counts as in
-        use, since a loader's workers lag behind.
+        Windows before the current one are finished, except for the last of them: it still counts
+        as in use, since a loader's workers lag behind.
 
         Args:
             seed, epoch: As for `order`.
-            place: Samples of this epoch that were given out.
+            place: Samples of this epoch that were handed out so far.
         """
         uses = sum(self.samples) + self._starts(seed, epoch + 1)
         starts = self._starts(seed, epoch)
@@ -90,11 +90,11 @@ def _random(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
 
 
 def by_first_use(shard_of: Array, order: Array) -> Array:
-    """Shards in the order in which `order` (samples) first needs them.
+    """Shards, sorted by their first use in `order`.
 
     Args:
         shard_of: Shard of each sample.
-        order: Samples.
+        order: Sample indices.
     """
     shards, first = np.unique(shard_of[order], return_index=True)
     return shards[np.argsort(first)]

@@ -42,22 +42,21 @@ def open_source(options: argparse.Namespace) -> ParquetImages:
 
 
 class ParquetImages:
-    """A folder of Parquet files. Their names say the splits, or `split` does.
+    """A folder of Parquet files. The splits follow from their names or from `split`.
 
     Args:
         path: The folder, or one file.
-        split: "train" or "val": all files are of it.
-        image_column: None: the only column of bytes, or the one with a usual name.
-        label_column: None: the one with a usual name, or the only one of whole numbers.
-        label_offset: Subtracted from numbers; None: 1 if the smallest is 1.
+        split: "train" or "val", for all files; None: from each file's name.
+        image_column: None: the column of bytes with a usual name, or the only one.
+        label_column: None: the column with a usual name, or the only column of integers.
+        label_offset: Subtracted from labels; None: the smallest label, if that is 0 or 1.
 
     Raises:
-        UserError: There are no such files, pyarrow is missing, or the columns are not what they
-            should be.
+        UserError: There are no such files, pyarrow is missing, or the columns do not fit.
     """
 
     kind = "parquet"
-    # A row group is read at once: what is read together must lie together.
+    # A row group is read at once, so its samples must stay together.
     in_blocks = True
 
     def __init__(
@@ -77,15 +76,15 @@ class ParquetImages:
         struct = any(field.name == "path" for field in _fields(schema.field(self._image).type))
         usual = next((name for name in NAME if name in schema.names and name != self._image), None)
         self._name = f"{self._image}.path" if struct else usual
-        # The file and the row group that were read last.
+        # The file and the row group that were read last, for the next read.
         self._file: tuple[str, Any] = ("", None)
         self._group: tuple[str, int, Any] = ("", -1, None)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        """Every sample, in the order of the files' names. Reads labels and names, no images.
+        """Every sample, in the order of the file names. Reads labels and names, but no images.
 
         Raises:
-            UserError: A file lacks a column, or a sample its label.
+            UserError: A file lacks a column, or a sample lacks its label.
         """
         known = self._known_classes()
         numbers = {name: number for number, name in enumerate(known or ())}
@@ -116,13 +115,13 @@ class ParquetImages:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: There is no image in that row, or a page's checksum does not fit.
+            ValueError: The row has no image, or a page's checksum is wrong.
         """
         name, group, row = sample.where
         if self._group[:2] != (name, group):
             try:
                 table = self._opened(str(name)).read_row_group(int(group), columns=[self._image])
-            finally:  # what changed may also be unreadable
+            finally:  # a changed file may also be unreadable
                 path = self._folder / str(name)
                 refuse_changed(path, path.stat(), sample.mtime_ns)
             self._group = str(name), int(group), table.column(0)
@@ -143,7 +142,11 @@ class ParquetImages:
         }
 
     def _opened(self, name: str) -> Any:
-        """Raises UserError when it is no Parquet file."""
+        """The open file, kept until another one is opened.
+
+        Raises:
+            UserError: It is not a Parquet file.
+        """
         if self.__dict__.get("_file", ("",))[0] != name:
             pq = _pyarrow_parquet()
             try:
@@ -155,7 +158,7 @@ class ParquetImages:
         return self._file[1]
 
     def _row_group(self, name: str, group: int) -> tuple[list[Any], list[Any]]:
-        """Labels and names (empty ones, where there are none) of its rows."""
+        """Labels and names of a row group's rows; names are "" if there are none."""
         wanted = [self._label, *([self._name] if self._name else [])]
         try:
             table = self._opened(name).read_row_group(group, columns=wanted)
@@ -169,7 +172,7 @@ class ParquetImages:
         return labels, [n.get("path") if isinstance(n, dict) else n for n in names]
 
     def _mean_bytes(self, name: str, group: int) -> int:
-        """Of an image of this row group: its columns' size says it without reading them."""
+        """Mean size of an image of a row group, from the metadata, without reading images."""
         rows = self._opened(name).metadata.row_group(group)
         columns = [rows.column(i) for i in range(rows.num_columns)]
         size = sum(
@@ -180,7 +183,7 @@ class ParquetImages:
         return int(size) // max(1, rows.num_rows)
 
     def _known_classes(self) -> list[str] | None:
-        """Names by label: as Hugging Face's schema says, or text labels, sorted. None: unknown."""
+        """Class names by label: Hugging Face's, or the sorted text labels; None: unknown."""
         import pyarrow as pa
 
         schema = self._opened(next(iter(self._splits))).schema_arrow
@@ -214,7 +217,7 @@ def _pyarrow_parquet() -> Any:
 
 
 def _fields(kind: Any) -> list[Any]:
-    """Of a struct; of any other type none."""
+    """The fields of a struct type; [] for any other type."""
     import pyarrow as pa
 
     return [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []

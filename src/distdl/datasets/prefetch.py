@@ -12,20 +12,20 @@ from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
-THREADS = 2  # while one shard's hash is taken, the next one comes
-PAUSE = 0.2  # seconds until a cache that is full is looked at again
+THREADS = 2  # while one shard is hashed, the next one is downloaded
+PAUSE = 0.2  # seconds between tries while the cache is full
 
 
 class Prefetch:
-    """Fetches shards in the background, those first that are needed first.
+    """Fetches shards in the background, in the order in which they are needed.
 
-    One per node, in a process of its first rank. A loader's worker that needs a shard sooner
-    fetches it itself, and reports errors: here they are only logged.
+    There is one per node, in the process of local rank 0. A loader's worker that needs a shard
+    sooner fetches it itself. Errors are only logged here: the worker that needs the shard raises.
 
     Args:
-        cache: With a store of its own: its client belongs to these threads.
-        evictable: As `Cache.fetch` has it, for a shard that is not needed yet; None: the cache
-            holds all, and nothing is removed from it.
+        cache: With a separate store, whose client only these threads use.
+        evictable: As for `Cache.fetch`, for a shard that is not needed yet; None: the cache
+            holds all shards, and nothing is evicted.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Prefetch:
         self._threads: list[threading.Thread] = []
 
     def want(self, wanted: Callable[[], Sequence[File]]) -> None:
-        """From now on fetches these, the first one first; skips those that are in the cache.
+        """Sets the files to fetch from now on, in their order; cached ones are skipped.
 
         Args:
-            wanted: Asked again before each file.
+            wanted: Returns the files; called again before each download.
         """
         with self._change:
             self._wanted = wanted
@@ -54,7 +54,7 @@ class Prefetch:
                 thread.start()
 
     def close(self) -> None:
-        """Ends the threads; a download that is under way is given up."""
+        """Ends the threads, and aborts running downloads."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -66,7 +66,7 @@ class Prefetch:
             with self._change:
                 file = self._next()
                 while file is None and not self._closed:
-                    # In a cache that cannot hold all, time alone makes another shard the next one.
+                    # If the cache cannot hold all, the next shard changes as training advances.
                     self._change.wait(PAUSE if self._evictable else None)
                     file = self._next()
                 if self._closed or file is None:
@@ -86,7 +86,7 @@ class Prefetch:
         return None
 
     def _fetch(self, file: File) -> bool:
-        """False: there is no room for it yet."""
+        """Tries to fetch a file; False: there is no room for it yet."""
         evictable = self._evictable
         try:
             names = None if evictable is None else lambda: evictable(file)
@@ -111,4 +111,4 @@ class Prefetch:
 
 
 class _Closed(Exception):
-    """Ends a download."""
+    """Aborts a download."""

@@ -1,4 +1,4 @@
-"""Samples out of shards: one `pread` each, from a folder or from this node's cache."""
+"""Reads samples from shards, with one `pread` each, in a folder or in this node's cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_s
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
-QUICK = 10.0  # seconds for a server that is not needed
+QUICK = 10.0  # seconds to wait for a server if a kept manifest can replace its answer
 MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
 
 
@@ -30,10 +30,10 @@ class DataSet:
     """A prepared data set, in a folder or a store.
 
     Args:
-        manifest: What it holds.
+        manifest: Its manifest.
         text: The manifest's bytes.
-        store: Where it is.
-        note: What is unusual about how it was opened, or "".
+        store: Its location.
+        note: A warning about how it was opened, or "".
     """
 
     manifest: Manifest
@@ -47,12 +47,12 @@ class DataSet:
         return hashlib.sha256(self.text).hexdigest()
 
     def keep(self, cache_root: Path) -> None:
-        """Writes the manifest into this node's cache, for starts without the server."""
+        """Writes the manifest into this node's cache, so that a run can start without a server."""
         write_bytes(_kept(cache_root, self.store), self.text, durable=False)
 
     @property
     def bytes(self) -> int:
-        """Of its shards and indices."""
+        """Size of its shards and indexes."""
         return sum(split.bytes + split.index.bytes for split in self.manifest.splits.values())
 
     def index(self, split: str, cache: Cache | None) -> np.ndarray[Any, Any]:
@@ -68,7 +68,7 @@ class DataSet:
         except OSError as error:
             raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            if cache is not None:  # was intact when it came
+            if cache is not None:  # the copy was intact when it was downloaded
                 cache.drop(file)
                 data = cache.fetch(file).read_bytes()
             else:
@@ -91,18 +91,18 @@ def open_data_set(
     Args:
         root: The folder or URI.
         patience: Seconds to keep trying while a server does not answer.
-        cache_root: This node's cache: while the server cannot be reached, the manifest that
-            `DataSet.keep` wrote there is taken.
+        cache_root: This node's cache. If the server cannot be reached, the manifest that
+            `DataSet.keep` wrote there is used.
 
     Raises:
-        UserError: There is none, or the store cannot be reached.
+        UserError: There is no manifest, or the store cannot be reached.
     """
     store = open_store(root, patience=patience)
     kept = _kept(cache_root, store) if cache_root and is_remote(root) else None
     try:
         if kept is None or not kept.exists():
             text = store.read(MANIFEST)
-        else:  # the kept one will do, so the wait is short
+        else:  # wait only briefly, since the kept one can replace it
             text = open_store(root, patience=min(patience, QUICK)).read(MANIFEST)
     except StoreError as error:
         if kept is not None and kept.exists() and error.transient:
@@ -131,17 +131,17 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
 
 
 class Shards:
-    """One split's samples, as bytes.
+    """The samples of one split, as bytes.
 
-    A sample is compared with its sha256 when it is read first, and again when its file
-    has changed since: only an intact sample is remembered, so damage is found in each epoch.
-    The memory is shared with the workers of a loader, and is lost with this process.
+    A sample is compared with its sha256 when it is first read, and again if its file has changed
+    since. Only intact samples are remembered, so damage is found in each epoch. That record is
+    shared with a loader's workers and lasts as long as this process.
 
     Args:
         data: The data set.
         split: "train" or "val".
-        cache: This node's copies; None: `data` is a folder that is read in place.
-        evictable: As `Cache.fetch` has it.
+        cache: This node's cache; None: `data` is a folder that is read in place.
+        evictable: As for `Cache.fetch`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Shards:
         self.where = Path(data.store.uri) if cache is None else cache.folder
         self.evictable = evictable
         self.rows = data.index(split, cache)
-        # Of each sample the state of its file in which it was intact; 0: not yet.
+        # For each sample, the file state in which it was found intact; 0: none yet.
         self._intact = multiprocessing.RawArray(ctypes.c_uint32, len(self.rows))
         self._lost: UserError | None = None
         self._open: OrderedDict[int, int] = OrderedDict()
@@ -171,11 +171,11 @@ class Shards:
         return self.split.shards[self.rows["shard"][index]]
 
     def read(self, index: int) -> bytes:
-        """The bytes of a sample. A cached shard that turns out to be damaged is fetched again.
+        """The bytes of a sample. A damaged shard in the cache is downloaded again.
 
         Raises:
-            ValueError: What a folder's shard holds is not what the index says.
-            UserError: The shard cannot be had.
+            ValueError: The sample does not fit the index, and its shard cannot be repaired.
+            UserError: The shard is missing, or cannot be downloaded.
         """
         row = self.rows[index]
         handle = self._handle(int(row["shard"]))
@@ -196,14 +196,17 @@ class Shards:
         return hashlib.sha256(data).digest() == self.rows["sha256"][index].tobytes()
 
     def repair(self, index: int) -> bool:
-        """Fetches the shard of a sample again, if its copy here is damaged; whether it was."""
+        """If the cached copy of a sample is damaged, drops its shard from the cache.
+
+        The next read then downloads it again. Returns whether the copy was damaged.
+        """
         row = self.rows[index]
         number = int(row["shard"])
         data = os.pread(self._handle(number), int(row["bytes"]), int(row["offset"]))
         if self.cache is None or self.is_intact(index, data):
             return False
         path, handle = self.cache.path(self.file(index)), self._open.pop(number)
-        # Only the copy that we read: another process may have replaced it already.
+        # Drop only the copy that we read: another process may have replaced it already.
         same = path.exists() and os.path.samestat(os.fstat(handle), path.stat())
         os.close(handle)
         if same:
@@ -211,7 +214,7 @@ class Shards:
         return True
 
     def member(self, index: int) -> str:
-        """Shard and name of a sample in it, as `tar` shows them."""
+        """Where a sample is, as "shard:member" with the member's name as `tar` shows it."""
         row = self.rows[index]
         shard = self.file(index).name
         header = os.pread(self._handle(int(row["shard"])), 512, int(row["offset"]) - 512)
@@ -219,7 +222,7 @@ class Shards:
         return f"{self.where / shard}:{name}"
 
     def _handle(self, number: int) -> int:
-        """An open shard."""
+        """File descriptor of an open shard."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -234,7 +237,7 @@ class Shards:
                     what = f"{self.where / file.name} is missing"
                     remedy = "copy or prepare the data set again"
                     raise UserError.at("data.root", what, remedy) from None
-                # It went again, before it was opened: another process needed the room.
+                # Another process evicted the copy before it was opened: fetch it again.
         self._open[number] = handle
         return handle
 
@@ -242,7 +245,7 @@ class Shards:
         if self.cache is None:
             return self.where / file.name
         if self._lost is not None and not self.cache.has(file):
-            raise self._lost  # the run ends: a worker's next batches do not wait again
+            raise self._lost  # the run ends, so a worker's next batches need not wait
         evictable = self.evictable
         try:
             return self.cache.fetch(file, None if evictable is None else lambda: evictable(file))
@@ -254,7 +257,7 @@ class Shards:
             raise
 
     def _close_some(self) -> None:
-        """The least used, and those that were removed: only our handle keeps their disk space."""
+        """Closes the least recently used shards, and removed ones, to free their disk space."""
         if self.cache is not None and self.evictable is not None:
             for number, handle in list(self._open.items()):
                 if os.fstat(handle).st_nlink == 0:
@@ -264,9 +267,9 @@ class Shards:
 
 
 def _state(handle: int) -> int:
-    """What differs, never 0, when a file is another one or was written to; 1 us.
+    """A number, never 0, that changes when a file is replaced or written to; takes 1 us.
 
-    The time of change, too: a copy over the file may restore that of modification.
+    It includes the ctime, since a copy over the file may restore its mtime.
     """
     stat = os.fstat(handle)
     state = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
@@ -274,8 +277,11 @@ def _state(handle: int) -> int:
 
 
 def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
-    """Raises UserError where an index is not that of the manifest's split: other numbers of samples
-    or classes, shards in another order, bytes beyond their ends."""
+    """Raises UserError if an index does not fit the manifest's split.
+
+    It must have the same number of samples and classes, shards in the same order, and no bytes
+    beyond their ends.
+    """
     described, classes = data.split(split), len(data.manifest.classes)
     shard = rows["shard"].astype(np.int64)
     counted = np.bincount(shard, minlength=len(described.shards)).tolist()

@@ -1,4 +1,4 @@
-"""What sources that hold records share: which file is of which split, and what a label means."""
+"""Shared by sources of records: finds files and their splits, and interprets labels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from distdl.datasets.source import Sample
 from distdl.stores.walking import walk_once
 from distdl.util.errors import UserError
 
-# Words of a path, as Inception ("validation-00000-of-00128"), TFDS ("imagenet2012-train.tfrecord-
-# 00000-of-01024") and Hugging Face ("data/train-00000-of-00294.parquet") name their files.
+# Words in a path that name a split, as in the files of Inception ("validation-00000-of-00128"),
+# TFDS ("imagenet2012-train.tfrecord-00000-of-01024") and Hugging Face
+# ("data/train-00000-of-00294.parquet").
 SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "eval", "dev"),
-    # Test sets come without labels, or are for a final evaluation: they are not trained on.
+    # Test sets have no labels, or serve a final evaluation: they are left out.
     "": ("test", "testing"),
 }
 
@@ -40,13 +41,13 @@ def find_files(
     """A folder, and its record files with the split of each: "train" or "val".
 
     Args:
-        source: The folder, or one file in it. Files may lie in folders below it.
-        names: A regular expression that a file's name must match somewhere.
-        shown: The same in words.
-        split: Of all files; None: by their names, or those of their folders.
+        source: The folder, or one file in it. Subfolders are searched, too.
+        names: A regular expression that is searched for in file names.
+        shown: The same in words, for messages.
+        split: Of all files; None: from the names of the files or their folders.
 
     Raises:
-        UserError: There is none, or its name says no split.
+        UserError: There is no such file, or a file's name says no split.
     """
     if not source.exists():
         raise UserError.at("--source", f"no such folder: {source}")
@@ -58,7 +59,7 @@ def find_files(
         return folder, dict.fromkeys(files, split)
     split_by_name: dict[str, str] = {}
     for name in files:
-        # The file's own name decides before the folders above it.
+        # The file's own name takes precedence over the folders above it.
         splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
         if not splits:
             what = f"{folder / name} has a name that says neither train nor validation"
@@ -72,18 +73,18 @@ def find_files(
 
 
 def split_of(name: str) -> str | None:
-    """ "train", "val", "" for a test set, None where a name says nothing."""
+    """The split that a name says: "train", "val", "" for a test set; None if it says none."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return next((split for split, synonyms in SPLITS.items() if words & set(synonyms)), None)
 
 
 def _below(folder: Path, names: str) -> Iterator[str]:
-    def kind(path: str) -> str | None:  # of a link from one split to another both are meant
+    def kind(path: str) -> str | None:  # a linked folder is entered once per split
         parts = reversed(Path(path).relative_to(folder).parts)
         return next((split for part in parts if (split := split_of(part)) is not None), None)
 
     for inner, folders, files in walk_once(folder, kind=kind):
-        # Hidden, and what Spark and Petastorm keep for themselves: _common_metadata, _SUCCESS.
+        # Skip hidden files, and those of Spark and Petastorm: _common_metadata, _SUCCESS.
         folders[:] = [f for f in folders if not f.startswith((".", "_"))]
         for name in files:
             if not name.startswith((".", "_")) and re.search(names, name):
@@ -91,19 +92,19 @@ def _below(folder: Path, names: str) -> Iterator[str]:
 
 
 def no_class(place: str, label: int) -> UserError:
-    """A label that cannot be one; `place` says of which sample."""
+    """The error for an invalid label; `place` says of which sample."""
     remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
     return UserError.at("--source", f"{place} has the label {label}: no class", remedy)
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
-    """A source's kind, and its files with split and size in bytes."""
+    """A source's kind, and the split and size in bytes of each file."""
     sizes = {name: [split, (folder / name).stat().st_size] for name, split in files.items()}
     return {"kind": kind, "files": sizes}
 
 
 class Labelled:
-    """Samples of a scan. What a label means is known at its end only."""
+    """Samples of a scan. The meaning of a label is known only at the end of the scan."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
@@ -111,10 +112,14 @@ class Labelled:
         self._offset = 0
 
     def add(self, sample: Sample, class_name: str = "") -> None:
-        """Adds a sample, whose `label` is the file's own and may have a name, as may the sample.
+        """Adds a sample with the label that the file has.
+
+        Args:
+            sample: Gets a name if it has none.
+            class_name: Of its label; "": unknown.
 
         Raises:
-            UserError: The label has had another name before.
+            UserError: An earlier sample had another class name for that label.
         """
         known = self._names.setdefault(sample.label, class_name) if class_name else ""
         if known != class_name:
@@ -124,20 +129,21 @@ class Labelled:
         self._samples.append(replace(sample, name=name))
 
     def settle(self, offset: int | None, names: Sequence[str] | None = None) -> list[str]:
-        """Finds what to subtract from every label so that they start at 0.
+        """Finds the offset to subtract from every label, so that labels start at 0.
 
         Inception's TFRecords count from 1, since 0 was "background"
         (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
 
         Args:
-            offset: As the user says; None: the smallest label, if that is 0 or 1.
+            offset: The user's choice; None: the smallest label, if that is 0 or 1.
             names: Of all classes, by label; None: those that were added.
 
         Returns:
-            The classes' names.
+            The class names.
 
         Raises:
-            UserError: The smallest label is another one, or two classes have one name.
+            UserError: There is no sample, the smallest label does not fit, or two classes have
+                the same name.
         """
         if not self._samples:
             raise UserError.at("--source", "its files hold no sample")
@@ -161,9 +167,9 @@ class Labelled:
         return classes
 
     def samples(self) -> Iterator[Sample]:
-        """In the order in which they were added, with labels from 0; once.
+        """Yields the samples in the order of `add`, with labels from 0. Works only once.
 
-        Each is forgotten when it is yielded: the caller keeps a million of them as well.
+        It drops each sample as it yields it, to save memory: the caller keeps a million of them.
         """
         self._samples.reverse()
         while self._samples:

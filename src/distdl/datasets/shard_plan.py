@@ -1,4 +1,4 @@
-"""Which sample goes into which shard: decided before anything is written, and kept in one file."""
+"""Plans which sample goes into which shard. The plan is saved before any shard is written."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ KEY_LENGTH = 80
 
 @dataclass(frozen=True)
 class Part:
-    """What is written in one go: the samples of one shard, in their order.
+    """The unit of work: the samples of one shard, in order.
 
     Args:
         split: "train" or "val".
         number: From 0, within its split.
-        samples: Each with its key.
+        samples: Pairs of key and sample.
     """
 
     split: str
@@ -42,16 +42,16 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Of its images as they are in the source."""
+        """Size of its images in the source."""
         return sum(sample.bytes for _, sample in self.samples)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All parts, and what they were made from.
+    """All parts, and the settings that they follow from.
 
     Args:
-        settings: The source and the options; other settings make another plan.
+        settings: The source and the options, which determine the plan.
         classes: By label.
         parts: Training first.
     """
@@ -73,7 +73,7 @@ class ShardPlan:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Of a saved plan, without the plan."""
+    """The settings of a saved plan, without loading its parts."""
     with path.open(encoding="utf-8") as file:
         settings: dict[str, Any] = json.loads(next(file))
         return settings
@@ -82,12 +82,12 @@ def settings_of(path: Path) -> dict[str, Any]:
 def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
     """Scans the source, shuffles the training samples and cuts both splits into shards.
 
-    The training samples are in a random order on the disk, so that shards read one after the
-    other give mixed classes. Validation keeps the source's order.
+    Training samples are stored in random order, so that reading shards one after the other gives
+    mixed classes. Validation keeps the source's order.
 
     Args:
-        source: What is to be prepared.
-        settings: Has "seed" and "shard_mb", the size of a shard as its images were (MB).
+        source: Gives the samples.
+        settings: Has "seed" and "shard_mb", the size of a shard in MB, before images are changed.
         progress: Of the scan.
     """
     splits: dict[str, list[tuple[str, Sample]]] = {"train": [], "val": []}
@@ -103,7 +103,7 @@ def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardP
 def shuffled(
     samples: list[tuple[str, Sample]], seed: int, blocks: bool
 ) -> list[tuple[str, Sample]]:
-    """In another order; blocks stay together where a source cannot read one sample alone."""
+    """The samples in random order; with `blocks`, samples of a block stay together."""
     random = np.random.default_rng(seed)
     if not blocks:
         return [samples[i] for i in random.permutation(len(samples))]
@@ -112,12 +112,12 @@ def shuffled(
 
 
 def cut(split: str, samples: Sequence[tuple[str, Sample]], size: float) -> Iterator[Part]:
-    """Shards of about equal length, whose number is what `size` (bytes) asks for."""
+    """Cuts samples into shards of about `size` bytes each, all of about equal length."""
     ends = np.cumsum([in_tar(sample.bytes) for _, sample in samples])
     if not len(ends):
         return
     count = min(len(samples), max(1, round(ends[-1] / size)))
-    # By its middle, so that a shard is never more than half an image from its share.
+    # By the middle of each image, so that each bound is off by at most half an image.
     middles = ends - np.diff(ends, prepend=0) / 2
     bounds = np.searchsorted(middles, ends[-1] * np.arange(count + 1) / count)
     pieces = [samples[a:b] for a, b in pairwise(bounds) if b > a]
@@ -126,19 +126,19 @@ def cut(split: str, samples: Sequence[tuple[str, Sample]], size: float) -> Itera
 
 
 def in_tar(length: int) -> int:
-    """Bytes that an image of `length` takes in a shard, its label and headers included."""
+    """Bytes that an image of `length` bytes takes in a shard, with its label and headers."""
     return 3 * BLOCK + -(-length // BLOCK) * BLOCK
 
 
 class Keys:
-    """Names of members: webdataset ends a key at the first dot, and keys must differ."""
+    """Makes member names: unique, and without dots, since webdataset ends a key at the first."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
         self._times: Counter[str] = Counter()
 
     def make(self, name: str) -> str:
-        """Of a file name or path: "n01440764_10026.JPEG" is n01440764_10026."""
+        """A key from a file name or path: "n01440764_10026.JPEG" gives n01440764_10026."""
         if name.lower().endswith(EXTENSIONS):
             name = name.rpartition(".")[0]
         base = key = re.sub(r"[^A-Za-z0-9_-]", "_", name)[-KEY_LENGTH:] or "image"
@@ -150,7 +150,7 @@ class Keys:
 
 
 def _packed(part: Part) -> list[Any]:
-    # The split is written once in the line and not in each sample: a plan of ImageNet has 130 MB.
+    # The split is written once per line, not per sample: ImageNet's plan has 130 MB already.
     samples = [[key, s.name, s.label, s.bytes, s.where, s.mtime_ns] for key, s in part.samples]
     return [part.split, part.number, samples]
 

@@ -1,8 +1,8 @@
-"""What `prepare` can read: a source lists its samples cheaply, and hands out their bytes later.
+"""Sources that `prepare` reads: a source lists its samples cheaply, and reads their bytes later.
 
 A source is a module of this package (or of yours) with two functions::
 
-    def add_options(parser: argparse.ArgumentParser) -> None   # options of its own, if any
+    def add_options(parser: argparse.ArgumentParser) -> None   # its own options, if any
     def open_source(options: argparse.Namespace) -> Source     # checks them; options.source is DIR
 """
 
@@ -18,7 +18,7 @@ from distdl.datasets.image_files import EXTENSIONS, is_image
 from distdl.stores.walking import walk_once
 from distdl.util.errors import Unfinished
 
-# By the word after `prepare`: the module, and one line for --help.
+# By the word after `prepare`: the module, and a line for --help.
 KINDS = {
     "imagenet": ("distdl.datasets.imagenet", "ILSVRC2012, as its two tar files"),
     "folder": ("distdl.datasets.folder", "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg"),
@@ -26,7 +26,7 @@ KINDS = {
     "parquet": ("distdl.datasets.parquet", "Parquet with encoded images, also Petastorm's"),
 }
 
-# progress(done, total): how much of something (mostly bytes) is done.
+# progress(done, total): how much is done, mostly in bytes.
 Progress = Callable[[int, int], None]
 
 
@@ -36,13 +36,13 @@ class Sample:
 
     Args:
         split: "train" or "val".
-        name: The image's file name, "n01440764_10026.JPEG", or a path: its key in the shards is
-            made from it. Need not be unique.
-        label: Its class's place in the source's `classes`.
-        bytes: Of the encoded image; an estimate will do.
-        where: What `read` needs to find it: strings and numbers only, since a plan is kept as JSON.
-        mtime_ns: Time of change of its file when it was planned: `read` ends with
-            `refuse_changed` if that is another one now. 0: it is not compared.
+        name: The image's file name, such as "n01440764_10026.JPEG", or a path. Its key in the
+            shards is made from it. Need not be unique.
+        label: Index of its class in the source's `classes`.
+        bytes: Size of the encoded image; an estimate will do.
+        where: Its location, for `read`: only strings and numbers, since a plan is stored as JSON.
+        mtime_ns: mtime of its file when it was planned, for `refuse_changed` at the end of
+            `read`; 0: not compared.
     """
 
     split: str
@@ -54,40 +54,40 @@ class Sample:
 
 
 class Source(Protocol):
-    """Images with labels, in whatever form. It is pickled to the processes that read it."""
+    """Images with labels, in any form. It is pickled to the processes that read it."""
 
     kind: str
-    # Names by label; complete when `scan` has come to its end.
+    # Names by label; complete at the end of `scan`.
     classes: list[str]
-    # Whether samples that lie together must be read together, since one cannot be read alone (a
-    # row group of Parquet): `where` without its last item says which those are.
+    # Whether samples are stored in blocks that can only be read at once (a row group of Parquet).
+    # Samples of one block have the same `where`, except for its last item.
     in_blocks: bool
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        """Every sample, in the same order each time. Reads headers, no images.
+        """Every sample, in the same order each time. Reads headers, but no images.
 
         Raises:
-            UserError: What is there is not what it should be; says which file, and what to do.
+            UserError: A file is invalid; the error names it, and says what to do.
         """
         ...
 
     def read(self, sample: Sample) -> bytes:
-        """The encoded image. Called in other processes: files are opened there, when needed.
+        """The encoded image. Called in other processes, so it must open files there.
 
-        Where interrupted work is continued, `scan` was not called before.
+        If interrupted work is continued, `scan` was not called before.
 
         Raises:
             OSError: It cannot be read.
-            ValueError: What was read is damaged.
-            Unfinished: Its file is not the one that was planned.
+            ValueError: It is damaged.
+            Unfinished: Its file has changed since it was planned.
         """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What identifies this source, as JSON: names and sizes, no absolute paths.
+        """Identifies this source, as JSON: names and sizes, but no absolute paths.
 
-        It is kept in the manifest, and compared before interrupted work is continued; so it must be
-        cheap, and is called before `scan`.
+        It is stored in the manifest, and compared before interrupted work is continued. It is
+        called before `scan`, and must be cheap.
         """
         ...
 
@@ -100,16 +100,18 @@ def no_folder(path: Path) -> str:
 def refuse_changed(
     path: Path, stat: os.stat_result, mtime_ns: int, size: int | None = None
 ) -> None:
-    """Called after reading, so that a change meanwhile is noticed, too.
+    """Refuses a file that has changed since it was planned.
+
+    Call it after reading, so that it also notices a change during the read.
 
     Args:
-        path: Of a file.
-        stat: Of the file now.
-        mtime_ns: When it had last been changed as it was planned; 0: not known.
-        size: Its bytes then; None: not known.
+        path: The file.
+        stat: Its current state.
+        mtime_ns: Its mtime when it was planned; 0: unknown.
+        size: Its size then, in bytes; None: unknown.
 
     Raises:
-        Unfinished: It was written to after that, or is another file.
+        Unfinished: Its mtime or its size differs.
     """
     if not mtime_ns or (stat.st_mtime_ns == mtime_ns and size in (None, stat.st_size)):
         return
@@ -126,11 +128,11 @@ def files_below(
     endings: tuple[str, ...] = EXTENSIONS,
     walk: Iterable[tuple[str, list[str], list[str]]] | None = None,
 ) -> Iterator[Path]:
-    """Sorted, also in folders inside, without the hidden ones.
+    """Files with certain endings, sorted, also in subfolders, but not in hidden ones.
 
     Args:
         folder: Where to look.
-        endings: Of their names, in lower case.
+        endings: Of the file names, in lower case.
         walk: Through `folder`; None: `walk_once`.
 
     Raises:
@@ -144,11 +146,11 @@ def files_below(
 
 
 class Files:
-    """Parts of files below a folder. The last few files stay open, in each process its own.
+    """Reads parts of files below a folder. Each process keeps a few of them open.
 
     Args:
-        folder: What the names are relative to.
-        limit: How many are open at most.
+        folder: Names are relative to it.
+        limit: How many files are open at most.
     """
 
     def __init__(self, folder: Path, limit: int = 64) -> None:
@@ -156,7 +158,12 @@ class Files:
         self._open: dict[str, int] = {}
 
     def read(self, name: str, offset: int, length: int, mtime_ns: int = 0) -> bytes:
-        """Raises OSError when the file is shorter than that, and as `refuse_changed` does."""
+        """Reads `length` bytes from `offset` on.
+
+        Raises:
+            OSError: The file is too short.
+            Unfinished: See `refuse_changed`.
+        """
         if name not in self._open:
             if len(self._open) >= self.limit:
                 os.close(self._open.pop(next(iter(self._open))))

@@ -21,7 +21,7 @@ from distdl.util.errors import UserError
 # part-00000, train-00001-of-01024, imagenet2012-train.tfrecord-00000-of-01024, val.tfrecords
 NAMED = "*.tfrecord, *.tfrecords, train-00000-of-01024 or part-00000"
 FILES = r"(\.tfrecords?\b|^[\w.-]*-\d{5}(-of-\d{5})?$)"
-# The first that a record has: Inception's and the reference architecture's names, then TFDS's.
+# The first name found is used: Inception's and the reference architecture's first, then TFDS's.
 IMAGE = ("image/encoded", "image", "image_raw")
 LABEL = ("image/class/label", "label")
 CLASS = ("image/class/synset", "image/class/text")
@@ -40,16 +40,16 @@ def open_source(options: argparse.Namespace) -> TFRecords:
 
 
 class TFRecords:
-    """A folder of TFRecord files. Their names say the splits, or `split` does.
+    """A folder of TFRecord files. The splits follow from their names or from `split`.
 
     Args:
         path: The folder, or one file.
-        split: "train" or "val": all files are of it.
-        label_offset: Subtracted from every label; None: 1 if the smallest label is 1.
+        split: "train" or "val", for all files; None: from each file's name.
+        label_offset: Subtracted from every label; None: the smallest label, if that is 0 or 1.
 
     Raises:
         UserError: There are no such files, google-crc32c is missing, or (in `scan`) a file is
-            compressed, cut short, or no sequence of Examples with image and label.
+            compressed, truncated, or not a sequence of Examples with image and label.
     """
 
     kind = "tfrecord"
@@ -58,13 +58,13 @@ class TFRecords:
     def __init__(
         self, path: str | Path, split: str | None = None, label_offset: int | None = None
     ) -> None:
-        masked_crc(b"")  # refused now, not in a worker
+        masked_crc(b"")  # raises here, and not in a worker, if google-crc32c is missing
         folder, self._splits = records.find_files(Path(path), FILES, NAMED, split)
         self.classes: list[str] = []
         self._label_offset, self._files = label_offset, Files(folder)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        """Every sample, in the order of the files' names; `progress` counts their bytes.
+        """Every sample, in the order of the file names; `progress` counts bytes.
 
         Raises:
             UserError: See the class.
@@ -91,7 +91,7 @@ class TFRecords:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: The record's checksum does not fit.
+            ValueError: The record's checksum is wrong.
         """
         name, start, length, inner, size = sample.where
         assert isinstance(name, str)
@@ -107,16 +107,18 @@ class TFRecords:
 
 
 def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[int, str, str]]]:
-    """Start and length of each record's bytes; start (in them) and length of its image; its
-    label, name of the class, name of the image.
+    """Yields (start, length, image, meaning) for each record of a file.
+
+    `start` and `length` locate the record's bytes; `image` is (start in the record, length);
+    `meaning` is (label, class name, image name).
 
     A file is a sequence of records, each framed by its length and checksums
     (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details):
     uint64 length, uint32 masked crc32c of it, the bytes, uint32 masked crc32c of them. The bytes
     are an Example, a map from names to lists
     (https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto).
-    It is read here by its wire format (https://protobuf.dev/programming-guides/encoding/): so a
-    scan touches no page of an image, and 140 GB are not read twice.
+    This function parses the wire format (https://protobuf.dev/programming-guides/encoding/) in a
+    memory map. So a scan does not read the images, and 140 GB are not read twice.
     """
     path = files.folder / name
     size = path.stat().st_size
@@ -124,7 +126,7 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(data, "madvise"):
-            data.madvise(mmap.MADV_RANDOM)  # reading ahead would read the images
+            data.madvise(mmap.MADV_RANDOM)  # readahead would read the images
         start = 0
         while start < size:
             header = data[start : start + 12]
@@ -157,7 +159,7 @@ def _example(data: Buffer, span: Span) -> tuple[Span, tuple[int, str, str]]:
     features = dict[str, Span]()
     for outer in _fields(data, span, 1):  # Example.features
         for entry in _fields(data, outer, 1):  # Features.feature, a map
-            # What protobuf does not write when it is empty counts as empty.
+            # protobuf omits empty fields.
             key, value = (next(_fields(data, entry, number), (0, 0)) for number in (1, 2))
             features[str(data[slice(*key)], "utf-8")] = value
 
@@ -192,7 +194,7 @@ def _first_int(data: Buffer, feature: Span) -> int | None:
 
 
 def _fields(data: Buffer, span: Span, wanted: int) -> Iterator[Span]:
-    """The places of a message's length-delimited fields of one number."""
+    """Spans of a message's length-delimited fields with the field number `wanted`."""
     start, end = span
     while start < end:
         tag, start = _varint(data, start)
@@ -213,7 +215,7 @@ def _fields(data: Buffer, span: Span, wanted: int) -> Iterator[Span]:
 
 
 def _varint(data: Buffer, start: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """The number at `start`, and the position after it."""
     value = shift = 0
     while True:
         byte = data[start]
@@ -227,7 +229,7 @@ def _varint(data: Buffer, start: int) -> tuple[int, int]:
 
 
 def masked_crc(data: bytes) -> int:
-    """The checksum of a record: crc32c, rotated, so that records may hold records.
+    """The checksum of a record: a masked crc32c, so that records may contain records.
 
     Raises:
         UserError: google-crc32c is not installed.

@@ -1,4 +1,4 @@
-"""A prepared data set into a store: what is there already is not sent again, the manifest last."""
+"""Uploads a prepared data set to a store: skips files that are there, sends the manifest last."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from distdl.datasets.source import Progress
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.util.errors import Problem, Unfinished, UserError
 
-# Files under way at once. Each also goes up in parts; more fill no link that these do not.
+# Files sent at once. Each is sent in parallel parts, so more files would not be faster.
 PARALLEL = 4
-PATIENCE = 10.0  # seconds, of the check before: somebody is waiting at the screen
+PATIENCE = 10.0  # seconds, for the check before the work: a user is waiting for it
 
 
 def upload(out: Path, url: str, progress: Progress) -> None:
-    """Sends a prepared data set to a store, or the rest of it after an interruption.
+    """Uploads a prepared data set to a store, or the rest of it after an interruption.
 
-    Each file is read once before it goes and compared with its sha256 in the manifest, so that no
-    damage of this disk is published; the server checks what arrives (`distdl.stores.Store`), and
-    then the size is asked for. The indexes go first: they identify the data set of an unfinished
-    upload. Without the manifest, which goes last, there is no data set at `url`.
+    Each file's sha256 is compared with the manifest before it is sent, so that damage on this disk
+    is not published. The server checks what arrives (`distdl.stores.Store`), and at the end all
+    sizes are compared. The indexes are sent first: they identify the data set of an unfinished
+    upload. The manifest is sent last: without it there is no data set at `url`.
 
     Args:
         out: A folder with a manifest.
-        url: As `distdl.stores.open_store` takes it.
-        progress: Called with the bytes that are there, and all there are.
+        url: As for `distdl.stores.open_store`.
+        progress: Called with the bytes that are in the store, and the total.
 
     Raises:
-        UserError: `out` is no prepared data set or damaged, `url` holds another one or something
-            else, or the store cannot be reached. Nothing at `url` is ever replaced.
+        UserError: `out` is damaged or not a prepared data set, `url` holds other files, or the
+            store cannot be reached. Nothing at `url` is ever replaced.
     """
     manifest = read_manifest(out)
     files = _files(manifest)
@@ -53,14 +53,14 @@ def upload(out: Path, url: str, progress: Progress) -> None:
 
 
 def check_target(url: str, out: Path | None) -> None:
-    """Asks whether a data set can go to `url`: before hours of work, and not after them.
+    """Checks that a data set can be uploaded to `url`, before hours of preparation.
 
     Args:
-        url: As in `upload`.
-        out: As in `upload`; None: it is yet to be prepared, so nothing of it can be there.
+        url: As for `upload`.
+        out: As for `upload`; None: it is not prepared yet, so `url` must be empty.
 
     Raises:
-        UserError: It cannot be reached, does not exist, or holds something else.
+        UserError: `url` cannot be reached, does not exist, or holds something else.
     """
     try:
         store = open_store(url, patience=PATIENCE)
@@ -75,13 +75,13 @@ def check_target(url: str, out: Path | None) -> None:
 
 
 def _files(manifest: Manifest) -> list[File]:
-    """Indexes first."""
+    """All files of a data set, the indexes first."""
     splits = manifest.splits.values()
     return [*(split.index for split in splits), *(s for split in splits for s in split.shards)]
 
 
 def _refuse(store: Store, others: list[str]) -> None:
-    """Raises UserError for files that do not belong there, if there are any."""
+    """Raises UserError if there are `others`: files that do not belong to this upload."""
     if others:
         what = f"{store.uri} holds something else: {', '.join(others[:3])}"
         if MANIFEST in others:
@@ -90,13 +90,13 @@ def _refuse(store: Store, others: list[str]) -> None:
 
 
 def _failed(error: StoreError, again: str) -> Problem:
-    """What a store said, and what to do about it: `again` where it may pass."""
+    """A store's error as a Problem, with the remedy `again` if the error is transient."""
     remedy = error.remedy or (again if error.transient else "")
     return Problem("--upload", str(error), remedy)
 
 
 def read_manifest(out: Path) -> Manifest:
-    """Raises UserError when there is no manifest."""
+    """The manifest in a folder; raises UserError if there is none."""
     path = out / MANIFEST
     if not path.is_file():
         what = f"{out} is no prepared data set: it has no {MANIFEST}"
@@ -105,10 +105,10 @@ def read_manifest(out: Path) -> Manifest:
 
 
 def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
-    """What is not in the store yet.
+    """The files that are not in the store yet.
 
     Raises:
-        UserError: Something else is there.
+        UserError: The store holds something else.
     """
     known = {file.name: file for file in files}
     stored = list(store.names())
@@ -117,7 +117,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
         what = f"{store.uri} holds another prepared data set"
         raise UserError.at("--upload", what, "choose an empty folder")
     for name in stored:
-        # The indexes hold the sha256 of each sample: where they are equal, so are the shards.
+        # An index holds the sha256 of each sample: if the indexes are equal, so are the shards.
         file = known.get(name)
         if file is None:
             continue
@@ -131,11 +131,11 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
 
 
 class UploadStopped(Exception):
-    """Another file has failed, or somebody has pressed Ctrl-C."""
+    """Another file has failed, or the user has pressed Ctrl-C."""
 
 
 class _Sending:
-    """An upload under way; `progress` is called by one thread at a time."""
+    """A running upload; `progress` is called by one thread at a time."""
 
     def __init__(
         self, store: Store, out: Path, files: list[File], missing: set[File], progress: Progress
@@ -160,13 +160,13 @@ class _Sending:
             self.store.upload(path, file.name, self._passed)
 
     def send_all(self, files: list[File]) -> None:
-        """In parallel; the first error ends it, and is raised."""
+        """Sends files in parallel; the first error stops the rest, and is raised."""
         with ThreadPoolExecutor(PARALLEL) as pool:
             try:
                 sent = [pool.submit(self.send, file) for file in files]
                 for future in wait(sent, return_when=FIRST_EXCEPTION).done:
                     future.result()
-            except BaseException:  # also Ctrl-C: what is under way ends, the rest does not begin
+            except BaseException:  # also on Ctrl-C: stop running uploads, start no more
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

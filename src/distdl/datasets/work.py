@@ -1,11 +1,11 @@
-"""Preparing a data set: plan, write every part on its own, then the manifest.
+"""Prepares a data set: makes a plan, writes each part separately, then the manifest.
 
     OUT/.preparing/plan.jsonl          the plan; a later start continues it
-    OUT/.preparing/train-00007.json    that part is done (and its rows of the index, .npy)
+    OUT/.preparing/train-00007.json    that part is complete (index rows: train-00007.npy)
     OUT/train-00007.tar
-    OUT/dataset.json                   all of it is done; OUT/.preparing is gone
+    OUT/dataset.json                   everything is complete; OUT/.preparing was removed
 
-A folder of images (`format="folder"`) has OUT/prepared.json in place of the manifest.
+A folder of images (`format="folder"`) has OUT/prepared.json instead of the manifest.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from distdl.util.errors import Problem, Unfinished, UserError
 from distdl.util.orphans import end_with_parent
 
 FOLDER_MANIFEST = "prepared.json"
-# How many oddities of one kind the manifest names.
+# How many images per kind of oddity the manifest names.
 NAMED = 100
 
-# advance(images, bytes), both since the last call
+# advance(images, bytes): both since the last call
 Advance = Callable[[int, int], None]
 
 
@@ -46,11 +46,11 @@ class Preparation:
     """A data set's folder, from empty to complete.
 
     Args:
-        out: The folder; made when something is written.
+        out: The folder; created on the first write.
         settings: Of the source and the options, as JSON; "format" is one of them.
 
     Raises:
-        UserError: The folder holds something else, or was prepared otherwise.
+        UserError: The folder holds something else, or was prepared with other settings.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
@@ -79,14 +79,14 @@ class Preparation:
         if self.begun:
             self._compare(plans.settings_of(self.plan_file), "was begun with other settings")
         elif out.exists():
-            # A start that was killed while it planned has left no more than this.
+            # A start that was killed during planning leaves only WORK.
             others = [path.name for path in out.iterdir() if path.name != WORK]
             if others:
                 what = f"{out} is not empty: {', '.join(sorted(others)[:3])}"
                 raise UserError.at("--to", what, "name a new folder: --to DIR")
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
-        # An option of earlier versions, which changed no pixel.
+        # An option of earlier versions that did not change pixels.
         before.get("images", {}).pop("restart_markers", None)
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
@@ -99,11 +99,11 @@ class Preparation:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """So that no two commands write the same data set at the same time.
+        """Locks the folder, so that only one command at a time writes the data set.
 
         Raises:
-            UserError: Another command prepares it, or has put something else there meanwhile; the
-                folder cannot be written, or its disk is full.
+            UserError: Another command is preparing it, or has put something else there meanwhile;
+                the folder cannot be written, or its disk is full.
         """
         lock = FileLock(self.out / WORK / "lock")
         try:
@@ -120,7 +120,7 @@ class Preparation:
             raise (Unfinished if self.begun else UserError)(problem) from error
 
     def missing(self, plan: ShardPlan, skip_damaged: bool) -> list[Part]:
-        """What has not been written yet, or lacks images that may be readable by now."""
+        """Parts that are not written yet, or that lack images which may be readable by now."""
         return [part for part in plan.parts if not self._is_done(part, skip_damaged)]
 
     def _is_done(self, part: Part, skip_damaged: bool) -> bool:
@@ -134,7 +134,7 @@ class Preparation:
         return tar.exists() and tar.stat().st_size == result.shard.bytes
 
     def write(self, parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
-        """Writes parts, in `workers` processes.
+        """Writes parts in `workers` processes.
 
         Raises:
             OSError: The disk is full.
@@ -142,7 +142,7 @@ class Preparation:
         """
         remove_leftovers(self.out)
         try:
-            if workers == 1:  # in this very process, so that a debugger sees it
+            if workers == 1:  # in this process, for debuggers
                 for part in parts:
                     writer.write(part, lambda count: advance(1, count))
             else:
@@ -153,13 +153,13 @@ class Preparation:
             raise Unfinished.at("--workers", what, remedy) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
-        """Writes index and manifest, once all parts are there.
+        """Writes the index and the manifest, once all parts are complete.
 
         Returns:
-            total: What there is now.
+            total: The sum of all parts' results.
 
         Raises:
-            UserError: Images are damaged, and may not be left out.
+            UserError: Images are damaged, and `skip_damaged` is False.
         """
         results = {part.name: Result.load(result_file(self.out, part)) for part in plan.parts}
         total = Result(
@@ -192,28 +192,28 @@ class Preparation:
         return total
 
     def class_count(self) -> int:
-        """Of a complete data set."""
+        """Number of classes of a complete data set."""
         return len(json.loads(self.manifest.read_bytes())["classes"])
 
     def empty_splits(self) -> list[str]:
-        """Those that a complete data set has no images of."""
+        """The splits without images in a complete data set."""
         if self.settings["format"] != "shards":
             return [split for split in ("train", "val") if not (self.out / split).exists()]
         splits = json.loads(self.manifest.read_bytes())["splits"]
         return [split for split in ("train", "val") if not splits[split]["samples"]]
 
     def damaged(self, split: str) -> int:
-        """How many of its images a complete data set lacks, since they are damaged."""
+        """How many damaged images were left out of a split of a complete data set."""
         left_out = json.loads(self.manifest.read_bytes())["made"]["damaged"]
         return sum(name.startswith(f"{split}: ") for name, _ in left_out)
 
     def tidy(self) -> None:
-        """Removes what a complete data set no longer needs, also what a killed command left."""
+        """Removes the work folder of a complete data set, even if a killed command left it."""
         shutil.rmtree(self.out / WORK, ignore_errors=True)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
-    """What two settings differ in, as "seed was 0, is 1"."""
+    """The differences between two settings, as "seed was 0, is 1"."""
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -244,7 +244,7 @@ def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
-    # Not forked: this process has threads (the bar's), and a child would inherit their locks.
+    # Not forked: this process has threads (the bar's), whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
     seen = [0, 0]
 
@@ -253,7 +253,7 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
         advance(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
 
-    # Before the pool exists: an interrupted pool would leave a semaphore behind.
+    # Entered before the pool exists, since an interrupted pool would leak a semaphore.
     with _held_back() as check:
         counts = context.Array("q", 2)
         with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
@@ -262,7 +262,7 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
             except BaseException:
                 for process in multiprocessing.active_children():
                     process.terminate()
-                # Waited for: what a pool leaves to Python's last moments may end in an error.
+                # Wait, since a pool that is still alive at Python's exit may raise an error.
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
     report()
@@ -276,10 +276,10 @@ def _keep_busy(
     report: Callable[[], None],
     check: Callable[[], None],
 ) -> None:
-    """Until all parts are written, or `check` raises because somebody wants it to end."""
+    """Submits parts until all are written, or until `check` raises (Ctrl-C or SIGTERM)."""
     waiting, running = iter(parts), set[Future[None]]()
     while True:
-        # A few more than there are workers, and not all: each is sent with all its samples.
+        # A few more than there are workers, but not all: a queued part carries all its samples.
         while len(running) < queued and (part := next(waiting, None)):
             with _uninterrupted():
                 running.add(pool.submit(_write_in_worker, part))
@@ -294,11 +294,11 @@ def _keep_busy(
 
 @contextmanager
 def _held_back() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises KeyboardInterrupt once Ctrl-C or SIGTERM has come.
+    """Yields a function that raises KeyboardInterrupt if Ctrl-C or SIGTERM has arrived.
 
-    Raised anywhere else it may become an error about a lock that was waited for (CPython 3.11), or
-    leave a semaphore behind while the pool is created. A second signal, which `uv run` and others
-    send at once, changes nothing.
+    Raised elsewhere, KeyboardInterrupt may turn into an error about a lock (CPython 3.11), or leak
+    a semaphore while the pool is created. A second signal, which `uv run` and others send at once,
+    has no effect.
     """
     came: list[int] = []
 
@@ -317,9 +317,9 @@ def _held_back() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delays Ctrl-C and SIGTERM until the end of the block; processes started in it never get them.
+    """Blocks Ctrl-C and SIGTERM during the block, also in the processes that are started in it.
 
-    Ctrl-C is for this process, which then sends them SIGTERM: they unblock that when they start.
+    Those processes later unblock SIGTERM: on Ctrl-C, this process sends it to them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

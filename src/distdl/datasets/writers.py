@@ -1,4 +1,4 @@
-"""One part of a plan becomes one shard, or the files of a folder. Runs in any process, once."""
+"""Writes one part of a plan as a shard, or as files in a folder. Runs in any process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FORMATS = ("shards", "folder")
 
 @dataclass
 class Result:
-    """What became of one part. Beside the data until all are there: its file means "done".
+    """The result of one part. Its file marks the part as complete.
 
     Args:
-        samples: How many were written.
-        bytes: Of what was written.
-        shard: The tar; None in a folder.
-        mended: Oddity and name of each image that had one.
-        damaged: Name and reason of each image that cannot be read, and is left out.
+        samples: Samples written.
+        bytes: Bytes written.
+        shard: The tar; None for a folder.
+        mended: Oddity and name of each image that had an oddity.
+        damaged: Name and reason of each image that was left out, since it cannot be read.
     """
 
     samples: int = 0
@@ -57,9 +57,9 @@ class Writer:
     """Reads, checks and writes the samples of parts. Pickled to each process.
 
     Args:
-        source: Where images come from.
+        source: Reads the images.
         classes: Names by label.
-        treatment: What is done with each.
+        treatment: Applied to each image.
         out: The data set's folder.
         format: "shards" or "folder".
     """
@@ -71,11 +71,11 @@ class Writer:
     format: str
 
     def write(self, part: Part, advance: Callable[[int], None]) -> None:
-        """Writes one part, and only then its result.
+        """Writes one part, then its result.
 
         Args:
             part: The samples.
-            advance: Called after each with the bytes that it has in the source.
+            advance: Called after each sample with its size in the source, in bytes.
 
         Raises:
             OSError: The disk is full, or cannot be written.
@@ -83,7 +83,7 @@ class Writer:
         """
         part = self._unchecked(part)
         with warnings.catch_warnings():
-            # PIL's, of broken EXIF data and the like: which do not matter to training.
+            # PIL warns of broken EXIF data and the like, which does not matter to training.
             warnings.filterwarnings("ignore", module=r"PIL\.")
             if self.format == "shards":
                 self._write_shard(part, advance)
@@ -91,7 +91,7 @@ class Writer:
                 self._write_files(part, advance)
 
     def _unchecked(self, part: Part) -> Part:
-        """Without the times of files that held damage: they may have been repaired since."""
+        """The part without the mtimes of files with damage: they may have been repaired since."""
         path = result_file(self.out, part)
         bad = {name for name, _ in Result.load(path).damaged} if path.exists() else set()
         files = {sample.where[0] for _, sample in part.samples if _shown(sample) in bad}
@@ -130,14 +130,14 @@ class Writer:
         result.save(result_file(self.out, part))
 
     def _image(self, sample: Sample, result: Result) -> tuple[bytes, str] | None:
-        """Bytes and extension, or None; what is unusual goes to the result."""
+        """Bytes and extension, or None if damaged; adds oddities and damage to `result`."""
         try:
             read = self.source.read(sample)
             data, extension, oddity = self.treatment.apply(read, sample.name)
-        except Unwritten as error:  # its source is intact, and --skip-damaged no remedy
+        except Unwritten as error:  # its source is intact, so --skip-damaged is no remedy
             raise UserError.at(sample.name, str(error)) from error
         except (DamagedImage, ValueError, OSError) as error:
-            # Without the path of this machine, which Python's own message repeats.
+            # Python's own message would include the path on this machine.
             reason = getattr(error, "strerror", None) or str(error)
             result.damaged.append((_shown(sample), reason))
             return None

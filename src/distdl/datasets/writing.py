@@ -1,4 +1,4 @@
-"""How a prepared data set is written: tar files and their index."""
+"""Writes the tar files and the index of a prepared data set."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 from distdl.datasets.format import ROW, File, Shard, Split
 from distdl.util.atomic_files import write_bytes
 
-BLOCK = 512  # of a tar: headers are one, contents are padded to it
+BLOCK = 512  # bytes of a tar block: a header is one, contents are padded to a multiple
 
 
 class ShardFile:
-    """A tar file in the making: two members a sample, `<key>.jpg` and `<key>.cls`.
+    """Writes a tar file with two members per sample, `<key>.jpg` and `<key>.cls`.
 
-    The same samples give the same bytes: no times, no owners.
+    The same samples give the same bytes, since it stores no times and no owners.
 
     Args:
         file: Open for writing.
-        number: Its place among the shards of its split.
+        number: Index of the shard in its split.
     """
 
     def __init__(self, file: BinaryIO, number: int) -> None:
@@ -52,7 +52,7 @@ class ShardFile:
 
         Returns:
             shard: Its name, length and hash.
-            rows: Of the index, `ROW`, in the order of the samples.
+            rows: Of the index (`ROW`), in the order of the samples.
         """
         self._write(bytes(2 * BLOCK))
         rows = np.array(self._rows, dtype=ROW)
@@ -78,7 +78,7 @@ def index_name(split: str) -> str:
 def write_index(
     out: Path, split: str, shards: Sequence[Shard], rows: np.ndarray[Any, Any]
 ) -> Split:
-    """Writes a split's index, and says what belongs into the manifest."""
+    """Writes a split's index, and returns the split's entry for the manifest."""
     memory = io.BytesIO()
     np.save(memory, rows)
     data, name = memory.getvalue(), index_name(split)

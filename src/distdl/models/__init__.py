@@ -1,4 +1,4 @@
-"""Models: LightningModules that a `model` node can name."""
+"""Models: LightningModules for the `model` node."""
 
 from distdl.models.classifier import ImageClassifier
 

@@ -1,4 +1,4 @@
-"""The chain of blocks that a network is: what `strategy=pipeline` may cut it into."""
+"""Splits a network into a chain of blocks, for `strategy=pipeline`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.nn import functional as F
 
 from distdl.util.errors import UserError
 
-# (dotted name, module); None for a step that has no name in the network, as `torch.flatten` has.
+# (dotted name, module); the name is None for a step without one, such as `torch.flatten`.
 NamedBlock = tuple[str | None, nn.Module]
 
 
 def blocks_of(network: nn.Module) -> list[NamedBlock]:
-    """The blocks of a network, which one after the other do what its `forward` does.
+    """The blocks of a network: called one after the other, they compute its `forward`.
 
-    A network with a `pipeline_blocks()` of its own is asked. Any other is traced (`torch.fx`):
-    every `nn.Sequential` is opened, every other module is a block, and what `forward` calls between
-    them becomes a block without a name. That covers torchvision's and timm's resnets, VGG,
-    DenseNet, ConvNeXt, EfficientNet and whatever else is one chain. A network with branches outside
-    its blocks (a ViT's class token, an Inception's second head) is not.
+    If the network has a method `pipeline_blocks()`, that returns them. Otherwise the network is
+    traced (`torch.fx`): each `nn.Sequential` is opened, any other module is a block, and a call
+    between modules becomes a block without a name. That covers torchvision's and timm's ResNets,
+    VGG, DenseNet, ConvNeXt, EfficientNet and other chains. It does not cover branches outside the
+    blocks (a ViT's class token, an Inception's second head).
 
     Raises:
-        UserError: It is no such chain; says where it stops being one.
+        UserError: The network is not such a chain; the error says where it fails.
     """
     own = getattr(network, "pipeline_blocks", None)
     if own is not None:
@@ -57,7 +57,7 @@ def _chain(network: nn.Module, graph: fx.Graph) -> list[NamedBlock]:
     seen: set[str] = set()
     before: fx.Node | None = None
     for node in graph.nodes:
-        # `forward` may have further arguments, as long as nothing depends on them.
+        # `forward` may have further arguments, if it does not use them.
         if node.op == "placeholder" and (before is None or not node.users):
             before = before or node
             continue
@@ -82,7 +82,7 @@ def _chain(network: nn.Module, graph: fx.Graph) -> list[NamedBlock]:
 def _step(network: nn.Module, node: fx.Node) -> nn.Module:
     """A call between two modules, as a module."""
     if node.target is F.dropout:
-        # Tracing fixes `training`, which must follow train() and eval().
+        # Tracing fixes the value of `training`, but it must follow train() and eval().
         rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         return nn.Dropout(float(rate))  # type: ignore[arg-type]
     if "training" in node.kwargs or node.op not in ("call_function", "call_method"):
@@ -91,7 +91,7 @@ def _step(network: nn.Module, node: fx.Node) -> nn.Module:
 
 
 class Call(nn.Module):
-    """A function or a tensor's method with everything but its first argument given."""
+    """Calls a function or a tensor method with fixed arguments after the first."""
 
     def __init__(self, method: bool, target: Any, args: Any, kwargs: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Call(nn.Module):
 
 
 class MemoryLayout(nn.Module):
-    """Puts a 4-D tensor into a memory format; other tensors pass."""
+    """Converts a 4-D tensor to a memory format; leaves other tensors unchanged."""
 
     def __init__(self, memory_format: torch.memory_format) -> None:
         super().__init__()

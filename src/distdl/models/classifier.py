@@ -31,37 +31,40 @@ Precision = Literal["highest", "high", "medium"]
 class ImageClassifier(LightningModule):
     """A network that maps images to logits, trained by cross-entropy.
 
-    A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]; "weight" float32 [B] says in
-    validation which rows count (1) and which are fillers (0). A pair (image, label) will do too.
+    A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]. In validation, "weight"
+    float32 [B] says which rows count (1) and which are fillers (0). A pair (image, label) also
+    works.
 
     Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
-    1) and `val/samples`. They are sums over all samples of all ranks, all-reduced once at the end
-    and then divided: every rank logs the same, at any world size. `test/...` likewise.
+    1) and `val/samples`. Sums over all samples are all-reduced once at the end, and then divided.
+    So every rank logs the same values, at any world size. `test/...` likewise.
 
     It defines no optimizer (the optimizer node is attached to it) and logs nothing in training.
 
     Args:
         network: [B, 3, H, W] to logits [B, num_classes].
         num_classes: Labels are below it.
-        norm: "batch" leaves the network as it is; "group" puts a GroupNorm into the place of every
-            BatchNorm2d (32 groups, Wu and He 2018; fewer where 32 does not divide the channels),
-            so that results do not depend on the batch size per device.
+        norm: "batch" does not change the network; "group" replaces every BatchNorm2d with a
+            GroupNorm (32 groups, Wu and He 2018; fewer if 32 does not divide the channels), so
+            that results do not depend on the batch size per device.
         label_smoothing: From 0 to below 1 (Szegedy et al. 2016).
         mixup: Its alpha (Zhang et al. 2018); 0: off.
-        cutmix: Its alpha (Yun et al. 2019); 0: off. With both one is chosen for each batch.
-        channels_last: Memory layout of the images and weights; what tensor cores want.
-        compile: torch.compile the network: in the default mode (true) or in another; "measured":
-            in the fastest, found before the training (see `distdl.worker.compiling`).
+        cutmix: Its alpha (Yun et al. 2019); 0: off. With both, one is chosen for each batch.
+        channels_last: Memory layout of images and weights; the fast one on tensor cores.
+        compile: torch.compile the network, in the default mode (true) or in the given one;
+            "measured": in the fastest mode, found before the training (see
+            `distdl.worker.compiling`).
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
-            whole process): "highest" is exact; "high" rounds their input to TF32's 11 bits on GPUs
-            that can, "medium" to bf16's 8. torch does convolutions in TF32 there anyhow.
-        fused_bn: Of runs that were frozen when there was such a kernel: has no effect any more.
-        weights: Start from a file's: torchvision's or timm's `.pth`, `.safetensors`, a checkpoint.
-        seed: Of mixup and cutmix, whose draws depend on (seed, epoch, batch, rank) alone and so
-            come out the same after a resume.
+            whole process): "highest" is exact; "high" rounds inputs to TF32's 11 bits on GPUs
+            that support it, "medium" to bf16's 8. torch uses TF32 for convolutions there anyway.
+        fused_bn: Accepted for frozen runs of earlier versions; has no effect any more.
+        weights: File of initial weights: torchvision's or timm's `.pth`, `.safetensors`, or a
+            checkpoint.
+        seed: Of mixup and cutmix. Their draws depend only on (seed, epoch, batch, rank), so they
+            are the same after a resume.
 
     Raises:
-        UserError: When an argument is out of its range.
+        UserError: If an argument is out of its range.
     """
 
     def __init__(
@@ -122,13 +125,13 @@ class ImageClassifier(LightningModule):
 
     def configure_model(self) -> None:
         torch.set_float32_matmul_precision(self._matmul_precision)
-        # "measured" is decided before a training or a benchmark; nothing else is worth it.
+        # "measured" is replaced by a mode before training or a benchmark; elsewhere it is ignored.
         if self._compile in (False, "measured") or self.network._compiled_call_impl is not None:
             return
         device = self._trainer.strategy.root_device if self._trainer else self.device
         compilers.refuse_without_compiler(device.type)
         compilers.keep_results()
-        # In place (nn.Module.compile), so that names in checkpoints stay the same.
+        # In place (nn.Module.compile), so that names in checkpoints do not change.
         self.network.compile(mode="default" if self._compile is True else self._compile)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -139,10 +142,10 @@ class ImageClassifier(LightningModule):
         images, targets = self.pipeline_inputs(batch, batch_idx)
         return {"loss": self.pipeline_loss(self(images), targets)}
 
-    # What strategy=pipeline asks a module for (docs/strategies/pipeline.md).
+    # The interface for strategy=pipeline (docs/strategies/pipeline.md).
 
     def pipeline_blocks(self) -> list[NamedBlock]:
-        """The network's blocks, which one after the other do what `forward` does."""
+        """The network's blocks: called one after the other, they compute `forward`."""
         named = [(n if n is None else f"network.{n}", b) for n, b in blocks_of(self.network)]
         return [(None, MemoryLayout(self._layout)), *named]
 
@@ -161,12 +164,12 @@ class ImageClassifier(LightningModule):
         return F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
 
     def _data_rank(self) -> int:
-        """This rank among those that take different data: the stages of a pipeline mix alike."""
+        """Rank among the processes that take different data: pipeline stages share it."""
         shares = self._trainer.distributed_sampler_kwargs if self._trainer else None
         return (shares or {}).get("rank", self.global_rank)
 
     def on_validation_epoch_start(self) -> None:
-        # float64 counts and sums exactly; Apple's GPUs have none.
+        # float64 for exact sums and counts; Apple's GPUs do not support it.
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(4, dtype=dtype, device=self.device)
 
@@ -177,7 +180,7 @@ class ImageClassifier(LightningModule):
         best = logits.topk(min(5, logits.shape[1])).indices
         hits = best == labels[:, None]
         rows = torch.stack((loss, hits[:, 0], hits.any(dim=1), torch.ones_like(loss)))
-        # where, not a product: a filler's loss of infinity must not count as NaN.
+        # `where` and not a product, since an infinite loss times a weight of 0 is NaN.
         counted = torch.where(weight > 0, rows * weight, 0.0)
         self._sums += counted.to(self._sums.dtype).sum(dim=1)
 
@@ -204,13 +207,13 @@ class ImageClassifier(LightningModule):
         count = samples or math.nan
         names = "loss", "acc1", "acc5"
         means = {f"{stage}/{n}": v / count for n, v in zip(names, (loss, top1, top5), strict=True)}
-        # Lightning would advise sync_dist, not knowing that all ranks have the same values.
+        # Lightning would recommend sync_dist, but all ranks have the same values.
         warnings.filterwarnings("ignore", message=rf"It is recommended to use `self.log\('{stage}/")
         self.log_dict({**means, f"{stage}/samples": samples}, rank_zero_only=False, sync_dist=False)
 
 
 def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images, labels, and weights float32 [B] (ones where the batch has none)."""
+    """Images, labels, and weights float32 [B] (ones if the batch has none)."""
     if isinstance(batch, Mapping):
         images, labels, weight = batch["image"], batch["label"], batch.get("weight")
     else:
@@ -221,9 +224,9 @@ def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def with_group_norm(module: nn.Module) -> nn.Module:
-    """Put a GroupNorm into the place of every BatchNorm2d in `module`, scale and shift kept.
+    """Replaces every BatchNorm2d in `module` with a GroupNorm, and keeps scale and shift.
 
-    timm's BatchNorm2d also applies an activation: it stays, behind the GroupNorm.
+    The activation in timm's BatchNorm2d is kept, after the GroupNorm.
     """
     if isinstance(module, nn.BatchNorm2d):
         return _group_norm(module)

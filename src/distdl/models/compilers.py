@@ -1,4 +1,4 @@
-"""What torch.compile needs on a machine, and where its results are kept."""
+"""Checks what torch.compile needs on a machine, and keeps its results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_results() -> None:
-    """Inductor's and Triton's results outlive /tmp: the next run of the same model finds them.
+    """Keeps Inductor's and Triton's results outside /tmp, for the next run of the same model.
 
-    They go to TORCHINDUCTOR_CACHE_DIR where the user has set it, else below `default_root`.
+    The folder is TORCHINDUCTOR_CACHE_DIR if the user has set it, else below `default_root`.
     """
     # Importing Lightning makes torch set the variable itself, to a folder in /tmp.
     torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")
@@ -26,10 +26,12 @@ def keep_results() -> None:
 
 
 def refuse_without_compiler(device: str) -> None:
-    """torch.compile writes C++ for a CPU and Triton for a GPU, whose launcher is C.
+    """Checks that this machine has what torch.compile needs.
+
+    It generates C++ for a CPU, and Triton kernels with a launcher in C for a GPU.
 
     Raises:
-        UserError: What it needs is not on this machine.
+        UserError: A compiler, the package triton, or Python.h is missing.
     """
     what = ""
     if device == "cpu" and not _on_path(os.environ.get("CXX"), "g++", "clang++"):
@@ -49,8 +51,8 @@ def refuse_without_compiler(device: str) -> None:
 
 
 def _has_python_headers() -> bool:
-    """Triton's launchers and Inductor's C++ are extensions of Python."""
-    # Debian's own scheme names a folder that no package fills; both look into the other, too.
+    """Whether Python.h exists: Triton's launchers and Inductor's C++ are Python extensions."""
+    # Debian's default scheme names an empty folder; both compilers also search the other one.
     schemes = sysconfig.get_default_scheme(), "posix_prefix"
     folders = [sysconfig.get_path("include", scheme) for scheme in schemes]
     for variable in ("CPATH", "C_INCLUDE_PATH"):

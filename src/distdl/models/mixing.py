@@ -1,4 +1,4 @@
-"""Mixup and CutMix on the device: two images into one, and their labels with them."""
+"""Mixup and CutMix on the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def mix(
     cutmix: float,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix a batch by one of the two ways, chosen at random where both are switched on.
+    """Mixes a batch with mixup or CutMix, chosen at random if both are switched on.
 
-    Each image meets the one a random number of places further on. As batches are shuffled already
-    that pairs as well as a permutation, and it needs no copy from the host and no wait for it.
+    Each image is paired with the image a random number of rows further on. As batches are shuffled,
+    this is as good as a permutation, and it needs no copy from the host.
 
     Args:
         images: Floating point [B, C, H, W].
@@ -29,7 +29,7 @@ def mix(
         num_classes: Width of the soft targets.
         mixup: Its alpha; 0: off.
         cutmix: Its alpha; 0: off.
-        seed: Decides everything random: the same batch and seed give the same result.
+        seed: Of all draws: the same batch and seed give the same result.
 
     Returns:
         Images of the same shape, and targets float32 [B, num_classes] whose rows sum to 1.
@@ -57,14 +57,14 @@ def _mixup(images: torch.Tensor, partners: torch.Tensor, share: float) -> torch.
 def _cutmix(
     images: torch.Tensor, partners: torch.Tensor, share: float, centre: tuple[float, float]
 ) -> tuple[torch.Tensor, float]:
-    """Yun et al. 2019, "CutMix" (arXiv 1905.04899): a box of the partner.
+    """Yun et al. 2019, "CutMix" (arXiv 1905.04899): pastes a box of the partner.
 
     Args:
-        share: Of the image that should stay.
-        centre: Of the box, as shares of height and width.
+        share: Share of the image that should be kept.
+        centre: Of the box, relative to height and width.
 
     Returns:
-        The images and the share that stayed, which is more where the box is cut off at the edge.
+        The images, and the share that was kept: more than `share` if the edge cuts the box off.
     """
     height, width = images.shape[-2:]
     side = math.sqrt(1 - share) / 2

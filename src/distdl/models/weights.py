@@ -1,4 +1,4 @@
-"""Starting from the weights of a file: torchvision's, timm's, or those of another run."""
+"""Loads initial weights from a file: torchvision's, timm's, or another run's."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# What programs put before the names of a network: ours, DDP, torch.compile.
+# Prefixes of a network's names in checkpoints: from ImageClassifier, DDP, torch.compile.
 PREFIXES = ("network.", "module.", "_orig_mod.")
 
 
 def load_weights(network: nn.Module, file: str | Path) -> None:
     """Loads every weight and buffer of `network` by name.
 
-    A last layer for another number of classes keeps what it was initialised with, with a warning.
+    A layer for another number of classes keeps its initial values, with a warning.
 
     Args:
         network: Changed in place.
         file: `.pth`, `.safetensors`, or any checkpoint of distdl or Lightning.
 
     Raises:
-        UserError: There is no such file, or it holds the weights of another network.
+        UserError: There is no such file, or its weights belong to another network.
     """
     path = Path(file)
     if not path.exists():

@@ -1,11 +1,11 @@
-"""A folder, Azure Blob, S3: one small interface for all places that keep files.
+"""One small interface for storage backends: a folder, Azure Blob, S3.
 
     store = open_store("azure://container/imagenet")
     store.read("dataset.json")
     store.download("train-00000.tar", to=Path("train-00000.tar"))
 
-A store is picklable and holds no connection until it is used: each process makes its own client,
-after the fork. Files have names relative to the URI, with `/` between folders.
+A store is picklable and connects on first use, so that each process creates its own client after a
+fork. File names are relative to the URI, with `/` between folders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which store a URI means."""
+"""Opens the store at a URI."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ FORMS = (
     "a folder, azure://container/path, abfss://container@account.dfs.core.windows.net/path, "
     "https://account.blob.core.windows.net/container/path, or s3://bucket/path"
 )
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters or more: C:/ is a drive
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # at least two letters, since C:/ is a drive
 _LOOPBACK = re.compile(r"localhost|\d+\.\d+\.\d+\.\d+")
 
 
 def is_remote(uri: str) -> bool:
-    """Whether `uri` names a store behind a network, and no folder."""
+    """Whether `uri` names a store on a network, and not a folder."""
     scheme = _SCHEME.match(uri)
     return scheme is not None and scheme[1].lower() != "file"
 
 
 def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
-    """The store at a URI. Nothing is asked of a server yet.
+    """The store at a URI. This sends no request yet.
 
     - `/path`, `file:///path`: a folder, also a mounted one.
-    - `azure://container/path`: of the account that AZURE_STORAGE_CONNECTION_STRING or
-      AZURE_STORAGE_ACCOUNT names.
+    - `azure://container/path`: the account is named by AZURE_STORAGE_CONNECTION_STRING or
+      AZURE_STORAGE_ACCOUNT.
     - `abfs[s]://container@account.dfs.core.windows.net/path`, as Spark and Azure ML write it.
     - `https://account.blob.core.windows.net/container/path[?SAS]`.
-    - `s3://bucket/path`: credentials and endpoint as boto3 finds them.
+    - `s3://bucket/path`: boto3 finds credentials and endpoint.
 
-    The key of an account: its SAS in the URI, the connection string, AZURE_STORAGE_KEY,
-    AZURE_STORAGE_SAS_TOKEN, else the identity that is signed in (azure-identity's
-    DefaultAzureCredential: managed identity on Azure, `az login` elsewhere).
+    The credential for Azure is the first of: the SAS in the URI, the connection string,
+    AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, azure-identity's DefaultAzureCredential (managed
+    identity on Azure, `az login` elsewhere).
 
     Args:
-        uri: One of these.
+        uri: In one of these forms.
         patience: Seconds to keep trying while a server does not answer.
 
     Raises:
-        UserError: The URI has none of those forms, no account is named, or the package that speaks
-            to such a store is missing (it says which extra to install).
+        UserError: The URI has none of these forms, no account is named, or the backend's package
+            is missing (the error says which extra to install).
     """
-    if not uri:  # a variable that is not set; to Path it is the current folder
+    if not uri:  # an unset variable; Path would take it as the current folder
         raise UserError.at("", "an empty address", FORMS)
     match = _SCHEME.match(uri)
     scheme = match[1].lower() if match else "file"
@@ -75,7 +75,7 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
         container, _, folder = parts.path.strip("/").partition("/")
         account, _, rest = host.partition(".blob.")
         endpoint = f"{scheme}://{parts.netloc}"
-        if _LOOPBACK.fullmatch(host):  # the emulator: the account is the first folder
+        if _LOOPBACK.fullmatch(host):  # an emulator: the account is the first path component
             account = container
             endpoint = f"{endpoint}/{account}"
             container, _, folder = folder.partition("/")

@@ -1,4 +1,4 @@
-"""Azure Blob as a store, by Microsoft's own package."""
+"""Azure Blob as a store, through azure-storage-blob."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 
 
 class BlobStore(RemoteStore):
-    """A folder of a container.
+    """A folder in a container.
 
     Args:
         uri: As given, without its signature.
         container: Its name.
         folder: In the container.
-        account: Its name; "": as the environment says.
-        endpoint: `https://account.blob.core.windows.net`; "": as the environment says.
+        account: Its name; "": from the environment.
+        endpoint: `https://account.blob.core.windows.net`; "": from the environment.
         sas: A signature, or "".
         patience: Seconds to keep trying while the server does not answer.
 
@@ -60,7 +60,8 @@ class BlobStore(RemoteStore):
         self._sas = sas
 
     def _connect(self) -> Any:
-        # At INFO each request with its headers; of each way to sign in that is not used.
+        # At INFO, azure logs each request with its headers, and azure.identity logs each way to
+        # sign in that it does not use.
         for name, level in (("azure", logging.WARNING), ("azure.identity", logging.CRITICAL)):
             sdk = logging.getLogger(name)
             if sdk.level == logging.NOTSET:
@@ -79,7 +80,7 @@ class BlobStore(RemoteStore):
     def _container_client(self) -> Any:
         from azure.storage.blob import ContainerClient
 
-        # Retries are ours: the package's own wait 15 s before the first.
+        # RemoteStore retries: the package's own retries wait 15 s before the first.
         options: dict[str, Any] = {"retry_total": 0, "connection_timeout": 10, "read_timeout": 20}
         options["max_single_get_size"] = PART  # a part is one request
         text = os.environ.get(_CONNECTION, "")
@@ -100,7 +101,7 @@ class BlobStore(RemoteStore):
             key, sas = settings.get("AccountKey"), settings.get("SharedAccessSignature")
         elif os.environ.get(_ACCOUNT, account) == account:
             key, sas = os.environ.get(_KEY), os.environ.get(_SAS)
-        if key:  # named, since the emulator's address does not name the account
+        if key:  # with the account, which an emulator's address does not name
             return {"account_name": account, "account_key": key}
         if sas:
             return sas.lstrip("?")
@@ -112,7 +113,7 @@ class BlobStore(RemoteStore):
         return DefaultAzureCredential()
 
     def _server(self) -> str:
-        return str(self.client.url).partition("?")[0]  # a signature is no part of it
+        return str(self.client.url).partition("?")[0]  # without the signature
 
     def _size(self, key: str) -> int | None:
         from azure.core.exceptions import HttpResponseError
@@ -120,7 +121,7 @@ class BlobStore(RemoteStore):
         try:
             return int(self.client.get_blob_client(key).get_blob_properties().size)
         except HttpResponseError as error:
-            # HEAD has no body to tell an absent container from an absent blob: neither has it.
+            # A HEAD response has no body, so an absent container looks like an absent blob.
             if error.status_code == 404:
                 return None
             raise
@@ -133,7 +134,7 @@ class BlobStore(RemoteStore):
         from azure.storage.blob import BlobBlock
 
         blob, size = self.client.get_blob_client(self._key(name)), path.stat().st_size
-        length = max(PART, -(-size // 50_000))  # Azure's limit of blocks
+        length = max(PART, -(-size // 50_000))  # Azure's limit of blocks per blob
         upload = uuid.uuid4().hex[:8]
 
         def stage(number: int, data: bytes) -> Any:
@@ -141,7 +142,7 @@ class BlobStore(RemoteStore):
             blob.stage_block(block, data, length=len(data), validate_content=True)
             return BlobBlock(block)
 
-        # Blocks are invisible until they are committed, all at once.
+        # Blocks are invisible until the list is committed.
         blocks = self._send_parts(path, name, length, stage, progress)
 
         def commit() -> None:
@@ -150,12 +151,12 @@ class BlobStore(RemoteStore):
         try:
             self.retried(name, commit, progress)
         except StoreError:
-            if self.size(name) != size:  # else the answer to a commit that worked was lost
+            if self.size(name) != size:  # else a commit succeeded, and its response was lost
                 raise
 
     def _list(self, start: str) -> Iterator[str]:
         for blob in self.client.list_blobs(name_starts_with=start, include=["metadata"]):
-            if not (blob.metadata or {}).get("hdi_isfolder"):  # how mounts mark a folder
+            if not (blob.metadata or {}).get("hdi_isfolder"):  # the mark of a folder
                 yield blob.name
 
     def _is_transient(self, error: Exception) -> bool | None:

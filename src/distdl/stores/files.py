@@ -1,4 +1,4 @@
-"""A folder as a store: a disk, or whatever is mounted as one (NFS, blobfuse)."""
+"""A folder as a store: on a disk or a mount (NFS, blobfuse)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FileStore:
     """The files of one folder.
 
     Args:
-        folder: May be absent until something is stored.
+        folder: May be absent until a file is uploaded.
     """
 
     folder: Path
@@ -77,18 +77,18 @@ class FileStore:
 
 
 def is_own(path: Path) -> bool:
-    """A file, and no temporary one of an upload that was killed."""
+    """Whether it is a file, but not a temporary one that a killed upload left."""
     return path.is_file() and not path.name.startswith(".")
 
 
 def raised(error: OSError) -> None:
-    """`onerror` of os.walk, which else passes over a folder that it cannot read."""
+    """An `onerror` for os.walk, which otherwise skips a folder that it cannot read."""
     raise error
 
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Turns an unreadable file or folder inside the block into a refusal that names it.
+    """Turns an OSError in the block into a UserError that names the unreadable file or folder.
 
     Args:
         where: The `path` of the Problem.
@@ -107,9 +107,9 @@ def readable(where: str) -> Iterator[None]:
 
 @contextmanager
 def reserved(path: Path, size: int) -> Iterator[int]:
-    """A file descriptor to write to, of a file for whose bytes the disk has kept room.
+    """Opens a file for writing, and reserves disk space for `size` bytes; yields its descriptor.
 
-    So a full disk is found before the work, and two downloads do not count on the same room.
+    So a full disk is noticed before the download, and two downloads cannot use the same space.
 
     Raises:
         OSError: ENOSPC, the disk is full.
@@ -121,7 +121,7 @@ def reserved(path: Path, size: int) -> Iterator[int]:
             try:
                 os.posix_fallocate(file, 0, size)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a disk that cannot
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # unsupported
                     raise
         yield file
     finally:

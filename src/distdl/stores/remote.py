@@ -1,4 +1,4 @@
-"""What stores behind a network share: one client per process, retries, downloads in parallel."""
+"""Base of the network stores: one client per process, retries, parallel downloads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distdl.stores.files import reserved, write_at
 from distdl.stores.store import PATIENCE, Absent, Progress, StoreError
 from distdl.util.redact import hide_shapes
 
-PART = 8 << 20  # bytes that one request brings or takes
+PART = 8 << 20  # bytes per request
 THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s
 
-LONG = 30.0  # seconds of waiting that are worth a log line
+LONG = 30.0  # seconds: with less patience, an outage is not logged
 
 T = TypeVar("T")
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class RemoteStore(ABC):
-    """Downloads and retries on top of a few requests.
+    """Implements a store with retries, on top of a few requests that a subclass defines.
 
     Args:
-        uri: To be printed; holds no secret.
-        folder: What names are relative to.
+        uri: For messages; holds no secret.
+        folder: Names are relative to it.
         patience: Seconds to keep trying while a server does not answer.
     """
 
@@ -42,7 +42,7 @@ class RemoteStore(ABC):
         self._client: Any = None
         self._pid = 0
         self._making = threading.Lock()
-        self._silent = False  # the server's answer is waited for, and that was logged
+        self._silent = False  # the server does not answer, and that was logged
 
     @property
     def uri(self) -> str:
@@ -63,23 +63,23 @@ class RemoteStore(ABC):
 
     @property
     def client(self) -> Any:
-        """This process's own: connections that a fork shares mix up their answers."""
+        """This process's client: processes that share a connection mix up its responses."""
         if self._pid != os.getpid():
-            if self._pid:  # another thread may have held it at the fork
+            if self._pid:  # another thread may have held the lock at the fork
                 self._making = threading.Lock()
             with self._making:
                 if self._pid != os.getpid():
                     self._client, self._pid = self._connect(), os.getpid()
         return self._client
 
-    # What a subclass implements; `key` is the full name in the container.
+    # Implemented by a subclass; `key` is the full name in the container.
 
     @abstractmethod
     def _connect(self) -> Any: ...
 
     @abstractmethod
     def _server(self) -> str:
-        """Which server and account the client asks."""
+        """The server and account that the client connects to."""
 
     @abstractmethod
     def _size(self, key: str) -> int | None: ...
@@ -95,12 +95,12 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def _is_transient(self, error: Exception) -> bool | None:
-        """Whether the same request may succeed later; None: an error of something else."""
+        """Whether the same request may succeed later; None: the error is not the backend's."""
 
-    # What a subclass may know about errors.
+    # Overridden by a subclass to interpret errors.
 
     def _remedy(self, error: Exception) -> str:
-        """What fixes an error of credentials, container or bucket; "": it is another one."""
+        """The remedy for an error of credentials, container or bucket; "" for other errors."""
         return ""
 
     def _is_absent(self, error: Exception) -> bool:
@@ -142,13 +142,13 @@ class RemoteStore(ABC):
         send: Callable[[int, bytes], T],
         progress: Progress | None,
     ) -> list[T]:
-        """Calls `send(number, data)` with each part of a file, in parallel, and retries it.
+        """Calls `send(number, data)` for each part of a file, in parallel and with retries.
 
         Args:
             length: Of a part, in bytes.
 
         Returns:
-            What each call returned, in the order of the parts, which count from 0.
+            The result of each call, in the order of the parts. Numbers count from 0.
         """
         results = dict[int, T]()
         with path.open("rb") as file:
@@ -168,15 +168,15 @@ class RemoteStore(ABC):
         return iter(sorted(key[start:] for key in listed))
 
     def retried(self, name: str, action: Callable[[], T], progress: Progress | None = None) -> T:
-        """`action()`, again and again while its failure may pass and `patience` lasts.
+        """Calls `action()`; repeats it on transient errors for up to `patience` seconds.
 
         Args:
             name: Of the file, for the message.
             action: One request.
-            progress: Called with 0 before each try: it may raise, to give up.
+            progress: Called with 0 before each try; it may raise to give up.
 
         Raises:
-            StoreError: It failed for good.
+            StoreError: The last try failed.
         """
         deadline, pause = time.monotonic() + self.patience, 0.25
         while True:
@@ -192,7 +192,7 @@ class RemoteStore(ABC):
                     transient = self._is_transient(error)
                 if transient is None:
                     raise
-                # The SDKs' own messages may hold the whole URL, with its signature.
+                # The SDKs' messages may contain the whole URL, with its signature.
                 reason = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                 if not transient or time.monotonic() + pause > deadline:
                     message, remedy = f"{self._uri}/{name}: {reason}", self._remedy(error)
@@ -218,10 +218,10 @@ class RemoteStore(ABC):
         return size
 
     def _find_container(self) -> None:
-        """Raises the server's error if there is no container: a file's error does not say so."""
+        """Raises the server's error if there is no container, since a file's error is the same."""
         try:
             next(self._list(self._folder), None)
-        except Exception as error:  # the right to read a file does not include the right to list
+        except Exception as error:  # the credentials may read but not list
             if self._is_absent(error):
                 raise
 
@@ -230,13 +230,13 @@ class RemoteStore(ABC):
 
 
 class Short(StoreError):
-    """Fewer bytes came than were asked for."""
+    """Fewer bytes arrived than were requested."""
 
 
 def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:
-    """Calls `action` with each item, on THREADS threads; the first error ends it.
+    """Calls `action` with each item, on THREADS threads; after an error it stops, and raises it.
 
-    Not concurrent.futures: its threads keep a process alive that wants to end.
+    It does not use concurrent.futures, whose threads delay the exit of a process.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for item in items:

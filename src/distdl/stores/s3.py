@@ -1,4 +1,4 @@
-"""Amazon S3, and what speaks its protocol, as a store."""
+"""Amazon S3, or a server with its protocol, as a store."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from distdl.stores.store import PATIENCE, Progress, StoreError
 from distdl.util.errors import UserError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
-PART, MOST_PARTS = 8 << 20, 10_000  # bytes at a time (at least 5 MiB), and S3's limit of parts
-MARK = "distdl-upload"  # metadata by which an upload knows its own object
+PART, MOST_PARTS = 8 << 20, 10_000  # bytes per part (at least 5 MiB), and S3's limit of parts
+MARK = "distdl-upload"  # metadata key by which an upload recognises its own object
 
 
 class S3Store(RemoteStore):
-    """A prefix of a bucket. Credentials, region and endpoint (AWS_ENDPOINT_URL) as boto3's.
+    """A prefix in a bucket. boto3 finds credentials, region and endpoint (AWS_ENDPOINT_URL).
 
     Args:
         bucket: Its name.
@@ -55,7 +55,7 @@ class S3Store(RemoteStore):
         return None if head is None else int(head["ContentLength"])
 
     def _head(self, key: str) -> dict[str, Any] | None:
-        """What S3 says of an object; None: there is none."""
+        """S3's description of an object; None: there is no such object."""
         from botocore.exceptions import ClientError
 
         try:
@@ -91,7 +91,7 @@ class S3Store(RemoteStore):
         mine: dict[str, str],
         progress: Progress | None,
     ) -> None:
-        """In parts, each with boto3's checksum; invisible until it is complete."""
+        """Uploads in parts, each with boto3's checksum; the object is invisible until complete."""
         begin = functools.partial(self.client.create_multipart_upload, **where, Metadata=mine)
         begun = {**where, "UploadId": self.retried(name, begin, progress)["UploadId"]}
 
@@ -107,18 +107,18 @@ class S3Store(RemoteStore):
             )
             self.retried(name, lambda: self._unless_there(complete, name, mine), progress)
         except BaseException:
-            with suppress(Exception):  # what failed is of more interest
+            with suppress(Exception):  # raise the original error
                 self.client.abort_multipart_upload(**begun)
             raise
 
     def _unless_there(self, store: Callable[..., Any], name: str, mine: dict[str, str]) -> None:
-        """Stores an object on the condition that none has its name, which the server checks.
+        """Stores an object; the server checks that there is none with that name.
 
-        https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html. A server that
-        has no such condition (501) is trusted to have none meanwhile: `upload` has looked before.
+        See https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html. If the
+        server does not support that (501), the earlier check in `upload` has to suffice.
 
         Raises:
-            StoreError: There is one.
+            StoreError: There is one already.
         """
         from botocore.exceptions import ClientError
 
@@ -130,7 +130,7 @@ class S3Store(RemoteStore):
                 return
             if _status(error) not in (404, 412):
                 raise
-            # Else it was an earlier try of ours, whose answer was lost.
+            # Otherwise the object is ours, from an earlier try whose response was lost.
             if (self._head(self._key(name)) or {}).get("Metadata") != mine:
                 if _status(error) == 404:
                     raise
@@ -149,7 +149,7 @@ class S3Store(RemoteStore):
             return _status(error) in _BUSY
         if isinstance(error, NoCredentialsError):
             return False
-        # boto3 wraps what an upload met, and urllib3 says that a stream broke.
+        # boto3 wraps the errors of an upload and of a broken stream.
         return True if isinstance(error, (BotoCoreError, Boto3Error)) else None
 
     def _remedy(self, error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What every store can do."""
+"""The interface of every store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Progress = Callable[[int], None]
 
 
 class StoreError(OSError):
-    """A file could not be read or written; the message names it, without any secret.
+    """A file could not be read or written. The message names it, and holds no secret.
 
     Args:
-        message: Which file of which store, and what the server said.
-        transient: The server did not answer, or was busy: the same may succeed later.
-        remedy: For what the message says of credentials, the container or the bucket; else "".
+        message: The file, its store, and the server's error.
+        transient: The server did not answer or was busy, so a later try may succeed.
+        remedy: For an error of credentials, the container or the bucket; else "".
     """
 
     def __init__(self, message: str, *, transient: bool = False, remedy: str = "") -> None:
@@ -27,49 +27,51 @@ class StoreError(OSError):
 
 
 class Absent(StoreError):
-    """There is no such file; its container is there."""
+    """There is no such file, but its container exists."""
 
 
 class Store(Protocol):
-    """A folder of files, somewhere.
+    """A folder of files in some backend.
 
-    What cannot be done raises StoreError, after retries where the cause may pass (`PATIENCE`).
+    A method that fails raises StoreError; transient errors are retried first (`PATIENCE`).
     """
 
     @property
     def uri(self) -> str:
-        """Where it is, to be printed: without a signature."""
+        """Its location, for messages: without a signature."""
         ...
 
     @property
     def address(self) -> str:
-        """The full address: with the account or endpoint that `uri` may leave to the environment,
-        and without a signature."""
+        """Its location with account or endpoint, which `uri` may leave to the environment.
+
+        It has no signature either.
+        """
         ...
 
     def size(self, name: str) -> int | None:
-        """In bytes; None: there is no such file."""
+        """Size of a file in bytes; None: there is no such file."""
         ...
 
     def read(self, name: str) -> bytes:
-        """All of a small file."""
+        """The content of a small file."""
         ...
 
     def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
-        """Writes a file to `to`, which is replaced; ranges come in parallel.
+        """Downloads a file to `to`, which is overwritten, with parallel range requests.
 
-        Not atomic: give a temporary name, check what came, and rename it. On disk when it returns
-        (fsync). A full disk raises plain OSError (ENOSPC).
+        It is not atomic: pass a temporary name, check the result, and rename it. The data is
+        flushed to disk (fsync). A full disk raises plain OSError (ENOSPC).
         """
         ...
 
     def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
-        """Stores a file completely or not at all; never replaces one that is there (StoreError).
+        """Stores a file completely or not at all; never replaces an existing one (StoreError).
 
-        What arrives is checked on the way (MD5 or CRC of each part, by the server).
+        The server checks what arrives (MD5 or CRC of each part).
         """
         ...
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """Of all files, also in folders below, whose name starts so; sorted."""
+        """Sorted names of all files that start with `prefix`, also in subfolders."""
         ...

@@ -1,4 +1,4 @@
-"""Folders below a folder, through links: each once, and of one class only."""
+"""Walks subfolders through links: each folder once, and for one class only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from distdl.stores.files import raised
 from distdl.util.errors import UserError
 
-# Of a folder, whatever path or link leads to it: device and inode.
+# Device and inode of a folder: independent of the path or link that leads to it.
 Identity = tuple[int, int]
 
 
@@ -23,14 +23,15 @@ def walk_once(
     left_out: Container[Identity] = (),
     kind: Callable[[str], object] = lambda path: None,
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` through links, in the order of names, which enters each folder once.
+    """`os.walk` through links, in the order of names, that enters each folder once.
 
-    It never enters a folder that holds `top`: a link to one leads back to `top`.
+    It never enters a parent of `top`, since a link to one leads back to `top`.
 
     Args:
         top: Where to begin.
         left_out: Other folders that are not entered.
-        kind: What a folder's path says about what is in it: of each kind it is entered once.
+        kind: The kind of a folder's contents, from its path. A folder with paths of several
+            kinds is entered once for each kind.
 
     Raises:
         OSError: A folder cannot be read.
@@ -48,7 +49,7 @@ def walk_once(
 
 
 def class_names(folder: Path) -> list[str]:
-    """Names of the class folders, sorted: a class's place in the list is its label."""
+    """Names of the class folders, sorted: a class's index in the list is its label."""
     return sorted(
         entry.name
         for entry in os.scandir(folder)
@@ -57,7 +58,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 class ClassFolders:
-    """The files below class folders, whose names are labels.
+    """Walks class folders, and refuses a folder that belongs to two classes.
 
     Args:
         root: Holds the splits.
@@ -69,10 +70,10 @@ class ClassFolders:
         self._class: dict[Identity, tuple[str, str]] = {}
 
     def walk(self, split: Path, name: str) -> Iterator[tuple[str, list[str], list[str]]]:
-        """As `walk_once`, below `split/name`; not into hidden folders, nor into what holds it.
+        """Like `walk_once` below `split/name`, but skips hidden folders and links to parents.
 
         Raises:
-            UserError: A folder was of another class before: its images would have two labels.
+            UserError: A folder belongs to two classes, so its images would have two labels.
             OSError: A folder cannot be read.
         """
         holders = (split, self.root, *split.resolve().parents, *self.root.resolve().parents)
