@@ -46,8 +46,8 @@ LAYERS = {
     "cli": True,
 }
 LONGEST_CHAIN = 12
-# `python -m distdl` and `python -m distdl.agent`: a name and one call.
-ALIASES = ("__main__", "agent")
+# Names that stay: `python -m distdl`, `python -m distdl.agent`, and what users' own code imports.
+ALIASES = ("__main__", "agent", "build", "errors", "ranges", "tailing")
 HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
 FOR_LAUNCHERS = ("distdl.job", "distdl.util", "distdl.stores", "distdl.launchers.common")
 # This machine's launcher runs the worker, or torch's agent, in its own process.
@@ -130,6 +130,15 @@ def test_imports_point_downwards() -> None:
         if package(other) and order[package(other)] > order[package(name)]
     ]
     assert upwards == []
+
+
+def test_an_alias_is_a_name_and_no_more() -> None:
+    lines = {name: len(FILES[f"distdl.{name}"].read_text().splitlines()) for name in ALIASES}
+    assert max(lines.values()) <= 10, lines
+    from distdl import errors
+    from distdl.util.errors import UserError
+
+    assert errors.UserError is UserError
 
 
 def test_every_package_has_a_layer_and_one_sentence() -> None:
