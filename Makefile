@@ -4,12 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# On a machine with GPUs the experiment itself, elsewhere a few small steps of it on the CPU.
+# The full experiment on a machine with GPUs, elsewhere a few small steps on the CPU.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
-# Real ones, for tests/cluster: MPI, sshd, Slurm, network namespaces, a Blob server, and a
-# compiler, for tests/gpu_rehearsal.
+# Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), and a
+# compiler for tests/gpu_rehearsal.
 SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2
 
 .PHONY: train test setup servers lint matrix bench clean
