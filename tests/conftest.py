@@ -55,10 +55,10 @@ DISTDL = ("-m", "distdl")
 UNCHECKED = (
     "-c",
     "import sys\n"
-    "from distdl.cli import main as __main__; from distdl.validation import validate\n"
+    "from distdl.cli import main as command_line; from distdl.validation import validate\n"
     "validate._ask_child = lambda request: {'problems': [], 'notes': [], 'facts': {}}\n"
-    "sys.argv[0] = __main__.__file__\n"
-    "sys.exit(__main__.main())\n",
+    "sys.argv[0] = command_line.__file__\n"
+    "sys.exit(command_line.main())\n",
 )
 # These wait for their processes, for minutes. They come first, and what is quick fills the rest of
 # the time of whichever process is free. Those of a cluster, which wait for its servers as well,

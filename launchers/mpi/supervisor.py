@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distdl.util.atomic_files import write_bytes
 from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, birth, prctl
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
@@ -201,10 +202,7 @@ def remove_orphans(seconds: float = 3.0) -> None:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, file)
+    write_bytes(file, f"{json.dumps(value, indent=2)}\n".encode(), durable=False)
 
 
 if __name__ == "__main__":

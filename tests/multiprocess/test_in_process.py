@@ -23,7 +23,7 @@ class Mine(ImageClassifier):
 # The command line, with a count of what is to be done once.
 COUNTED = """
 import json, sys
-from distdl.cli import main as __main__
+from distdl.cli import main as command_line
 from distdl.runs import attempt, provenance, files as run_files
 from distdl.launchers.local import LocalLauncher
 
@@ -44,8 +44,8 @@ def counted_write(path, value):
 
 LocalLauncher.request, run_files.load_yaml = counted_request, counted_read
 attempt.write_json = counted_write
-sys.argv[0] = __main__.__file__
-code = __main__.main()
+sys.argv[0] = command_line.__file__
+code = command_line.main()
 calls["packages"] = provenance.packages.cache_info().misses
 open("calls.json", "w").write(json.dumps(calls))
 sys.exit(code)

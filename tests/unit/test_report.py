@@ -16,7 +16,7 @@ import pytest
 
 from distdl.cli import report
 from distdl.report import data
-from distdl.report import page as _report_page
+from distdl.report import page as report_page
 from distdl.report.plots import POINTS, Chart, charts, draw
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
@@ -246,10 +246,10 @@ def test_it_says_how_to_open_the_trackers(run: Path) -> None:
 
 
 def test_an_attempt_that_trained_nothing_is_called_what_it_was(run: Path) -> None:
-    assert "<th>task</th>" not in _report_page.render(data.load(run)), "all of them trained"
+    assert "<th>task</th>" not in report_page.render(data.load(run)), "all of them trained"
     before = dict(data.summary(data.load(run)))["duration"]
     where = "where: {task: {_target_: distdl.tasks.benchmark}}\n"
     attempt(run, 3, where, state="SUCCEEDED", started=5000.0, ended=9000.0)
-    page = _report_page.render(data.load(run))
+    page = report_page.render(data.load(run))
     assert "<th>task</th>" in page and "<td>benchmark</td>" in page
     assert dict(data.summary(data.load(run)))["duration"] == before

@@ -12,7 +12,7 @@ import pytest
 
 from distdl.job import JobState
 from distdl.launch import jobs, start
-from distdl.scaling import members as _scale_members
+from distdl.scaling import members as scaling_runs
 from distdl.util.errors import UserError
 from tests.unit.scale_results import bench
 
@@ -23,11 +23,11 @@ STRATEGIES = ("ddp", "ddp strategy.comm_hook=bf16")
 
 
 def members(counts: list[tuple[int, int]], modes: tuple[str, ...] = ("weak", "strong")) -> Any:
-    return _scale_members.members(TINY, STRATEGIES, counts, modes)
+    return scaling_runs.members(TINY, STRATEGIES, counts, modes)
 
 
 def test_sizes_fill_a_node_before_the_next_one() -> None:
-    assert _scale_members.sizes([4, 1, 2], [2, 1]) == [(1, 1), (1, 2), (1, 4), (2, 4)]
+    assert scaling_runs.sizes([4, 1, 2], [2, 1]) == [(1, 1), (1, 2), (1, 4), (2, 4)]
 
 
 def test_one_device_is_measured_once_and_batches_follow_the_mode(
@@ -55,10 +55,10 @@ def test_a_pipeline_takes_the_batch_of_all_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (found,) = _scale_members.members(TINY, ("pipeline",), [(1, 4)], ("weak",))
+    (found,) = scaling_runs.members(TINY, ("pipeline",), [(1, 4)], ("weak",))
     assert found.config.data.batch_size == 48
     strategies = ("pipeline strategy.stages=2",)
-    (found,) = _scale_members.members(TINY, strategies, [(1, 4)], ("weak",))
+    (found,) = scaling_runs.members(TINY, strategies, [(1, 4)], ("weak",))
     assert found.config.data.batch_size == 24
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
 from distdl.runs.checkpoints import manifest_of
-from distdl.runs.directory import sync, write_text
+from distdl.runs.directory import write_text
+from distdl.util.atomic_files import atomic_file
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,9 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     if environment.rank == 0:
         log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
     size = process_group.tell_all(path.stat().st_size if environment.rank == 0 else None)
-    temporary = path.with_name(f".{path.name}.{environment.rank}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with (
         path.open("rb") if environment.rank == 0 else nullcontext() as source,
-        temporary.open("wb") if lacks else nullcontext() as target,
+        atomic_file(path) if lacks else nullcontext() as target,
     ):
         for start in range(0, size, CHUNK):
             count = min(CHUNK, size - start)
@@ -71,10 +69,7 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
             dist.broadcast(chunk, src=0)  # a CPU tensor, so by gloo
             if target is not None:
                 target.write(chunk.numpy().tobytes())
-    if lacks:
-        sync(temporary)
-        os.replace(temporary, path)
-        if text:  # the manifest marks the copy as intact
-            write_text(manifest, text, durable=True)
+    if lacks and text:  # the manifest marks the copy as intact
+        write_text(manifest, text, durable=True)
     dist.barrier()
     return str(path)

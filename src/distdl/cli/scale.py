@@ -69,17 +69,17 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise UserError(*problems)
 
-    from distdl.scaling import members as _scale_members
+    from distdl.scaling import members as scaling_runs
     from distdl.scaling import results
 
-    counts = _scale_members.sizes(devices, nodes)
+    counts = scaling_runs.sizes(devices, nodes)
     if (1, 1) not in counts:
         print("note    one device is measured as well: the others are held against it")
         counts.insert(0, (1, 1))
     strategies = options.strategy or ["ddp"]
-    members = _scale_members.members(options.overrides, strategies, counts, modes)
+    members = scaling_runs.members(options.overrides, strategies, counts, modes)
     rented = results.rented_of(options.vm, options.spot, members[0].config.launcher)
-    code = _scale_members.measure(members)
+    code = scaling_runs.measure(members)
     if members[0].config.dry_run:
         return 0
     show(members, modes, rented, options)
@@ -114,10 +114,10 @@ def show(
     """Prints the table and the advice, and writes them beside the runs."""
     from distdl.runs.directory import read_json
     from distdl.scaling import Link, printing, results
-    from distdl.scaling import members as _scale_members
+    from distdl.scaling import members as scaling_runs
 
     old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
-    before, notes = _scale_members.measured_before(options.overrides, members, old)
+    before, notes = scaling_runs.measured_before(options.overrides, members, old)
     print()
     for lacking, remedy in LACKING.items():
         if names := [m.name for m in members if not m.result and m.lacking == lacking]:
@@ -126,7 +126,7 @@ def show(
     if not measured:
         return
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    every = list(dict.fromkeys([*modes, *_scale_members.MODES]))  # earlier runs may have the other
+    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs may have the other
     rows = results.rows(measured, rented, between, every)
     printing.print_rows(rows, rented)
     further = results.further(measured, rented, between, options.predict or 1)

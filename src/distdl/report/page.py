@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from markupsafe import Markup
 
 from distdl.benchmark import FILE as BENCHMARK
 from distdl.report import benchmark, data, plots
+from distdl.runs.files import write_text
 from distdl.runs.records import find_run
 from distdl.tracking.outbox import Outbox
 from distdl.util.errors import UserError
@@ -72,16 +72,7 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
         raise UserError.at(str(output), what, "choose another name: --output FILE")
     contents = data.load(run)
     page = render(contents)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # A new file, whose name cannot already be a link.
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=output.parent, prefix=f".{output.name}.", delete=False
-    ) as file:
-        file.write(page)
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(file.name, 0o666 & ~umask)
-    os.replace(file.name, output)
+    write_text(output, page)
     return output, contents.damage
 
 

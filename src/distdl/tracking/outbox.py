@@ -17,18 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distdl.runs.files import write_json
 from distdl.util.redact import hide_shapes, looks_secret
 from distdl.util.redact import redact as without_secrets
 
 log = logging.getLogger(__name__)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a file in one step: a reader sees the complete old or new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def redact(address: str) -> str:
