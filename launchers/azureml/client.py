@@ -71,7 +71,7 @@ class Workspace:
         remedy = "letters, digits, _ . ( ) -"
         names = zip(NAMED_BY, (self.subscription, self.resource_group, self.name), strict=True)
         problems = [
-            Problem(f"launcher.{key}", f"{name!r} is no name in Azure", remedy)
+            Problem(f"launcher.{key}", f"{name!r} is not a name in Azure", remedy)
             for key, name in names
             if not re.fullmatch(PART, name)
         ]
@@ -148,7 +148,7 @@ def parse(handle: str) -> tuple[Workspace, str, str | None]:
     match = HANDLE.fullmatch(handle)
     if match is None:
         remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
-        raise UserError.at(handle, "is no handle of a job on Azure ML", remedy)
+        raise UserError.at(handle, "is not a handle of a job on Azure ML", remedy)
     subscription, group, name, job, member = match.groups()
     return Workspace(subscription, group, name), job, member
 

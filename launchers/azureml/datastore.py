@@ -32,7 +32,7 @@ class DatastoreFolder(BlobStore):
     def __init__(self, connection: Connection, address: str) -> None:
         match = ADDRESS.fullmatch(address)
         if match is None:
-            raise UserError.at(address, "is no folder of a datastore")
+            raise UserError.at(address, "is not a folder of a datastore")
         name, folder = match.groups()
         with azure_errors():
             facts = connection.client.datastores.get(name, include_secrets=True)

@@ -64,7 +64,7 @@ def _vm_size(name: Any) -> Any:
     """Accepts well-formed names that are not in the table: Azure may have that size (see
     `AzureMLLauncher.notes`)."""
     if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
-        what = f"{name!r} is no name of a VM size" if name else "missing"
+        what = f"{name!r} is not a name of a VM size" if name else "missing"
         raise Refused(what, vm_sizes.suggest(str(name or "")))
     return name
 
@@ -103,7 +103,7 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
     def _known(cls, given: Any) -> Any:
         for key in set(given) - set(cls.model_fields):
             hint = did_you_mean(key, cls.model_fields) or "path, mode and type"
-            raise Refused(f"{key!r} is no setting of an input", hint)
+            raise Refused(f"{key!r} is not a setting of an input", hint)
         return given
 
     @field_validator("mode")
@@ -122,7 +122,9 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
             raise Refused("a ' in an address ends a quotation in the job's command", "%27")
         if not REMOTE.match(path):
             remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1"
-            raise Refused(f"{path} is no address that Azure can read", f"{remedy} or https://...")
+            raise Refused(
+                f"{path} is not an address that Azure can read", f"{remedy} or https://..."
+            )
         return path
 
 

@@ -68,7 +68,7 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
     """
     name, problems = wanted["name"], []
     if str(cluster.type).lower() != "amlcompute":
-        what = f"{name} is no AmlCompute cluster but a {cluster.type}"
+        what = f"{name} is not an AmlCompute cluster but a {cluster.type}"
         raise UserError.at("launcher.compute", what)
     most = cluster.max_instances
     if most is not None and num_nodes > most:

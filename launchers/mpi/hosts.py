@@ -51,7 +51,7 @@ def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
     for entry in entries:
         match = ENTRY.fullmatch(str(entry).strip())
         if match is None:
-            raise UserError.at("hosts", f"{entry!r} is no host", "write node1 or node1:4")
+            raise UserError.at("hosts", f"{entry!r} is not a host", "write node1 or node1:4")
         hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or slots)
     return tuple(Host(*pair) for pair in hosts.items())
 
@@ -80,7 +80,7 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
         if known and ENTRY.fullmatch(entry):
             entries.append(entry)
         elif name:
-            what = f"{path}, line {number}: {line.strip()!r} is no host"
+            what = f"{path}, line {number}: {line.strip()!r} is not a host"
             problems.append(Problem("hostfile", what, "node1 slots=4, or node1:4"))
     if not entries and not problems:
         problems = [Problem("hostfile", f"{path} names no host")]

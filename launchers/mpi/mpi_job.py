@@ -46,7 +46,7 @@ class MpiJob:
         """
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
-            raise UserError.at(handle, "is no job of mpirun", "mpi://<host>/<attempt folder>")
+            raise UserError.at(handle, "is not a job of mpirun", "mpi://<host>/<attempt folder>")
         job = cls(Path(match[2]))
         host = job.record().get("host")
         if host is None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.util.atomic_files import write_bytes
-from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, birth, prctl
+from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, prctl, start_time
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 PORT = "DISTDL_KEEPER_PORT"
@@ -60,7 +60,7 @@ class Supervisor:
             signal.signal(number, self._note)
         # Not SIG_IGN: mpirun and the ranks would inherit it.
         signal.signal(signal.SIGHUP, lambda *_: None)
-        self.write(pid=os.getpid(), birth=birth(os.getpid()), started=time.time())
+        self.write(pid=os.getpid(), birth=start_time(os.getpid()), started=time.time())
         listener = listen()  # stays open until this process ends
         try:
             mpirun = subprocess.Popen(

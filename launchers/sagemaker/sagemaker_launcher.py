@@ -69,6 +69,6 @@ class SageMakerLauncher(SageMakerSettings):
     def attach(self, handle: str) -> SageMakerJob:
         match = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
         if match is None:
-            raise UserError.at(handle, "is no SageMaker job", f"{SCHEME}<region>/<job name>")
+            raise UserError.at(handle, "is not a SageMaker job", f"{SCHEME}<region>/<job name>")
         aws = self._regions.setdefault(match[1], Aws(match[1], self.aws.profile))
         return SageMakerJob(match[2], aws)

@@ -127,7 +127,7 @@ class SageMakerSettings(LauncherSettings):
             path, on_disk = str(entry.get("path") or ""), is_on_disk(entry)
             at, modes = f"inputs.{name}", DISK_MODES if on_disk else S3_MODES
             if name == BUNDLE or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
-                what = "is the channel of the code" if name == BUNDLE else "is no name of an input"
+                what = "is the channel of the code" if name == BUNDLE else "is not an input name"
                 yield Problem(at, what, "use letters, digits and _, and another word than bundle")
             if on_disk and not FILE_SYSTEM.fullmatch(path):
                 yield Problem(at, f"{path} names no file system", "write efs://fs-0123456789/dir")

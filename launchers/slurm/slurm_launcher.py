@@ -89,5 +89,5 @@ class SlurmLauncher(SlurmSettings):
         match = re.fullmatch(r"slurm://(\d+(?:_\d+)?)", handle)
         if match is None:
             remedy = "such as slurm://123 or slurm://123_0"
-            raise UserError.at(handle, "is no job of Slurm's", remedy)
+            raise UserError.at(handle, "is not a job of Slurm's", remedy)
         return SlurmJob(match[1], self.poll_seconds)

@@ -87,21 +87,21 @@ def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
     remedy = "letters, digits and _, and no digit first"
     given = node.get("env") or {}
     if not isinstance(given, Mapping):
-        yield Problem("env", f"{given!r} is no mapping", "launcher.env.NAME=value")
+        yield Problem("env", f"{given!r} is not a mapping", "launcher.env.NAME=value")
         given = {}
     for name, value in given.items():
         path = f"env.{name}" if str(name).isprintable() else f"env.{name!r}"
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem(path, f"{name!r} is no name of a variable", remedy)
+            yield Problem(path, f"{name!r} is not a name of a variable", remedy)
         elif not isinstance(value, (str, int, float)) or not is_value(str(value)):
-            yield Problem(path, f"{value!r} is no value of a variable", "write text")
+            yield Problem(path, f"{value!r} is not a value of a variable", "write text")
     names = node.get("forward_env") or ()
     if isinstance(names, str) or not hasattr(names, "__iter__"):
-        yield Problem("forward_env", f"{names!r} is no list", f"launcher.forward_env=[{names}]")
+        yield Problem("forward_env", f"{names!r} is not a list", f"launcher.forward_env=[{names}]")
         return
     for name in names:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem("forward_env", f"{name!r} is no name of a variable", remedy)
+            yield Problem("forward_env", f"{name!r} is not a name of a variable", remedy)
 
 
 def is_value(text: str) -> bool:

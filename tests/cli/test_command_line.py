@@ -337,7 +337,7 @@ def test_what_a_resume_changes_holds_from_then_on(run, command) -> None:
 def test_a_resume_under_another_strategy(run, command) -> None:
     """It is called by its name, drops the last one's settings, and may end writing slices."""
     path = run("name=x", "strategy=fsdp", "checkpoint.sharded=true")
-    # What changes nothing is no change: nothing to note, and nothing to do.
+    # What changes nothing is not a change: nothing to note, and nothing to do.
     said = command("resume", str(path), "strategy=fsdp", "checkpoint.sharded=true")
     assert "has finished: nothing to do" in said.out and "from this attempt on" not in said.out
     two = ("resume", str(path), "trainer.max_epochs=5")

@@ -23,7 +23,7 @@ def test_a_file_with_the_name_of_a_module_that_others_need(name: str, tmp_path: 
     done = distdl(*typed, cwd=tmp_path, fresh=True)
     assert done.returncode == 2 and done.stdout == ""
     assert "distdl: 1 problem, nothing was started" in done.stderr and len(done.stderr) < 1000
-    assert f"{file}: stands in the place of /" in done.stderr, done.stderr
+    assert f"{file}: hides /" in done.stderr, done.stderr
     assert "give it another name" in done.stderr and "Traceback" not in done.stderr
 
 

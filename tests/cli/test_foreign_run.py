@@ -62,7 +62,7 @@ def foreign(
     monkeypatch.setattr(os, "kill", lambda pid, number: number and killed.append(pid))
     monkeypatch.setattr(os, "killpg", lambda *given: killed.append(given))
 
-    def lay_down(name: str, *overrides: str) -> tuple[Path, Path]:
+    def create_attempt(name: str, *overrides: str) -> tuple[Path, Path]:
         sys.modules.pop("evil", None)  # of the case before: it would not run again
         ran, run = tmp_path / "ran", tmp_path / "theirs/default/r"
         (run / "attempts/001/logs").mkdir(parents=True)
@@ -115,7 +115,7 @@ def foreign(
             (run / link).symlink_to(tmp_path / "shadow")
         return run, ran
 
-    yield lay_down
+    yield create_attempt
     assert killed == []
 
 
@@ -175,7 +175,7 @@ def test_it_is_said_what_was_not_asked_and_how_to(
     assert not ran.exists()
     (here / "evil.py").write_text("class Launcher: ...\n")
     said = command("jobs", "status", str(run))
-    assert said.code == 2 and "evil.Launcher is no launcher" in said.err
+    assert said.code == 2 and "evil.Launcher is not a launcher" in said.err
 
 
 def test_the_run_folder_is_no_project(

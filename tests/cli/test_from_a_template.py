@@ -32,7 +32,7 @@ data.data_dir=${paths.data_dir} | data.data_dir: refers to paths. | data.root=FO
 model.lr=${task_name} | model.lr: refers to task_name | experiment_name=NAME
 task=eval | task:  | task=test task.checkpoint=FILE
 task=predict | task:  | Module.load_from_checkpoint
-predict --ckpt_path=x | predict: is no command | Module.load_from_checkpoint
+predict --ckpt_path=x | predict: is not a command | Module.load_from_checkpoint
 src/train.py experiment=example | src/train.py:  | python -m distdl experiment=example
 --print_config | --print_config:  | --cfg job
 experiment=example +experiment=example | chosen twice: example, example | `- example` und
@@ -44,8 +44,8 @@ experiment=team/example | experiment: no option 'team/example' | available: exam
 model/net=wide_ | model/net: no option 'wide_' | did you mean model/net=wide?
 +model.class_path=a.Net +model.init_args.c=1 | model: class_path | {_target_: a.Net, c:
 model=odd | model: names no class (_target_), only | in a file: _target_: package.Class
-conf/experiment/example.yaml seed=1 | is no command | distdl experiment=example seed=1
-example | example: is no command | python -m distdl experiment=example
+conf/experiment/example.yaml seed=1 | is not a command | distdl experiment=example seed=1
+example | example: is not a command | python -m distdl experiment=example
 experiment=old | no option 'old' | rename conf/experiment/old.yml to old.yaml; available
 callbacks=[default,watch] callbacks.early_stopping.patience=3 | callbacks.early_stopping: names no class | callbacks=[default,watch,early_stopping] callbacks.early_stopping.patience=...
 callbacks=[watch] patience=3 | patience:  | callbacks=[watch,early_stopping] callbacks.

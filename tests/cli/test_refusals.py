@@ -19,8 +19,8 @@ TYPED = """
 model=resnet5 | model: no option 'resnet5' | did you mean model=resnet50?
 data=null | data: no option 'null' | available: imagenet, synthetic
 experiment=resnet50 | did you mean experiment=resnet50_
-optimizer.lr=[1 | 'optimizer.lr=[1' is no override
-name=a=b | 'name=a=b' is no override
+optimizer.lr=[1 | 'optimizer.lr=[1' is not an override
+name=a=b | 'name=a=b' is not an override
 optimizer=Adam | optimizer: no option 'Adam' | did you mean optimizer=adamw?
 ~nothing_here | nothing_here
 # What users of Hydra, lightning-hydra-template and LightningCLI type.
@@ -41,7 +41,7 @@ test=True | test: | task=test
 paths.data_dir=x | paths.data_dir: | data.root=FOLDER
 hparams_search=optuna | hparams_search: | -m optimizer.lr=0.1,0.01
 # Slips of the hand.
-train | train: is no command | python -m distdl experiment=NAME
+train | train: is not a command | python -m distdl experiment=NAME
 train debug=cpu | python -m distdl debug=cpu
 test | python -m distdl resume RUN task=test
 resume | RUN: which run is to go on? | python -m distdl jobs list
@@ -53,10 +53,10 @@ resume outputs/x/y seed = 3 | there is no such folder
 -m optimizer.lr=0.1, 0.2 | write optimizer.lr=0.1,0.2
 {word}trainer.max_epochs = 3 | trainer.max_epochs: | write trainer.max_epochs=3
 {word}{tab}seed=3 | seed: | write seed=3
-seed:3 | seed:3: is no override | write seed=3
+seed:3 | seed:3: is not an override | write seed=3
 trainer.max_epochs: 3 | write trainer.max_epochs=3
-seed==3 | 'seed==3' is no override | write seed=3
-seed 3 | seed: is no override | write seed=3
+seed==3 | 'seed==3' is not an override | write seed=3
+seed 3 | seed: is not an override | write seed=3
 optimizer.lr=“0.1” | write optimizer.lr=0.1
 tags=[„a b“,c] | write 'tags=["a b",c]'
 trainer.max_epochs=–1 | write trainer.max_epochs=-1
@@ -64,7 +64,7 @@ trainer.max_epochs=–1 | write trainer.max_epochs=-1
 —cfg job | write --cfg
 name=größe | name: must be made of letters from a to z | not 'größe'
 data=imagenet data.root=~/x | write data.root={home}/x
-output_dir=s3://mine/runs | s3://mine/runs is no folder | choose another
+output_dir=s3://mine/runs | s3://mine/runs is not a folder | choose another
 # Values that Python or another tool writes in another way.
 seed=abc | seed: must be an integer, not 'abc'
 trainer.max_epochs=3.0 | trainer.max_epochs: | write trainer.max_epochs=3
@@ -110,7 +110,7 @@ output_dir= | output_dir: is empty
 output_dir=/dev/null | output_dir: /dev/null is a file
 output_dir=/dev/null/runs | output_dir: /dev/null is a file
 task=test task.checkpoint=nowhere.ckpt | task.checkpoint=nowhere.ckpt: no such check
-checkpoint.resume_from={file} | is no checkpoint, or not all of one | Lightning
+checkpoint.resume_from={file} | is not a checkpoint, or not all of one | Lightning
 task=test task.checkpoint= | task.checkpoint=: names no checkpoint
 name={201 letters} | name: must be of at most 200 characters
 output_dir={300 letters} | output_dir: cannot be made: File name too long
@@ -123,11 +123,11 @@ trainer.max_epochs=1,2 | several values, and no sweep | add -m
 -m name=a,b | name: a sweep names its members itself
 resme outputs/x | did you mean: python -m distdl resume
 prepar folder --source x | distdl: 1 problem | did you mean: python -m distdl prepare
-model resnet18 | model: is no override | write model=resnet18
-model._target_=mine:Net | model._target_: is no dotted path | write mine.Net
---frobnicate | --frobnicate: is no option of distdl
+model resnet18 | model: is not an override | write model=resnet18
+model._target_=mine:Net | model._target_: is not a dotted path | write mine.Net
+--frobnicate | --frobnicate: is not an option of distdl
 --cfg nonsense | invalid choice: 'nonsense'
---config-dir nowhere | --config-dir: | nowhere is no folder
+--config-dir nowhere | --config-dir: | nowhere is not a folder
 resume outputs/nothing/here | outputs/nothing/here
 convert x --to zero3 | --to: there is no 'zero3' | --to deepspeed_zero3?
 """  # noqa: E501, RUF001

@@ -164,7 +164,7 @@ def test_no_rendered_request_holds_it(command, without_stage_2, monkeypatch, tmp
         ("tracking.mlflow.tracking_uri=https://me:canary-literal-31@example.org", "${oc.env:"),
         (f"tags=[{VARIABLES['OTHER_TOKEN']}]", "export OTHER_TOKEN"),
         ('+data.url="https://h/c?sv=1&sig=canary-literal-31"', "${oc.env:"),
-        ("+data.url=https://h/c?sv=1&sig=canary-literal-31", "is no override"),
+        ("+data.url=https://h/c?sv=1&sig=canary-literal-31", "is not an override"),
         ("+model.password=canary-literal-31[", ""),
         ("-m +model.password=canary-literal-31,canary-literal-32", "export MODEL_PASSWORD"),
     ],

@@ -110,7 +110,7 @@ def fit(module: Seen, folder: Path, stop_at: int = 0, share: bool = True, **more
     position, stop = TrainPosition(), StopRequest()
     distribute(module, rank=rank, world_size=world, seed=3, position=position, share=share)
     store = CheckpointStore(folder)
-    path = process_group.tell_all(str(store.newest() or "") if rank == 0 else None) or None
+    path = process_group.broadcast(str(store.newest() or "") if rank == 0 else None) or None
     kept = Checkpointer(store, stop, position, global_batch_size=999, every_minutes=None)
     asked = Asked(stop, stop_at, rank=1)
     made = trainer("ddp", STEPS, folder, [asked, kept], **more)

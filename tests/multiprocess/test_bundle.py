@@ -42,7 +42,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_stage_2: Non
     planned.resources = type(planned.resources)(2, 1, "cpu")
     planned.config.trainer.num_nodes = 2
     monkeypatch.setattr(start, "is_foreground", lambda config: False)
-    attempt = start.lay_down(planned, ["distdl"], start.snapshot_of(planned))
+    attempt = start.create_attempt(planned, ["distdl"], start.snapshot_of(planned))
     moved = tmp_path / "elsewhere" / "bundle"
     shutil.copytree(attempt.path / "bundle", moved)
     assert (moved / "config.yaml").read_bytes() == (planned.run.path / "config.yaml").read_bytes()

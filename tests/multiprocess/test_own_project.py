@@ -96,7 +96,7 @@ def test_a_job_trains_from_its_copy(
     monkeypatch.setattr(sys, "path", [*sys.path])
     config = compose.compose(["experiment=ours", "launcher=slurm", "trainer.devices=1"])
     planned = planning.plan(config)
-    attempt = start.lay_down(planned, ["distdl"], start.snapshot_of(planned))
+    attempt = start.create_attempt(planned, ["distdl"], start.snapshot_of(planned))
     bundle, store = project.parent / "bundle", project.parent / "store"
     shutil.copytree(attempt.path / "bundle", bundle)
     shutil.rmtree(project)

@@ -90,7 +90,7 @@ def test_started_again_it_goes_on_with_what_failed(command, without_stage_2, sta
     assert first.code == 1 and started == ["1", "2", "3"]
     assert "failed" in first.out
     started.clear()
-    # Where it runs is no part of what a member is.
+    # Where it runs is not a part of what a member is.
     second = command("-m", "seed=1,2,3", "name=s", "launcher.max_attempts=2", "trainer.devices=1")
     assert (second.code, started) == (0, ["2"])
     started.clear()

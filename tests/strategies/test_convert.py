@@ -77,7 +77,7 @@ def test_refusals(runs: Runs, here: Path) -> None:
     with pytest.raises(UserError, match="batch of 8 does not divide by 3"):
         convert.main([source, "--to", "fsdp", "--world-size", "3"])
     (here / "folder").mkdir()
-    with pytest.raises(UserError, match="folder: is no checkpoint"):
+    with pytest.raises(UserError, match="folder: is not a checkpoint"):
         convert.main(["folder", "--to", "ddp"])
     torch.save({"fc.weight": torch.ones(1)}, "weights.pth")
     with pytest.raises(UserError, match=r"model\.weights=weights\.pth"):
@@ -104,7 +104,9 @@ def test_what_is_no_checkpoint(runs: Runs, here: Path) -> None:
     }
     for name, content in files.items():
         (here / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name}: is no checkpoint, or not all of one") as told:
+        with pytest.raises(
+            UserError, match=f"{name}: is not a checkpoint, or not all of one"
+        ) as told:
             convert.main([name, "--to", "ddp"])
         assert "weights_only" not in str(told.value)
     torch.save({"state_dict": {}, "hparams": Path("x")}, "objects.ckpt")

@@ -171,8 +171,8 @@ def test_zero_bubble_needs_a_torch_that_splits_the_backward(
         ('{"gradient_accumulation_steps": 4}', "write trainer.accumulate_grad_batches="),
         # As files for Hugging Face's Trainer have it; DeepSpeed would compile its own for minutes.
         ('{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}', "write optimizer=adamw"),
-        ("{", "is no JSON"),
-        ("[]", "is no JSON object"),
+        ("{", "is not JSON"),
+        ("[]", "is not JSON object"),
     ],
 )
 def test_a_file_of_deepspeeds_settings(tmp_path: Path, text: str, words: str) -> None:

@@ -43,7 +43,7 @@ def test_local_steps_send_a_fraction(found) -> None:
     """Eight counted steps, of which every second or fourth ends in a meeting."""
     for every in (2, 4):
         rank = found[f"local_every_{every}"][0]
-        statistics = 2 * 8 * 4  # of batch norm; its counter is no number to be averaged
+        statistics = 2 * 8 * 4  # of batch norm; its counter is not a number to be averaged
         expected = (rank["parameters"] + statistics) / every
         assert rank["traffic"]["payload"] == expected
     post_local = found["ddp_post_local_sgd"][0]

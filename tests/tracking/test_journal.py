@@ -40,7 +40,7 @@ def test_journal_keeps_every_value_with_its_step_and_attempt(tmp_path: Path) -> 
     assert math.isnan(second.metrics["a"])
     assert (second.metrics["b"], second.metrics["c"]) == (math.inf, -math.inf)
     for line in path.read_text().splitlines():  # valid JSON for other readers, too
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_journal_appends_within_a_second_and_without_a_close(tmp_path: Path) -> None:

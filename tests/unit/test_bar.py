@@ -98,9 +98,9 @@ def test_an_end_by_time_is_told(caplog, tmp_path):
     context: Any = SimpleNamespace(
         trainer=trainer, config=limit, run=SimpleNamespace(path=tmp_path)
     )
-    train.__globals__["tell_of_time"](context)
+    train.__globals__["log_durations"](context)
     assert not caplog.text, "stopped by another"
     timer._offset = 4
-    train.__globals__["tell_of_time"](context)
+    train.__globals__["log_durations"](context)
     assert "trainer.max_time=00:00:00:03 is used up" in caplog.text
     assert "ended at step 41, in epoch 2. To go on: python -m distdl resume" in caplog.text

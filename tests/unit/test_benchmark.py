@@ -229,7 +229,7 @@ def test_verdicts() -> None:
     assert judge().bound == verdict.COMPUTE
     data = judge(lost_to_data=0.4, waiting=0.4, communication=0.2)
     assert (data.bound, data.remedies) == (verdict.DATA, ["more workers"])
-    # Slower, and nobody waited: a busy machine is no slow loader.
+    # Slower, and nobody waited: a busy machine is not slow loader.
     busy = judge(lost_to_data=0.4, waiting=0.01)
     assert busy.bound == verdict.COMPUTE and "machine was busy" in busy.remedies[0]
     assert "num_workers" not in busy.remedies[0], "there are none to take away"

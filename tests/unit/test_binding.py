@@ -428,7 +428,7 @@ def test_every_shipped_option_binds(overrides: list[str], tmp_path: Path) -> Non
     size = Resources(1, 2) if "pipeline" in overrides[0] else None
     stage_2, notes, _ = check_bindings(config, size, None, local=True)
     problems = [*map(str, stage_1), *map(str, stage_2)]
-    # What is no part of `all`, such as wandb, may be missing here.
+    # What is not a part of `all`, such as wandb, may be missing here.
     assert ([p for p in problems if "not installed" not in p], notes) == ([], [])
 
 

@@ -115,7 +115,7 @@ def test_a_replay_of_the_same_step_never_pairs_new_bytes_with_the_old_manifest(
     assert not manifest_of(path).exists() or damage_of(path) is None
     path.unlink()
     manifest_of(path).unlink(missing_ok=True)
-    assert store.newest() is None, "what has no name yet is no checkpoint"
+    assert store.newest() is None, "what has no name yet is not a checkpoint"
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -134,7 +134,7 @@ def test_aliases(store, monkeypatch, links) -> None:
     assert last.read_bytes() == second.read_bytes() and damage_of(last) is None
     assert json.loads(manifest_of(last).read_text())["alias_of"] == second.name
     assert (last.stat().st_ino == second.stat().st_ino) is links
-    # An alias is no checkpoint of its own, and what it means outlives the pruning.
+    # An alias is not a checkpoint of its own, and what it means outlives the pruning.
     assert names(store) == [second.name, first.name]
     store.prune(1)
     assert names(store) == [second.name] and not first.exists()
@@ -167,12 +167,12 @@ def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
     assert find(tmp_path / "run") == path and find(str(path)) == path
     foreign = tmp_path / "foreign.ckpt"
     torch.save({}, foreign)
-    assert find(foreign) == foreign  # it has no manifest, and that is no damage
+    assert find(foreign) == foreign  # it has no manifest, and that is not damage
     torch.save({}, foreign, _use_new_zipfile_serialization=False)
     assert find(foreign) == foreign
     for content in (b"", b"from elsewhere", b"PK\3\4 and cut off"):
         foreign.write_bytes(content)
-        with pytest.raises(UserError, match="is no checkpoint, or not all of one"):
+        with pytest.raises(UserError, match="is not a checkpoint, or not all of one"):
             find(foreign, "checkpoint.resume_from")
     cut(path)
     with pytest.raises(UserError, match=r"is damaged: step_1\.ckpt has 7 bytes"):

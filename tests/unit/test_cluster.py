@@ -16,7 +16,7 @@ def test_one_rank_needs_no_group_to_agree_with_itself() -> None:
     """As on one GPU with Lightning's own group, which knows the device alone."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert process_group.tell_all({"said": 1}) == {"said": 1}
+        assert process_group.broadcast({"said": 1}) == {"said": 1}
         assert process_group.gather("mine") == ["mine"]
     finally:
         dist.destroy_process_group()

@@ -80,9 +80,9 @@ def test_options_that_do_not_exist_all_at_once() -> None:
 
 def test_what_is_no_override_all_at_once() -> None:
     text = refused("a=[1", "seed=1", "name=a b=c", "~", 'b=[1, "', 'c={"B C": y}', 'd="{"B C": y}"')
-    assert text.count("is no override") == 5
+    assert text.count("is not an override") == 5
     assert "it lacks ]: 'a=[1]'" in text
-    # What is advised can be typed; a mapping is no text, and what is quoted is not quoted again.
+    # What is advised can be typed; a mapping is not a text, and what is quoted is not quoted again.
     assert """'b="[1, \\""'""" in text and text.count("special characters") == 2
 
 

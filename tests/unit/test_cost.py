@@ -32,7 +32,7 @@ ADVICE: list[tuple[str, int, int, int, dict[str, Any], str, str | None]] = [
     # Eight nodes become one at a price that is similar, not the same.
     (NC24, 8, 1, 1, {}, SCALE_UP, "Standard_ND96amsr_A100_v4 (32.77 USD"),
     ("Standard_NC6s_v3", 4, 1, 1, {}, SCALE_UP, "1 x Standard_NC96ads_A100_v4"),
-    # Four times the price is no advice, nor is a weaker GPU or a size that is gone.
+    # Four times the price is not advice, nor is a weaker GPU or a size that is gone.
     ("Standard_NC4as_T4_v3", 2, 1, 1, {}, SCALE_UP, None),
     ("Standard_ND96isr_H100_v5", 2, 8, 1, {}, SCALE_UP, None),
     (NC96, 2, 4, 1, {}, INFINIBAND, "_A100_v4 (8 x A100, 1600 Gb/s, 32.77 USD per hour)"),

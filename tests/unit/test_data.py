@@ -170,7 +170,7 @@ def test_shuffling_can_be_switched_off():
 
 
 def test_workers_end_with_their_rank_alone():
-    """Others signal a whole job: that is no reason to end in the middle of a step."""
+    """Others signal a whole job: that is not reason to end in the middle of a step."""
     loader = DataLoader(Augmented(64), 4, num_workers=1, worker_init_fn=Surviving())
     batches = iter(loader)
     next(batches)

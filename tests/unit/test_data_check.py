@@ -138,7 +138,7 @@ def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder
     (tmp_path / "half" / ".preparing").mkdir(parents=True)
     assert "was interrupted" in refused(str(tmp_path / "half"))
     assert f"{folder}/val/cat/0.jpg: is a file" in refused(str(folder / "val" / "cat" / "0.jpg"))
-    assert "--smaple: is no option" in refused(str(folder), "--smaple", "3")
+    assert "--smaple: is not an option" in refused(str(folder), "--smaple", "3")
     assert "did you mean: --sample" in refused(str(folder), "--smaple=3")
     assert "names no account" in refused("azure://container/data")
     assert "not understood" in refused("ftp://somewhere/data")
@@ -164,7 +164,7 @@ def test_what_is_no_data_set_is_refused(command: Command, tmp_path: Path, folder
     (tmp_path / "data" / MANIFEST).write_text(whole.replace('"version": 1', '"version": 2'))
     assert "by a newer distdl, as version 2\n      update distdl" in refused(str(tmp_path / "data"))
     (tmp_path / "data" / MANIFEST).write_text("{}")
-    assert "is no manifest" in (text := refused(str(tmp_path / "data")))
+    assert "is not a manifest" in (text := refused(str(tmp_path / "data")))
     assert "data.root" not in text
 
 

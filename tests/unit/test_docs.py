@@ -121,7 +121,7 @@ def test_commands_compose(command, tmp_path, monkeypatch) -> None:
     elif any(PLACEHOLDER.search(w) for w in words) or words[:1] in (["--help"], ["-sc"]):
         return
     for job, found in compose_all(words):
-        # What is no part of `all`, such as wandb, may be missing here.
+        # What is not a part of `all`, such as wandb, may be missing here.
         problems = [problem for problem in found if "not installed" not in problem.what]
         assert not problems, f"{job}: {'; '.join(map(str, problems))}"
 

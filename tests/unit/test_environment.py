@@ -150,7 +150,12 @@ def test_libraries_that_set_no_local_rank() -> None:
         ("nowhere", {}, "DISTDL_LAUNCHER", "no launcher 'nowhere'"),
         ("mpi", {}, "DISTDL_LAUNCHER", "without OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE or"),
         ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID", "'x' is not a number"),
-        ("slurm", {**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID", "4 is no rank of a world of 4"),
+        (
+            "slurm",
+            {**SLURM, "SLURM_PROCID": "4"},
+            "SLURM_PROCID",
+            "4 is not a rank of a world of 4",
+        ),
         ("mpi", {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "LOCAL_RANK", "on a node of 2"),
         ("slurm", {**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID", "node rank 2, but 4 processes"),
         ("slurm", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8"}, "TASKS_PER_NODE", "8 processes per"),

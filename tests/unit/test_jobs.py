@@ -175,7 +175,7 @@ def test_how_a_rank_exits(monkeypatch, code: int, launcher: str, ends: int) -> N
     started = time.monotonic()
     child = os.fork()
     if not child:
-        process_exit.leave(code, launcher)
+        process_exit.exit_process(code, launcher)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ends
     assert time.monotonic() - started > (0.2 if code == 75 else 0)
 

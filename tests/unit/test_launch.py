@@ -61,7 +61,7 @@ def test_anew_where_another_start_took_the_number(launcher: Counting) -> None:
     mine = planned("a")
 
     def other_start() -> None:
-        start.lay_down(mine, ["distdl"], None).end(JobState.FAILED)
+        start.create_attempt(mine, ["distdl"], None).end(JobState.FAILED)
 
     launcher.meanwhile = other_start
     attempt, _ = start.submit(mine, ["distdl"])

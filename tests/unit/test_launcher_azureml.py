@@ -181,7 +181,7 @@ BOARD = {"type": "tensor_board", "log_dir": "${{outputs.logs}}"}
 LIST = "${{inputs.image}}/list"
 # Settings; the path of the Problem, and what its text says.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"vm_size": "NC24ads_A100"}, "vm_size", "no name of a VM size"),
+    ({"vm_size": "NC24ads_A100"}, "vm_size", "not a name of a VM size"),
     ({"vm_size": "NC24ads_A100"}, "vm_size", "did you mean Standard_NC24ads_A100_v4?"),
     ({"vm_size": None}, "vm_size", "missing"),
     ({"vm_size": "Standard_NC6s_v3"}, "vm_size", "no kernels for a V100"),
@@ -202,7 +202,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"image": "a", "environment": "azureml:b@latest"}, "environment", "keep one"),
     ({"environment": "pytorch"}, "environment", "azureml:NAME@latest"),
     ({"build_context": "/nowhere"}, "build_context", "no Dockerfile"),
-    ({"inputs": {"a": "/data/a"}}, "inputs.a", "no address that Azure can read"),
+    ({"inputs": {"a": "/data/a"}}, "inputs.a", "not an address that Azure can read"),
     ({"inputs": {"a b": "azureml:x:1"}}, "inputs.a b", "a name of letters, digits and _"),
     ({"inputs": {"a": {}}}, "inputs.a", "missing"),
     ({"inputs": {"a": {**MODE, "mode": "rw_mount"}}}, "inputs.a.mode", "did you mean ro_mount?"),
@@ -216,7 +216,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"files": "f", "forward_env": ["HF_TOKEN"]}, "files", "forward_env=[]"),
     ({"files": "f", "sweep": "azureml"}, "files", "sweep=jobs"),
     ({"mount": {"block_cache": True}}, "mount.block_cache", "one of attribute_cache_ttl"),
-    ({"walltime": "soon"}, "walltime", "'soon' is no time"),
+    ({"walltime": "soon"}, "walltime", "'soon' is not a time"),
     ({"walltime": 5400}, "walltime", "5400 would be 5400 hours"),
     ({"shm_size": "16gb"}, "shm_size", "16g"),
     ({"datastore": "a/b"}, "datastore", "not the name of a datastore"),
@@ -455,7 +455,7 @@ def test_handles() -> None:
         assert parse(handle) == (WORKSPACE, "job-1", member)
         assert AzureMLLauncher().attach(handle).handle == handle
     for bad in ("slurm://12", "azureml://job-1", "azureml://subscriptions/s/jobs/j"):
-        with pytest.raises(UserError, match="is no handle"):
+        with pytest.raises(UserError, match="is not a handle"):
             parse(bad)
 
 

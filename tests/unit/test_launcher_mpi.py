@@ -149,7 +149,7 @@ def test_hosts_and_hostfiles_of_both_kinds(tmp_path: Path) -> None:
     assert hosts.parse(["node1:2", "node2"], 4) == (Host("node1", 2), Host("node2", 4))
     assert hosts.parse(["a", "b", "a"], 1) == (Host("a", 2), Host("b", 1))
     for bad in ("-oProxyCommand=x", "node1:0", "a b", "node1:2:3", ""):
-        with pytest.raises(UserError, match="is no host"):
+        with pytest.raises(UserError, match="is not a host"):
             hosts.parse([bad], 1)
     file = tmp_path / "hosts"
     file.write_text("# ours\nnode1 slots=2 max_slots=4\n\nnode2:2  # MPICH\nnode3\n")
@@ -182,7 +182,7 @@ def test_this_machine_is_known() -> None:
         ({"hosts": ["a:4", "b:2"]}, (2, 4), ["hosts: b:2, and trainer.devices is 4"]),
         ({"hosts": ["a"], "hostfile": "f"}, (1, 1), ["hostfile: launcher.hosts is set too"]),
         ({"hostfile": "absent"}, (1, 1), ["hostfile: absent: No such file or directory"]),
-        ({"hosts": ["a b"]}, (1, 1), ["hosts: 'a b' is no host"]),
+        ({"hosts": ["a b"]}, (1, 1), ["hosts: 'a b' is not a host"]),
         ({"port": 99999}, (1, 1), ["port: 99999 is not less than or equal to 65535"]),
         ({"max_attempts": -1}, (1, 1), ["max_attempts: -1 is not greater than or equal to 0"]),
         ({"interface": "eth99"}, (1, 1), ["interface: this machine has no eth99"]),
@@ -270,7 +270,7 @@ def test_a_rank_gets_its_signals_and_ends_with_its_parent(tmp_path: Path) -> Non
     child = int(process.stdout.readline())
     process.kill()
     process.wait()
-    until(lambda: supervisor.birth(child) == "")
+    until(lambda: supervisor.start_time(child) == "")
 
 
 # ---- the supervisor, with a command of the shell for an mpirun ----------------------------------
@@ -373,7 +373,7 @@ def test_what_mpirun_leaves_behind_is_removed(start) -> None:
     job = start("setsid sleep 600 & echo $!; exit 1")
     assert job.wait() is JobState.FAILED
     orphan = int(next(iter(job.logs())))
-    assert supervisor.birth(orphan) == ""
+    assert supervisor.start_time(orphan) == ""
 
 
 def test_a_lost_host_ends_an_mpirun_that_does_not_notice(start, monkeypatch) -> None:

@@ -119,7 +119,7 @@ def test_what_is_right_is_not_refused() -> None:
         ({"context": {"devices": 8}}, "instance_type", "has 4 A10G, and trainer.devices=8 | trai"),
         ({"context": {"devices": 8}}, "instance_type", "launcher.instance_type=ml.g5.48xlarge"),
         ({"walltime": 700}, "walltime", "28 days"),
-        ({"walltime": None}, "walltime", "None is no time"),
+        ({"walltime": None}, "walltime", "None is not a time"),
         ({"max_wait": 48}, "max_wait", "only spot jobs wait"),
         ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime is 86400 s already"),
         ({"spot": True, "max_wait": 24 * 31}, "max_wait", "more than 30 days"),
@@ -132,7 +132,7 @@ def test_what_is_right_is_not_refused() -> None:
         ({"inputs": {"a": "/data/x"}}, "inputs.a", "aws s3 sync /data/x s3://"),
         ({"inputs": {"a": {"mode": "File"}}}, "inputs.a", "nothing is not where"),
         ({"inputs": {"bundle": "s3://b/x"}}, "inputs.bundle", "channel of the code"),
-        ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "no name of an input"),
+        ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not an input name"),
         ({"inputs": {"a": "efs://x/y"}}, "inputs.a", "names no file system"),
         ({"inputs": {"a": "efs://fs-01234567/y"}}, "inputs.a", "launcher.subnets=[subnet-...]"),
         (

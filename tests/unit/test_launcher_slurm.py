@@ -197,7 +197,7 @@ def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("handle", ["slurm://", "slurm://x", "local://12", "12", "slurm://1;ls"])
 def test_no_handle_of_slurm(handle: str) -> None:
-    with pytest.raises(UserError, match="no job of Slurm's"):
+    with pytest.raises(UserError, match="not a job of Slurm's"):
         SlurmLauncher().attach(handle)
 
 

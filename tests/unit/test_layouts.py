@@ -91,7 +91,7 @@ def sent(target: str, overrides: list[str], elsewhere: Path) -> Path:
     tiny = [*TINY, "launcher=slurm", f"model._target_={target}", *overrides]
     config = compose.compose([*tiny, f"output_dir={elsewhere}/runs", "trainer.devices=1"])
     planned = planning.plan(config)
-    attempt = start.lay_down(planned, ["distdl"], start.snapshot_of(planned))
+    attempt = start.create_attempt(planned, ["distdl"], start.snapshot_of(planned))
     shutil.copytree(attempt.path / "bundle", elsewhere / "bundle")
     return elsewhere / "bundle"
 

@@ -335,7 +335,7 @@ def test_a_schedule_without_an_end_is_refused():
 
 
 def test_torchs_own_schedules():
-    """They get the total steps, Lightning gets its own keys, and no node is no schedule."""
+    """They get the total steps, Lightning gets its own keys, and no node is not a schedule."""
     length = {"steps_per_epoch": 10, "max_epochs": 4}
     torchs = "torch.optim.lr_scheduler"
     once = {"_target_": f"{torchs}.OneCycleLR", "max_lr": 1.0}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distdl.util.orphans import PARENT
-from distdl.util.processes import birth
+from distdl.util.processes import start_time
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 
@@ -55,7 +55,7 @@ def test_the_child_that_validates_ends_with_a_killed_command(tmp_path: Path) -> 
     until(lambda: pid.exists() and pid.read_text())
     command.kill()
     command.wait()
-    until(lambda: birth(int(pid.read_text())) == "")
+    until(lambda: start_time(int(pid.read_text())) == "")
 
 
 def test_a_child_that_comes_too_late_ends_at_once() -> None:

@@ -151,7 +151,7 @@ def test_labels_that_are_missing_are_refused_before_anything_is_read(tmp_path):
     write(other, {"image": [jpeg(1)], "size": [3]})
     assert f"{other} cannot be read, or has no column label" in refused(tmp_path)
     path.write_bytes(b"words")
-    assert f"{path} is no Parquet file" in refused(path)
+    assert f"{path} is not a Parquet file" in refused(path)
 
 
 def test_damage_and_arrays_are_no_images(tmp_path):

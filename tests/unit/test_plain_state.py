@@ -290,7 +290,7 @@ def test_a_path_in_an_index_does_not_lead_out(tmp_path: Path) -> None:
     for entry in index.storage_data.values():
         entry.relative_path = "../secret"
     (path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(UserError, match=r"is no checkpoint, or not all of one"):
+    with pytest.raises(UserError, match=r"is not a checkpoint, or not all of one"):
         formats.read(path)
 
 

@@ -98,7 +98,10 @@ def test_a_pipeline_of_two() -> None:
 def test_a_pipeline_needs_a_block_per_stage() -> None:
     found = MeasuredStep(1, blocks=blocks((1, 1, 1)))
     assert estimate.pipeline(found, 2).missing == "1 blocks for 2 stages"
-    assert estimate.pipeline(MeasuredStep(1, no_blocks="is no chain"), 2).missing == "is no chain"
+    assert (
+        estimate.pipeline(MeasuredStep(1, no_blocks="is not a chain"), 2).missing
+        == "is not a chain"
+    )
 
 
 def test_time_counts_what_cannot_hide() -> None:

@@ -257,7 +257,7 @@ def test_ctrl_c_and_sigterm_end_it_with_a_sentence(number, many, tmp_path):
         # Python ends by the signal itself if it came while a class was being made from text, as
         # dataclasses are: a shell shows both as 130.
         assert process.returncode in (130, -signal.SIGINT), text
-        assert text.endswith("interrupted: the same command goes on where it was\n"), text
+        assert text.endswith("interrupted: the same command resumes where it stopped\n"), text
         wait_for(lambda: not is_alive(process.pid))  # noqa: B023
 
 
@@ -277,7 +277,7 @@ def test_ctrl_c_interrupts_no_wait_for_a_lock_and_no_new_pool(moment, tmp_path, 
     before = signal.getsignal(signal.SIGINT)
     source = imagenet(tmp_path / "in", 20)
     options = ("--subset", "--shard-mb", "0.005", "--workers", "2")
-    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
         prepare("imagenet", source, tmp_path / "out", *options)
     assert passed == [True] and signal.getsignal(signal.SIGINT) == before
 

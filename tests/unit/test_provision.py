@@ -93,7 +93,7 @@ REFUSED = [
     ({"network__compute_subnet": "10.9.0.0/24"}, "network.compute_subnet", "not inside 10.66.0.0"),
     ({"network__compute_subnet": "10.66.0.1/24"}, "network.compute_subnet", "has host bits"),
     ({"network__endpoint_subnet": "10.66.0.0/24"}, "network.endpoint_subnet", "overlaps 10.66.0.0"),
-    ({"resource_manager": "http://example.com"}, "resource_manager", "no https address"),
+    ({"resource_manager": "http://example.com"}, "resource_manager", "not an https address"),
 ]
 
 
@@ -368,7 +368,7 @@ def test_from_distdls_own_command(command: Callable[..., Said]) -> None:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (["slurm"], "is no place that can be provisioned"),
+        (["slurm"], "is not a place that can be provisioned"),
         (["azureml", "workspace=a,b"], "workspace: sets one value here"),
         (["azureml", "sas", "account=x"], "container: missing"),
         (["azureml", "sas", "account=x", "container=c", "days=8"], "days: 8 is not less than or"),

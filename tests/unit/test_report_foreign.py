@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def lay_down(run: Path, text: str) -> None:
+def create_attempt(run: Path, text: str) -> None:
     """Every text of every file is `text`; numbers are numbers, for the page to show something."""
     (run / "config.yaml").write_text(yaml.safe_dump({text: text}))
     said = {"git": {"commit": text, "branch": text, "dirty": True}, "command": [text]}
@@ -98,7 +98,7 @@ def benchmark(text: str) -> dict[str, Any]:
 
 def test_no_text_becomes_markup(run: Path) -> None:
     text = " ".join(TEXTS)
-    lay_down(run, text)
+    create_attempt(run, text)
     assert report.main([str(run)]) == 0
     source = (run / "report.html").read_text()
     page = Page(source)
@@ -115,7 +115,7 @@ def page_count(source: str, tag: str) -> int:
 
 
 def test_links_that_lead_out_are_left_out(run: Path, tmp_path: Path) -> None:
-    lay_down(run, "fine")
+    create_attempt(run, "fine")
     secret = tmp_path / "id_rsa"
     secret.write_text("hunter2: hunter2\n")
     data = tmp_path / "data.json"
@@ -137,7 +137,7 @@ def test_links_that_lead_out_are_left_out(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [[], "text", {"real": 3}])
 def test_files_of_another_shape(run: Path, value: Any) -> None:
-    lay_down(run, "fine")
+    create_attempt(run, "fine")
     (run / "logs/metrics.jsonl").unlink()
     for name in ("benchmark.json", "provenance.json", "attempts/001/status.json"):
         (run / name).write_text(json.dumps(value))

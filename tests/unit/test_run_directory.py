@@ -20,7 +20,7 @@ from distdl.runs import directory
 from distdl.runs.directory import RunDirectory, read_json, write_json
 from distdl.runs.files import Damaged
 from distdl.util.errors import UserError
-from distdl.util.processes import birth, is_alive
+from distdl.util.processes import is_alive, start_time
 
 LAUNCH = {
     "run_id": "e/r",
@@ -132,8 +132,8 @@ BEGUN, WAITING, BLOCKS, GONE = True, False, True, False
         (BEGUN, {"host": "elsewhere", "pid": "ended"}, BLOCKS),
         # The number belongs to another process by now, also after a reboot.
         (BEGUN, {"birth": "0-another-boot/17"}, GONE),
-        (BEGUN, {"birth": birth(1)}, GONE),
-        (BEGUN, {"birth": birth(os.getpid())}, BLOCKS),
+        (BEGUN, {"birth": start_time(1)}, GONE),
+        (BEGUN, {"birth": start_time(os.getpid())}, BLOCKS),
     ],
 )
 def test_a_run_is_not_started_again_while_it_runs(run, ended, begun, changes, blocks) -> None:
@@ -203,7 +203,7 @@ def test_a_signal_in_the_very_moment_of_the_start_is_on_record(run, monkeypatch)
 
 DAMAGE = {
     "": "it is empty",
-    '{"state": "RUN': "it is no JSON",
+    '{"state": "RUN': "it is not JSON",
     "[1, 2]": "it holds a list, and no mapping",
     '{"state": "BANANA"}': "state is 'BANANA'",
     '{"state": {"a": 1}}': "state is ",

@@ -52,7 +52,7 @@ def test_without_credentials(monkeypatch, tmp_path, run) -> None:
 
 def test_a_handle_of_somebody_else() -> None:
     for handle in ("slurm://1", "sagemaker://eu-west-1", "sagemaker:///x"):
-        with pytest.raises(UserError, match="is no SageMaker job"):
+        with pytest.raises(UserError, match="is not a SageMaker job"):
             SageMakerLauncher().attach(handle)
 
 

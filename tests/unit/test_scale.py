@@ -71,7 +71,7 @@ class Started:
 
     def run_one(self, plan: Any) -> JobState:
         self.names.append(plan.run.path.name)
-        attempt = start.lay_down(plan, ["x"], None)
+        attempt = start.create_attempt(plan, ["x"], None)
         state = JobState.SUCCEEDED
         if self.fails and self.fails in self.names[-1]:
             state = JobState.FAILED

@@ -137,7 +137,7 @@ def test_the_order_of_the_data_is_that_of_the_epoch(
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [
-        ("a.ckpt", {"kind": "sgd"}, "its optimizer is no SGD, without dampening, momentum"),
+        ("a.ckpt", {"kind": "sgd"}, "its optimizer is not SGD, without dampening, momentum"),
         ("a.ckpt", {"kind": "bare"}, "its schedules are of another kind"),
         ("a.ckpt", {"kind": "halves"}, "has a different number of parameter groups"),
         ("a.ckpt", {"kind": "two"}, "it has 1 optimizers, not 2"),

@@ -140,11 +140,11 @@ def test_a_data_set_that_does_not_fit_together_is_refused(tmp_path, made):
     with pytest.raises(UserError, match="does not fit the shards"):
         Shards(open_data_set(str(tmp_path / "far")), "train")
     (tmp_path / "far" / MANIFEST).write_text("{}")
-    with pytest.raises(UserError, match="is no manifest"):
+    with pytest.raises(UserError, match="is not a manifest"):
         open_data_set(str(tmp_path / "far"))
     evil = made.to_json().replace("train-00000.tar", "x/../../evil")
     (tmp_path / "far" / MANIFEST).write_text(evil)
-    with pytest.raises(UserError, match="is no name of a shard"):
+    with pytest.raises(UserError, match="is not a name of a shard"):
         open_data_set(str(tmp_path / "far"))
 
 

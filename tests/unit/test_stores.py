@@ -80,7 +80,7 @@ def test_a_signature_is_never_shown():
     ("uri", "said"),
     [
         ("ftp://host/a", "form that is not understood"),
-        ("https://example.org/a?sig=verysecret", "no address of Azure Blob"),
+        ("https://example.org/a?sig=verysecret", "not an address of Azure Blob"),
         ("azure://", "names no container"),
         ("s3://", "names no bucket"),
         ("azure://box/a", "names no account, and neither AZURE_STORAGE_CONNECTION_STRING"),
@@ -285,7 +285,7 @@ def test_the_first_try_in_vain_is_said_once(monkeypatch, caplog):
 )
 def test_a_connection_string_that_is_none_is_refused(variable, value, monkeypatch):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=f"{variable} is no connection string") as refused:
+    with pytest.raises(UserError, match=f"{variable} is not a connection string") as refused:
         open_store("azure://box/a").read("file")
     assert "secret" not in str(refused.value) and refused.value.problems[0].remedy
 
@@ -304,7 +304,7 @@ def test_what_opens_a_place_and_the_place_itself_have_remedies_of_their_own(s3, 
     assert "export AWS_ACCESS_KEY_ID=" in remedy("s3://box/nothing")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
     monkeypatch.setenv("AZURE_STORAGE_KEY", "cut")
-    assert remedy("azure://box/data").startswith("that is no account key: AZURE_STORAGE_KEY")
+    assert remedy("azure://box/data").startswith("that is not an account key: AZURE_STORAGE_KEY")
 
 
 def test_azures_own_package_writes_down_no_requests(monkeypatch):

@@ -215,7 +215,7 @@ def test_damage_is_named_with_its_place(folder):
     assert f"{path}, record at byte" in refused(folder) and "cut short" in refused(folder)
 
     path.write_bytes(whole[:second] + b"\0" + whole[second + 1 :])
-    assert f"{path}, record at byte {second}: it is no record" in refused(folder)
+    assert f"{path}, record at byte {second}: it is not a record" in refused(folder)
 
     path.write_bytes(b"\x1f\x8b" + whole)
     assert "compressed" in refused(folder) and "gzip -d" in refused(folder)

@@ -88,7 +88,7 @@ def test_nothing_else_is_ever_replaced_or_mixed_with(out, tmp_path):
 
 
 def test_what_is_damaged_here_is_not_published(out, tmp_path):
-    assert "is no prepared data set" in refused(tmp_path / "none", tmp_path / "there")
+    assert "is not a prepared data set" in refused(tmp_path / "none", tmp_path / "there")
     flip(out / "train-00002.tar", 700)
     assert "train-00002.tar is damaged" in refused(out, tmp_path / "there")
     (out / "train-00002.tar").unlink()

@@ -51,7 +51,7 @@ def test_named_by_a_variable(conf, tmp_path, monkeypatch) -> None:
     assert user_conf.folder() == tmp_path / "settings"
     assert compose.compose(["model=mine"]).model._target_ == "mine.Model"
     monkeypatch.setenv("DISTDL_CONF", "nowhere")
-    with pytest.raises(UserError, match="DISTDL_CONF: 'nowhere' is no folder"):
+    with pytest.raises(UserError, match="DISTDL_CONF: 'nowhere' is not a folder"):
         compose.compose([])
 
 

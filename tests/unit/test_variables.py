@@ -119,7 +119,7 @@ def test_a_name_that_is_none_is_refused_for_every_launcher(name: str) -> None:
         assert len(found) == 1, section
         problem = found[0]
         assert problem.path.startswith(("launcher.env.", "launcher.forward_env"))
-        assert "is no name of a variable" in problem.what
+        assert "is not a name of a variable" in problem.what
         assert "letters, digits and _" in problem.remedy
         assert problem.path.isprintable() and problem.what.isprintable()
     for build in (
@@ -128,13 +128,13 @@ def test_a_name_that_is_none_is_refused_for_every_launcher(name: str) -> None:
         lambda: MpiLauncher(env={name: "1"}, flavour="openmpi4").request(spec()),
         lambda: SlurmLauncher(env={name: "1"}).request(spec()),
     ):
-        with pytest.raises(UserError, match="is no name of a variable"):
+        with pytest.raises(UserError, match="is not a name of a variable"):
             build()
 
 
 @pytest.mark.parametrize("value", [None, [1], {"a": 1}, "a\0b", "\ud800"])
 def test_a_value_that_is_none_is_refused(value: object) -> None:
-    with pytest.raises(UserError, match=r"launcher\.env\.A: .* is no value of a variable"):
+    with pytest.raises(UserError, match=r"launcher\.env\.A: .* is not a value of a variable"):
         variables({"A": value})
 
 

@@ -142,7 +142,7 @@ class ProvisionSettings(Section):
     @classmethod
     def _encrypted(cls, address: str) -> str:
         if not address.startswith("https://"):
-            raise Refused(f"{address} is no https address, and a token would be sent to it")
+            raise Refused(f"{address} is not an https address, and a token would be sent to it")
         return address
 
     def unique_name(self, given: str | None, suffix: str, limit: int) -> str:

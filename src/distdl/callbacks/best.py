@@ -39,7 +39,7 @@ class Best:
         if self.monitor is None:
             return False
         value = trainer.callback_metrics.get(self.monitor)
-        score = process_group.tell_all(None if value is None else float(value))
+        score = process_group.broadcast(None if value is None else float(value))
         if score is None:
             return False
         self._found = True
@@ -78,7 +78,7 @@ class Best:
         is_missing = self.monitor not in logged
         if early:
             is_missing = is_missing and bool(validations) and self.monitor.startswith("val")
-        missing = process_group.tell_all(is_missing)
+        missing = process_group.broadcast(is_missing)
         if not missing or (self.monitor != DEFAULT and not trainer.sanity_checking):
             return missing
         if not self._warned and validations and trainer.is_global_zero:

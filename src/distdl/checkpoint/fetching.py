@@ -36,7 +36,7 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     """
     if environment.rank == 0 and chosen is not None and Path(chosen).is_relative_to(store):
         chosen = str(Path(chosen).relative_to(store))
-    chosen = process_group.tell_all(chosen)
+    chosen = process_group.broadcast(chosen)
     if chosen is None:
         return None
     path = store / chosen  # a path outside the store is absolute and stays so
@@ -44,19 +44,19 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
         return str(path)
     manifest = manifest_of(path)
     text = manifest.read_text() if environment.rank == 0 and manifest.exists() else ""
-    text = process_group.tell_all(text)
+    text = process_group.broadcast(text)
     mine = manifest.read_text() if manifest.exists() else ""
     lacks = environment.local_rank == 0 and not (path.exists() and mine == text)
     lacking = [rank for rank, it_lacks in enumerate(process_group.gather(lacks)) if it_lacks]
     if not lacking:
         return str(path)
-    if process_group.tell_all(path.is_dir()):
+    if process_group.broadcast(path.is_dir()):
         what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
         remedy = "python -m distdl convert makes a file of it, which travels by itself"
         raise UserError.at(str(path), what, remedy)
     if environment.rank == 0:
         log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
-    size = process_group.tell_all(path.stat().st_size if environment.rank == 0 else None)
+    size = process_group.broadcast(path.stat().st_size if environment.rank == 0 else None)
     with (
         path.open("rb") if environment.rank == 0 else nullcontext() as source,
         atomic_file(path) if lacks else nullcontext() as target,

@@ -111,7 +111,7 @@ def unreadable(path: Path, error: Exception) -> Problem:
     if objects:
         what = f"holds an object of {objects[1]}, and is read without running code of its own"
         return Problem(str(path), what, TRUST)
-    what = f"is no checkpoint, or not all of one ({type(error).__name__} while it was read)"
+    what = f"is not a checkpoint, or not all of one ({type(error).__name__} while it was read)"
     return Problem(str(path), what, "name a file that Lightning, torch.save or safetensors wrote")
 
 
@@ -122,7 +122,7 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
         return sharded_folder.read(path, trust=trust)
     if deepspeed_folder.is_one(path):
         return deepspeed_folder.read(path, trust=trust)
-    what = "this folder is no checkpoint that distdl can read"
+    what = "this folder is not a checkpoint that distdl can read"
     remedy = "name a file, a run directory, or a folder that FSDP or DeepSpeed wrote"
     raise UserError.at(str(path), what, remedy)
 

@@ -257,5 +257,5 @@ def member(module: str, qualname: str, name: str) -> enum.Enum:
     for part in qualname.split("."):  # by `vars`: a computed attribute would run code
         named = vars(named).get(part) if named is not None else None
     if not (isinstance(named, type) and issubclass(named, enum.Enum)):
-        raise ValueError(f"{module}.{qualname} is no enum here")
+        raise ValueError(f"{module}.{qualname} is not an enum here")
     return named.__members__[name]

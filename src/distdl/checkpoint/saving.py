@@ -63,7 +63,7 @@ def refuse_pickles(trainer: Trainer) -> None:
         problems = [Problem(place, what, REMEDY) for place in pickles]
     except UserError as error:
         problems = list(error.problems)
-    if problems := process_group.tell_all(problems):
+    if problems := process_group.broadcast(problems):
         raise UserError(*problems)
 
 
@@ -131,7 +131,7 @@ class Saver:
             SaveError: On all ranks, if it failed.
         """
         self.wait()
-        error, self.error = process_group.tell_all(self.error), ""
+        error, self.error = process_group.broadcast(self.error), ""
         if error:
             raise SaveError(error)
 

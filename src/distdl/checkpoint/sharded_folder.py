@@ -114,7 +114,7 @@ class _Reader(dcp.FileSystemReader):
         with (path / INDEX).open("rb") as file:
             index = (pickle.Unpickler if trust else _Index)(file).load()
         if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-            raise pickle.UnpicklingError(f"{INDEX} is no index of DCP's")
+            raise pickle.UnpicklingError(f"{INDEX} is not an index of DCP's")
         for entry in index.storage_data.values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise pickle.UnpicklingError(f"{INDEX} leads out of the folder")

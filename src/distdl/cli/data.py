@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         near = closest(unknown[0].partition("=")[0], check_._option_string_actions)
         remedy = f"did you mean: {near}" if near else "python -m distdl data check --help"
-        raise UserError.at(unknown[0], "is no option of data check", remedy)
+        raise UserError.at(unknown[0], "is not an option of data check", remedy)
     counts = ("sample", "gpus", "batch_size", "image_size")
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}")

@@ -21,7 +21,7 @@ from distdl.util.errors import UserError
 
 # Verbs besides a training run: module and one line for --help.
 COMMANDS = {
-    "resume": ("distdl.cli.resume", "go on with a run"),
+    "resume": ("distdl.cli.resume", "resume a run"),
     "jobs": ("distdl.cli.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
     "prepare": ("distdl.cli.prepare", "an image data set as shards, from tars or folders"),
     "data": ("distdl.cli.data", "check a data set: what it holds, how fast it can be read"),
@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             following = next((word for typed, word in pairs if typed == option), "")
             known = [*LAYERS, *known_paths()]
             remedy = words.for_option(option, known, following) or "--help lists the options"
-            raise UserError.at(option, "is no option of distdl", remedy)
+            raise UserError.at(option, "is not an option of distdl", remedy)
         raise UserError(message)
 
 

@@ -102,7 +102,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on where it was") from None
+        raise KeyboardInterrupt("the same command resumes where it stopped") from None
 
 
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
@@ -118,7 +118,7 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
     if name not in KINDS and "." not in name:
         near = closest(name, KINDS)
         remedy = f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown)
-        raise UserError.at(name, "is no kind of source", remedy)
+        raise UserError.at(name, "is not a kind of source", remedy)
     path = KINDS[name][0] if name in KINDS else name
     try:
         return importlib.import_module(path), argv[1:]
@@ -183,7 +183,7 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
 def check(options: argparse.Namespace, treatment: Treatment) -> None:
     """Raises UserError for everything that the options alone show to be wrong."""
     if "://" in options.to:
-        what = f"{options.to} is no folder"
+        what = f"{options.to} is not a folder"
         raise UserError.at("--to", what, f"--to DIR --upload {shlex.quote(options.to)}")
     options.to = Path(options.to).expanduser()
     for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):

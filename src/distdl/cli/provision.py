@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return print_help(words)
     if place != "azureml":
         remedy = "python -m distdl provision azureml --help"
-        raise UserError.at(place, "is no place that can be provisioned", remedy)
+        raise UserError.at(place, "is not a place that can be provisioned", remedy)
     if words[:1] == ["sas"]:
         from distdl.launchers.azureml.provision import sas
 

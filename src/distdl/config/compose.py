@@ -177,7 +177,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
         try:
             parsed.append(_parsed(text))
         except HydraException as error:
-            key, wrong = text.partition("=")[0].strip(), f"{redact(repr(text))} is no override"
+            key, wrong = text.partition("=")[0].strip(), f"{redact(repr(text))} is not an override"
             problems.append(Problem(key, wrong, words.for_override(text, first_lines(error))))
     if problems:
         raise UserError(*problems)

@@ -38,7 +38,7 @@ def folder() -> Path | None:
         return None
     if not path.is_dir():
         if named:
-            raise UserError.at(VARIABLE, f"{named!r} is no folder")
+            raise UserError.at(VARIABLE, f"{named!r} is not a folder")
         return None
     if path.samefile(Path(distdl.conf.__file__).parent):
         return None
@@ -167,7 +167,7 @@ def register(config_dirs: Sequence[str] = ()) -> None:
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     _further[:] = [Path(directory).resolve() for directory in config_dirs]
-    absent = [Problem("--config-dir", f"{d} is no folder") for d in _further if not d.is_dir()]
+    absent = [Problem("--config-dir", f"{d} is not a folder") for d in _further if not d.is_dir()]
     if absent:
         raise UserError(*absent)
 

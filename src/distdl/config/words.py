@@ -399,21 +399,21 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
             what = "the shell takes it for several words"
             problems.append(Problem(typed, what, f"write {shlex.quote(typed)}"))
         elif typed != word and ("=" in typed or typed.startswith("-")):
-            problems.append(Problem(word, "is no override", f"write {shlex.quote(typed)}"))
+            problems.append(Problem(word, "is not an override", f"write {shlex.quote(typed)}"))
             if typed.startswith("-"):
                 break  # what follows is its value
         elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
             joined = f"{word}={left.pop(0)}"
-            problems.append(Problem(word, "is no override", f"write {shlex.quote(joined)}"))
+            problems.append(Problem(word, "is not an override", f"write {shlex.quote(joined)}"))
         elif not commands:
-            problems.append(Problem(word, "is no override", "write key=value, or group=option"))
+            problems.append(Problem(word, "is not an override", "write key=value, or group=option"))
         else:
             remedy = verb or (
                 f"did you mean: python -m distdl {close}"
                 if close
                 else f"write key=value, or first one of the commands {', '.join(commands)}"
             )
-            problems.append(Problem(word, "is no command and no override", remedy))
+            problems.append(Problem(word, "is not a command and no override", remedy))
             if close or verb:
                 break  # what follows are that command's arguments
     if problems:

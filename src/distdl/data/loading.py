@@ -209,7 +209,7 @@ class _Share:
             return self._left(loader)
         if not isinstance(loader, DataLoader):
             name = type(loader).__name__
-            return self._left(loader, f"left as it is ({name} is no DataLoader)")
+            return self._left(loader, f"left as it is ({name} is not a DataLoader)")
         if isinstance(loader.dataset, IterableDataset):
             return self._stream(loader)
         if shards_itself(loader):

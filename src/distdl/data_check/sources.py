@@ -218,7 +218,7 @@ def _folder(folder: Path) -> DataAtUri:
         raise UserError.at(str(folder), "no such folder")
     if (folder / WORK).is_dir():
         what = "its preparation was interrupted, or is under way"
-        raise UserError.at(str(folder), what, "the same `prepare` command goes on with it")
+        raise UserError.at(str(folder), what, "the same `prepare` command resumes it")
     if not (folder / "train").is_dir():
         names = [path.name for path in folder.iterdir()]
         found = (kind for kind, form in RAW.items() if any(re.search(form, n) for n in names))

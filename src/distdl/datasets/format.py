@@ -105,7 +105,7 @@ class Manifest:
             }
             return cls(tuple(found["classes"]), splits, found["made"])
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{where} is no manifest of version {VERSION}: {error}"
+            what = f"{where} is not a manifest of version {VERSION}: {error}"
             remedy = "python -m distdl prepare ... writes one"
             raise UserError.at("data.root", what, remedy) from error
 
@@ -121,5 +121,5 @@ def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
         if rows.dtype != ROW:
             raise ValueError(f"its rows are {rows.dtype}")
     except (ValueError, EOFError, OSError) as error:
-        raise UserError.at("data.root", f"{where} is no index: {error}") from error
+        raise UserError.at("data.root", f"{where} is not an index: {error}") from error
     return rows

@@ -38,5 +38,7 @@ def load_image(data: bytes, mode: str | None = None) -> Image.Image:
         image.load()
         return image.convert(mode) if mode else image
     except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-        reason = "is no image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        reason = (
+            "is not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        )
         raise DamagedImage(reason if data else "is empty") from error

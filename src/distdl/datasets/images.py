@@ -78,7 +78,7 @@ class Treatment:
         for name in ("max_side", "short_side"):
             side = getattr(self, name)
             if side is not None and side < 1:
-                raise UserError.at(f"--{name.replace('_', '-')}", f"{side} is no size")
+                raise UserError.at(f"--{name.replace('_', '-')}", f"{side} is not a size")
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise UserError.at("--quality", f"{self.quality} is not from 1 to 100")
 

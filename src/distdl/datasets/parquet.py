@@ -152,7 +152,7 @@ class ParquetImages:
             try:
                 file = pq.ParquetFile(self._folder / name, page_checksum_verification=True)
             except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
-                what = f"{self._folder / name} is no Parquet file: {error}"
+                what = f"{self._folder / name} is not a Parquet file: {error}"
                 raise UserError.at("--source", what) from error
             self._file = name, file
         return self._file[1]

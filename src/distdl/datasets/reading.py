@@ -126,7 +126,7 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
     for split in manifest.splits.values():
         for file in (split.index, *split.shards):
             if Path(file.name).name != file.name or file.name.startswith("."):
-                raise UserError.at("data.root", f"{file.name!r} is no name of a shard")
+                raise UserError.at("data.root", f"{file.name!r} is not a name of a shard")
     return DataSet(manifest, text, store, note)
 
 

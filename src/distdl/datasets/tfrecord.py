@@ -135,7 +135,7 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             length, crc = struct.unpack("<QI", header)
             if masked_crc(header[:8]) != crc:
                 gzip = start == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01")
-                what = "it is compressed" if gzip else "it is no record, or damaged"
+                what = "it is compressed" if gzip else "it is not a record, or damaged"
                 raise _bad(path, start, what, "decompress it first: gzip -d" if gzip else "")
             begin = start + 12
             if begin + length + 4 > size:
@@ -144,7 +144,7 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
                 image, meaning = _example(data, (begin, begin + length))
             except (ValueError, IndexError, UnicodeDecodeError) as error:
                 raise _bad(
-                    path, start, f"it is no Example with an image and a label: {error}"
+                    path, start, f"it is not an Example with an image and a label: {error}"
                 ) from error
             yield begin, length, (image[0] - begin, image[1] - image[0]), meaning
             start = begin + length + 4

@@ -48,7 +48,7 @@ def upload(out: Path, url: str, progress: Progress) -> None:
         if store.size(MANIFEST) is None:
             store.upload(out / MANIFEST, MANIFEST)
     except StoreError as error:
-        again = "the same command goes on where it was"
+        again = "the same command resumes where it stopped"
         raise Unfinished(_failed(error, again)) from error
 
 
@@ -99,7 +99,7 @@ def read_manifest(out: Path) -> Manifest:
     """The manifest in a folder; raises UserError if there is none."""
     path = out / MANIFEST
     if not path.is_file():
-        what = f"{out} is no prepared data set: it has no {MANIFEST}"
+        what = f"{out} is not a prepared data set: it has no {MANIFEST}"
         raise UserError.at("--upload", what, "prepare it first")
     return Manifest.from_json(path.read_bytes(), str(path))
 

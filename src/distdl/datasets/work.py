@@ -70,7 +70,7 @@ class Preparation:
     def _check(self) -> None:
         out = self.out
         if out.exists() and not out.is_dir():
-            raise UserError.at("--to", f"{out} is no folder", "name another: --to DIR")
+            raise UserError.at("--to", f"{out} is not a folder", "name another: --to DIR")
         for name in (MANIFEST, FOLDER_MANIFEST):
             if (out / name).exists():
                 made = json.loads((out / name).read_bytes()).get("made", {})
@@ -115,7 +115,7 @@ class Preparation:
             what = f"another command is preparing {self.out} at this moment"
             raise UserError.at("--to", what, "wait for it") from None
         except OSError as error:
-            remedy = "fix that, and the same command goes on where it was"
+            remedy = "fix that, and the same command resumes where it stopped"
             problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
             raise (Unfinished if self.begun else UserError)(problem) from error
 
@@ -149,7 +149,7 @@ class Preparation:
                 _in_parallel(parts, writer, workers, advance)
         except BrokenProcessPool as error:
             what = "a worker process was killed, perhaps for want of memory"
-            remedy = "the same command goes on where it was; fewer: --workers N"
+            remedy = "the same command resumes where it stopped; fewer: --workers N"
             raise Unfinished.at("--workers", what, remedy) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:

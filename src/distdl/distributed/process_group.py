@@ -107,7 +107,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def tell_all(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """Rank 0's value, on every rank (anything that can be pickled)."""
     if world_size() == 1:
         return value

@@ -72,7 +72,7 @@ def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> lis
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
         run, folder = RunDirectory(Path(temporary, "run")), Path(temporary, "files")
-        attempt = start.lay_down(replace(planned, run=run), sys.argv, code)
+        attempt = start.create_attempt(replace(planned, run=run), sys.argv, code)
         folder.mkdir()
         (attempt.path / "bundle").rename(folder / "bundle")
         for name, text in request.files().items():

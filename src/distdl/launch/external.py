@@ -96,7 +96,7 @@ def _create(planned: Plan) -> str:
         print(start.how_to_train_longer(planned))
         return NOTHING_TO_DO
     start.make_room(planned)
-    attempt = start.lay_down(planned, sys.argv, None)
+    attempt = start.create_attempt(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 
 

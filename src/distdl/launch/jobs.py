@@ -208,7 +208,7 @@ def instantiate(node: Any) -> Launcher:
         remedy = f"is {target.partition('.')[0]} installed in this environment?"
         raise UserError.at("launcher", what, remedy) from error
     if not kinds.launches(named):
-        raise UserError.at("launcher._target_", f"{target} is no launcher")
+        raise UserError.at("launcher._target_", f"{target} is not a launcher")
     try:
         return build(node, _convert_="all")
     except InstantiationException as error:

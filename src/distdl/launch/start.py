@@ -115,7 +115,7 @@ def _submit(
     code = snapshot_of(planned[0])
     if hasattr(launcher, "reach"):
         launcher.reach(request)
-    attempts = [lay_down(each, command, code) for each in planned]
+    attempts = [create_attempt(each, command, code) for each in planned]
     for line in code.lines_left_out() if code else ():
         print(f"left out   {line}", file=sys.stderr, flush=True)
     if attempts != expected:  # another start took that number in between, and has ended
@@ -158,7 +158,7 @@ def refuse_unset(planned: Sequence[Plan]) -> None:
         raise UserError.at("launcher.forward_env", what, remedy)
 
 
-def lay_down(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
+def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
     """Creates the run, if it is new, and its next attempt.
 
     Raises:

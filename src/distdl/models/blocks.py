@@ -86,7 +86,7 @@ def _step(network: nn.Module, node: fx.Node) -> nn.Module:
         rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         return nn.Dropout(float(rate))  # type: ignore[arg-type]
     if "training" in node.kwargs or node.op not in ("call_function", "call_method"):
-        raise _no_chain(network, f"{node.name} is no block")
+        raise _no_chain(network, f"{node.name} is not a block")
     return Call(node.op == "call_method", node.target, node.args[1:], node.kwargs)
 
 

@@ -203,7 +203,7 @@ def _read(
     node_rank = read("node_rank", (row.node_rank,), rank // per_node, why)
 
     checks = {
-        row.rank: (0 <= rank < world_size, f"{rank} is no rank of a world of {world_size}"),
+        row.rank: (0 <= rank < world_size, f"{rank} is not a rank of a world of {world_size}"),
         sources["local_rank"]: (
             0 <= local_rank < local_world_size,
             f"local rank {local_rank} on a node of {local_world_size} processes",

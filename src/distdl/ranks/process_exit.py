@@ -89,7 +89,7 @@ def name_who_stays(seconds: float = 5) -> None:
     threading._register_atexit(ends)  # type: ignore[attr-defined]
 
 
-def leave(code: int, launcher: str) -> NoReturn:
+def exit_process(code: int, launcher: str) -> NoReturn:
     """Ends this process.
 
     Args:

@@ -197,7 +197,7 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
         if damage := damage_of(path):
             raise UserError.at(where, f"this checkpoint is damaged: {damage}")
     elif not looks_like_one(path):
-        what = "is no checkpoint, or not all of one"
+        what = "is not a checkpoint, or not all of one"
         remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
         raise UserError.at(where, what, remedy)
     return path

@@ -87,7 +87,7 @@ def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
             return _shaped(path, json.loads(text), shape, remedy)
         except (ValueError, RecursionError) as error:
             if not again:
-                what = f"it is no JSON ({error})" if text.strip() else "it is empty"
+                what = f"it is not JSON ({error})" if text.strip() else "it is empty"
                 raise Damaged(path, what, remedy) from None
             time.sleep(RETRY_SECONDS)
     raise AssertionError
@@ -109,7 +109,7 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
         else:
             loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
-        raise Damaged(path, f"it is no YAML ({' '.join(str(error).split())})", remedy) from None
+        raise Damaged(path, f"it is not YAML ({' '.join(str(error).split())})", remedy) from None
     return _complete(path, loaded, shape, remedy)
 
 

@@ -90,7 +90,7 @@ def find_run(text: str) -> Path:
         return path
     if inside := [p for p in path.absolute().parents if (p / "config.yaml").is_file()]:
         near = os.path.relpath(inside[0])
-        raise UserError.at(text, "is no run, it lies in one", f"did you mean {near}?")
+        raise UserError.at(text, "is not a run, it lies in one", f"did you mean {near}?")
     if not path.exists():
         named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
         remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"

@@ -311,5 +311,5 @@ def too_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) ->
     return UserError.at(
         "project.root",
         f"{root} has more than the {limit_mb:g} MB of code that a job takes along: {shown}",
-        f"name what is no code in .gitignore or {IGNORE_FILE}, or set project.root",
+        f"name what is not code in .gitignore or {IGNORE_FILE}, or set project.root",
     )

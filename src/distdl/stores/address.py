@@ -80,7 +80,7 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             endpoint = f"{endpoint}/{account}"
             container, _, folder = folder.partition("/")
         elif not rest:
-            what = "is no address of Azure Blob, the only kind of https that is understood"
+            what = "is not an address of Azure Blob, the only kind of https that is understood"
             raise UserError.at(shown, what, FORMS)
     elif scheme in ("azure", "az", "abfs", "abfss"):
         folder = parts.path

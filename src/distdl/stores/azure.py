@@ -70,10 +70,10 @@ class BlobStore(RemoteStore):
             return self._container_client()
         except ValueError:  # its text may hold the key
             if os.environ.get(_CONNECTION) and not self._endpoint:
-                what = f"{_CONNECTION} is no connection string"
+                what = f"{_CONNECTION} is not a connection string"
                 remedy = "copy all of it, in quotes: az storage account show-connection-string"
             else:
-                what = "is no address of an account or container"
+                what = "is not an address of an account or container"
                 remedy = f"look at {_ACCOUNT}, and at the URI"
             raise UserError.at(self.uri, what, remedy) from None
 
@@ -182,7 +182,7 @@ class BlobStore(RemoteStore):
         if not isinstance(error, exceptions.ClientAuthenticationError) or status is not None:
             return ""
         if type(error).__name__ == "AzureSigningError":
-            return f"that is no account key: {_KEY}, or AccountKey in {_CONNECTION}"
+            return f"that is not an account key: {_KEY}, or AccountKey in {_CONNECTION}"
         return f"az login, or export {_KEY}=...: {_SOURCES}"
 
     def _is_absent(self, error: Exception) -> bool:

@@ -43,9 +43,9 @@ def settings_of(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text())
     except ValueError as error:
-        raise UserError.at("config", f"{path} is no JSON: {error}") from error
+        raise UserError.at("config", f"{path} is not JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError.at("config", f"{path} is no JSON object")
+        raise UserError.at("config", f"{path} is not JSON object")
     settings = without_auto(settings)
     problems = [
         Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}")

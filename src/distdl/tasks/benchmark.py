@@ -83,7 +83,7 @@ def benchmark(
         screen.show(made)
         for logger in trainer.loggers:
             logger.log_metrics(result.metrics(made), 0)
-    return result.metrics(process_group.tell_all(made), result.MAIN)
+    return result.metrics(process_group.broadcast(made), result.MAIN)
 
 
 def _is_pipeline(trainer: Any) -> bool:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def train(context: Built) -> dict[str, float]:
     """Fits the module and returns the last value of every metric."""
     start(context, context.checkpoint, context.trainer.fit)
-    tell_of_time(context)
+    log_durations(context)
     metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
     speeds = sorted(context.metrics.images_per_second)
     if speeds:
@@ -27,7 +27,7 @@ def train(context: Built) -> dict[str, float]:
     return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}
 
 
-def tell_of_time(context: Built) -> None:
+def log_durations(context: Built) -> None:
     """Warns if a time limit has ended the training, which looks like any other end."""
     trainer, limit = context.trainer, context.config.trainer.get("max_time")
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]

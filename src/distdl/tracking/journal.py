@@ -180,7 +180,7 @@ class Journal(Logger):
         try:
             return float(value)
         except Exception:  # a user's object may raise anything
-            self.complain(name, f"metric {name!r} is no number and is left out: {type(value)}")
+            self.complain(name, f"metric {name!r} is not a number and is left out: {type(value)}")
             return None
 
     def complain(self, topic: str, text: str) -> None:

@@ -23,7 +23,7 @@ def prctl(option: int, value: int) -> None:
         LIBC.prctl(option, value)
 
 
-def birth(pid: int) -> str:
+def start_time(pid: int) -> str:
     """The start time of a process as `<boot>/<ticks since then>`; with the number it is unique.
 
     Empty if the process has ended (zombies included), or if there is no /proc.
@@ -42,7 +42,7 @@ def is_alive(pid: int, born: str | None = None) -> bool:
 
     Args:
         pid: Its number.
-        born: Its recorded start time (`birth`); without one, only the number is compared.
+        born: Its recorded start time (`start_time`); without one, only the number is compared.
     """
     try:
         os.kill(pid, 0)
@@ -52,11 +52,11 @@ def is_alive(pid: int, born: str | None = None) -> bool:
         pass
     if not Path("/proc/self/stat").exists():  # not Linux
         return True
-    actual = birth(pid)
+    actual = start_time(pid)
     return bool(actual) and (not born or actual == born)
 
 
 def this_process() -> dict[str, Any]:
     """Identifies this process in a record, even if a later process has the same number."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "birth": birth(pid)}
+    return {"host": socket.gethostname(), "pid": pid, "birth": start_time(pid)}

@@ -27,5 +27,5 @@ def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str,
     users, other = PathFinder.find_spec(name, [*folders]), PathFinder.find_spec(name, elsewhere)
     if not users or not users.origin or not other or not other.origin:
         return None
-    what = f"stands in the place of {other.origin}: {type(error).__name__}: {error}"
+    what = f"hides {other.origin}: {type(error).__name__}: {error}"
     return users.origin, what, "give it another name"

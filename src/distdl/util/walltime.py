@@ -30,7 +30,7 @@ def seconds(walltime: object) -> int:
     """
     text = str(walltime).strip()
     if isinstance(walltime, bool) or not isinstance(walltime, (int, float, str)):
-        raise ValueError(f"{walltime!r} is no time")
+        raise ValueError(f"{walltime!r} is not a time")
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if found is None or text.isdigit():
         return _hours(text, walltime)
@@ -39,9 +39,9 @@ def seconds(walltime: object) -> int:
         what = f"{walltime!r} is minutes and seconds for Slurm, and hours and minutes for others"
         raise ValueError(what)
     if any(len(part) != 2 or int(part) > 59 for part in (minutes, rest) if part is not None):
-        raise ValueError(f"{walltime!r} is no time: minutes and seconds go from 00 to 59")
+        raise ValueError(f"{walltime!r} is not a time: minutes and seconds go from 00 to 59")
     if days is not None and int(hours) > 23:
-        raise ValueError(f"{walltime!r} is no time: after days, hours go from 0 to 23")
+        raise ValueError(f"{walltime!r} is not a time: after days, hours go from 0 to 23")
     total = (int(days or 0) * 24 + int(hours)) * 3600 + int(minutes or 0) * 60 + int(rest or 0)
     if not total:
         raise ValueError(f"{walltime!r} is no time at all")
@@ -50,10 +50,10 @@ def seconds(walltime: object) -> int:
 
 def _hours(text: str, given: object) -> int:
     if isinstance(given, str) and not re.fullmatch(r"\d+\.?\d*|\.\d+", text, re.ASCII):
-        raise ValueError(f"{given!r} is no time")
+        raise ValueError(f"{given!r} is not a time")
     hours = float(text)
     if not math.isfinite(hours):
-        raise ValueError(f"{given!r} is no time")
+        raise ValueError(f"{given!r} is not a time")
     if round(hours * 3600) < 1:
         raise ValueError(f"{given!r} is no time at all")
     if hours >= MISREAD:

@@ -113,7 +113,7 @@ def unwritable(output: str) -> str:
     if not output.strip():
         return "is empty (a variable that is not set?)"
     if "://" in output:
-        return f"{output} is no folder: runs lie in one, which may be a mount of that"
+        return f"{output} is not a folder: runs lie in one, which may be a mount of that"
     try:
         part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     except OSError as error:

@@ -84,7 +84,7 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
         dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"
-        return f"is no dotted path of a class or function: {target!r}", f"write {dotted}"
+        return f"is not a dotted path of a class or function: {target!r}", f"write {dotted}"
     if trust.covers(target) or target in HARMLESS:
         return None
     package, *inner = target.split(".")

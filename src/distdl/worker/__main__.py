@@ -13,9 +13,9 @@ if __name__ == "__main__":
         die_with_parent()
 
     from distdl.ranks.environment import LAUNCHER_VARIABLE
-    from distdl.ranks.process_exit import leave
+    from distdl.ranks.process_exit import exit_process
     from distdl.worker.main import main
 
     # Read now: the user's code may change the environment.
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
-    leave(main(stop=early), launcher)
+    exit_process(main(stop=early), launcher)

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
         # One agent per node: its rank among the agents is the node's number.
         node_rank = environment.resolve().rank
-    from distdl.ranks.process_exit import leave
+    from distdl.ranks.process_exit import exit_process
 
     launcher = os.environ.get("DISTDL_LAUNCHER", "local")
     code = run(
@@ -180,4 +180,4 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     )
     if -code in stopping.MEANING:  # status.json says how the ranks ended
         code = EXIT_FAILURE
-    leave(code if code >= 0 else 128 - code, launcher)
+    exit_process(code if code >= 0 else 128 - code, launcher)

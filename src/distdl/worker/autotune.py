@@ -96,7 +96,7 @@ def freeze(
 
     A resume inherits the changes of the previous attempt, and with them the choice. Collective.
     """
-    best, launch = process_group.tell_all(best), context.launch
+    best, launch = process_group.broadcast(best), context.launch
     text = "%s: this attempt and those that resume it train with %s"
     report(context.environment, text, name, best)
     launch["changes"] = {**(launch.get("changes") or {}), **best.changes}

@@ -160,7 +160,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
         config = compiling.chosen(config, context)
     info = summary.run_info(config, context) if rank == 0 else None
     tracker = tracking.start_tracking(
-        summary.for_rank(process_group.tell_all(info), environment),
+        summary.for_rank(process_group.broadcast(info), environment),
         {k: make(node) for k, node in (config.get("tracking") or {}).items()},
     )
     state = JobState.FAILED

@@ -140,7 +140,7 @@ class StagedStrategy(DDPStrategy):
     ) -> None:
         # A callback that averages weights has put its own copy there, which has this stage only.
         weights = checkpoint.get("state_dict", {})
-        if process_group.tell_all(bool(weights) and not set(self.names) <= set(weights)):
+        if process_group.broadcast(bool(weights) and not set(self.names) <= set(weights)):
             checkpoint["state_dict"] = self._merged(weights, self.names)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -54,7 +54,7 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     if trainer.global_rank == 0:
         plan = _measured(strategy, trainer, blocks)
         log.info("%s", table(strategy, blocks, plan))
-    return process_group.tell_all(plan)
+    return process_group.broadcast(plan)
 
 
 def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:
