@@ -182,9 +182,9 @@ def main() -> Result:
             row("a step, without a checkpoint", steps, "ms"),
             row("distdl's callback in a step that saves nothing", idle, "us"),
         ],
-        notes="The training uses all cores, so what the writer takes of them (sync and sha256, "
-        "which Lightning does not do, included) stands in the rows of whole windows; these end "
-        "when the file is published.",
+        notes="The training uses all cores, so the writer takes time from it (with sync and "
+        "sha256, which Lightning does not do). The rows of whole windows include that time: a "
+        "window ends when the file is published.",
         command="python -m benchmarks.run checkpoint",
         what="stall of a checkpoint of 200 MB, against trainer.save_checkpoint",
     )

@@ -139,7 +139,7 @@ def by_distdl(folder: Path, device: torch.device, size: Size, *overrides: str) -
     """The same by `python -m distdl`: the median of its log windows after the warm-up.
 
     Raises:
-        RuntimeError: It failed; what it said.
+        RuntimeError: It failed; with the end of its output.
     """
     gpu = device.type == "cuda"
     command = [

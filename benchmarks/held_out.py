@@ -214,10 +214,10 @@ def _two_nodes() -> str:
 
 
 def _sources() -> str:
-    said = {series.group: series for series in everything()}
+    series_of = {series.group: series for series in everything()}
     return "\n".join(
         f"- {group}: <{series.source}>" + (f". {series.note}." if series.note else ".")
-        for group, series in said.items()
+        for group, series in series_of.items()
     )
 
 

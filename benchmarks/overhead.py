@@ -6,8 +6,8 @@ take turns (benchmarks.turns).
 
 What distdl adds is then taken apart, in runs of their own: two clock reads are put around every
 hook of every callback, around `log_metrics` of every logger, and around Lightning's call of all
-callbacks. What the clock reads cost is measured and taken off. The parts sum to the whole, because
-the last one is what is left.
+callbacks. The cost of reading the clock is measured and subtracted. The last part is the
+remainder, so the parts sum to the total.
 """
 
 from __future__ import annotations
@@ -204,19 +204,19 @@ def all_apart(repeats: int) -> tuple[list[dict[str, float]], list[dict[str, floa
 
 
 def part_rows(
-    ours: list[dict[str, float]], bare: list[dict[str, float]], whole: float
+    ours: list[dict[str, float]], bare: list[dict[str, float]], total: float
 ) -> list[str]:
-    """A row for each part of distdl's, and one for what is left of the whole.
+    """A row for each part of distdl's, and one for the remainder.
 
     Args:
         ours: Of distdl, the parts in microseconds.
         bare: The same of a Trainer without callbacks, whose calls of none count as nothing.
-        whole: What distdl adds, in microseconds.
+        total: What distdl adds, in microseconds.
     """
     nothing = statistics.median(run[DISPATCH] for run in bare)
     values = {name: [run[name] for run in ours] for name in sorted(ours[0])}
     values[DISPATCH] = [value - nothing for value in values[DISPATCH]]
-    left = whole - sum(map(statistics.median, values.values()))
+    left = total - sum(map(statistics.median, values.values()))
     rows = [row(f"- {name}", own, "us") for name, own in values.items()]
     return [*rows, f"| - {REST} (what is left) | {left:.4g} | | | us | |"]
 
@@ -241,8 +241,7 @@ def main(repeats: int = REPEATS) -> Result:
             *part_rows(*all_apart(APART_REPEATS), ours),
         ],
         notes=f"In turn, {STEPS} steps each; what is added is the difference within a round. The "
-        "parts of what distdl adds come from runs of their own with a clock around every "
-        "hook of a callback and around the loggers; the last row is what is left, so that they "
-        "sum to the whole.",
+        "parts of what distdl adds come from separate runs with a clock around every hook of a "
+        "callback and around the loggers; the last row is the remainder.",
         command="python -m benchmarks.run overhead",
     )

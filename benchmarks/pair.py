@@ -25,7 +25,7 @@ def start(code: str, plan: dict[str, Any]) -> None:
         plan: For the ranks, as JSON.
 
     Raises:
-        RuntimeError: A rank failed; the end of what it said.
+        RuntimeError: A rank failed; with the end of its output.
     """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         path = Path(name) / "plan.json"
@@ -68,10 +68,10 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]]) ->
 def free_ports(count: int) -> list[int]:
     """One for each process group: a port is not free at once when a group has ended."""
     with ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
+        return [one.getsockname()[1] for one in sockets]
 
 
 def work(paths: Sequence[Path]) -> None:
@@ -85,7 +85,7 @@ def rank_main(plan: str) -> None:
     from benchmarks import runs
     from distdl.runs.directory import RunDirectory
 
-    given = json.loads(Path(plan).read_text())
-    for path, port in zip(given["runs"], given["ports"], strict=True):
+    jobs = json.loads(Path(plan).read_text())
+    for path, port in zip(jobs["runs"], jobs["ports"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         runs.work(RunDirectory(Path(path)))

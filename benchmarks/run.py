@@ -35,23 +35,23 @@ class Part(Protocol):
 
 
 class Failed:
-    """In the place of a part whose benchmark ended with an error."""
+    """Stands for a part whose benchmark ended with an error."""
 
     def __init__(self, name: str, error: BaseException) -> None:
         self.name = name
-        self.said = "".join(traceback.format_exception_only(error)).strip()
+        self.error = "".join(traceback.format_exception_only(error)).strip()
 
     goals: list[Goal] = []
 
     def markdown(self) -> str:
         return (
-            f"## {self.name}: failed\n\n```\n{self.said[-2000:]}\n```\n\n"
+            f"## {self.name}: failed\n\n```\n{self.error[-2000:]}\n```\n\n"
             f"`python -m benchmarks.run {self.name}`"
         )
 
 
 def measured(name: str) -> Part:
-    """Runs one part; says how long it took, and what went wrong."""
+    """Runs one part; prints how long it took, and what went wrong."""
     started = time.monotonic()
     print(f"{name} ...", flush=True)
     try:
@@ -66,7 +66,7 @@ def measured(name: str) -> Part:
 
 
 def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
-    """The whole of RESULTS.md."""
+    """The text of RESULTS.md."""
     goals = [goal for part in parts for goal in part.goals] + missing
     sections = [
         "# Results",

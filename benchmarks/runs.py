@@ -35,11 +35,11 @@ def work(run: RunDirectory) -> None:
     """
     from distdl.worker import main
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main.main([str(run.path), str(run.path)])
     if code:
-        raise RuntimeError(f"the worker ended with {code}: {said.getvalue()[-2000:]}")
+        raise RuntimeError(f"the worker ended with {code}: {output.getvalue()[-2000:]}")
 
 
 def rank_main(path: str) -> None:

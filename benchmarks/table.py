@@ -95,11 +95,11 @@ class Result:
 
     def markdown(self) -> str:
         first, *more = self.goals
-        said = [f"{g.what}: **{g.measured:.3f}** ({_how(g)})." for g in more if g.measured]
+        further = [f"{g.what}: **{g.measured:.3f}** ({_how(g)})." for g in more if g.measured]
         parts = [
             f"## {self.title}",
             f"Competitor: {self.competitor}. Ratio **{self.ratio:.3f}** ({_how(first)}).",
-            *([" ".join(said)] if said else []),
+            *([" ".join(further)] if further else []),
             "| | median | min | max | unit | repeats |\n|---|---|---|---|---|---|\n"
             + "\n".join(self.rows),
             *([self.notes] if self.notes else []),
@@ -109,11 +109,11 @@ class Result:
 
 
 def _how(goal: Goal) -> str:
-    said = f"goal: {goal.goal}: {goal.state}"
+    text = f"goal: {goal.goal}: {goal.state}"
     if goal.same is not None:
         low, high = goal.same
-        said += f"; the competitor against itself, A/A: {low:.3f} to {high:.3f}"
-    return said
+        text += f"; the competitor against itself, A/A: {low:.3f} to {high:.3f}"
+    return text
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:

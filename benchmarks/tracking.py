@@ -4,7 +4,7 @@ A real `mlflow server`, behind a proxy that lets every request wait (benchmarks.
 processes of their own. The same model, data and Trainer take turns (benchmarks.turns): distdl's
 worker with `tracking=none`, twice (A/A), and with `tracking=mlflow`; in some rounds also with a log
 at every step, and Lightning with its own MLFlowLogger. A block is 50 steps and lasts longer than a
-request; its fifth step is logged. What a run waits for at its end is told beside it.
+request; its fifth step is logged. How long a run waits at its end is given beside it.
 
 Azure ML's tracking server answers as slowly: about 700 ms for a metric
 (https://github.com/Azure/azure-sdk-for-python/issues/45403).

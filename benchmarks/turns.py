@@ -26,7 +26,7 @@ PIPES = "DISTDL_BENCH_TURNS"  # the file numbers that a rank reads from and writ
 
 
 def stop_before(step: int, first: int, steps: int) -> None:
-    """What a rank calls before each of its steps: says that a block has ended, and awaits its turn.
+    """What a rank calls before each of its steps: signals the end of a block, and awaits its turn.
 
     Args:
         step: From 0.
@@ -68,11 +68,11 @@ class _Started:
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
     go: list[int] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
 
     def await_stop(self) -> None:
-        for told, log in zip(self.told, self.logs, strict=True):
-            if os.read(told, 1) != b".":
+        for signal, log in zip(self.signals, self.logs, strict=True):
+            if os.read(signal, 1) != b".":
                 raise RuntimeError(f"a rank ended before its time: {log.read_text()[-3000:]}")
 
     def proceed(self) -> None:
@@ -99,7 +99,7 @@ class _Started:
 def _start(arm: Arm, folder: Path, stack: ExitStack) -> _Started:
     started, port = _Started(), pair.free_ports(1)[0]
     for rank in range(arm.ranks):
-        (read, told), (waits, go) = os.pipe(), os.pipe()
+        (read, signal), (waits, go) = os.pipe(), os.pipe()
         started.logs.append(folder / f"{len(list(folder.iterdir()))}.log")
         with open(started.logs[-1], "wb") as log:
             process = subprocess.Popen(
@@ -108,20 +108,20 @@ def _start(arm: Arm, folder: Path, stack: ExitStack) -> _Started:
                     **os.environ,
                     **(pair.variables(rank, port) if arm.ranks == pair.RANKS else {}),
                     "OMP_NUM_THREADS": "1",
-                    PIPES: f"{waits},{told}",
+                    PIPES: f"{waits},{signal}",
                 },
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(told, waits),
+                pass_fds=(signal, waits),
             )
-        for number in (told, waits):  # the child's: a pipe of one that died has an end
+        for number in (signal, waits):  # the child's: a pipe of one that died has an end
             os.close(number)
         for number in (read, go):
             stack.callback(os.close, number)
         stack.callback(process.wait)
         stack.callback(process.kill)
         started.ranks.append(process)
-        started.told.append(read)
+        started.signals.append(read)
         started.go.append(go)
     return started
 
@@ -144,7 +144,7 @@ def take(
         Seconds of each block, and from the last one to the end of the process.
 
     Raises:
-        RuntimeError: An arm ended before its time; what it said.
+        RuntimeError: An arm ended before its time; with the end of its output.
     """
     with ExitStack() as stack:
         started = {}
