@@ -204,19 +204,19 @@ def all_apart(repeats: int) -> tuple[list[dict[str, float]], list[dict[str, floa
 
 
 def part_rows(
-    ours: list[dict[str, float]], bare: list[dict[str, float]], total: float
+    ours: list[dict[str, float]], bare: list[dict[str, float]], whole: float
 ) -> list[str]:
     """A row for each part of distdl's, and one for the remainder.
 
     Args:
         ours: Of distdl, the parts in microseconds.
         bare: The same of a Trainer without callbacks, whose calls of none count as nothing.
-        total: What distdl adds, in microseconds.
+        whole: What distdl adds, in microseconds.
     """
     nothing = statistics.median(run[DISPATCH] for run in bare)
     values = {name: [run[name] for run in ours] for name in sorted(ours[0])}
     values[DISPATCH] = [value - nothing for value in values[DISPATCH]]
-    left = total - sum(map(statistics.median, values.values()))
+    left = whole - sum(map(statistics.median, values.values()))
     rows = [row(f"- {name}", own, "us") for name, own in values.items()]
     return [*rows, f"| - {REST} (what is left) | {left:.4g} | | | us | |"]
 
