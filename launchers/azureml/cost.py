@@ -42,10 +42,9 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
         resources: The size of the run.
         jobs: The number of sweep members that this job runs.
     """
-    size = vm_sizes.find(settings.vm_size)
-    if size is None:
-        name = settings.vm_size
-        return f"price and quota: unknown here, as distdl does not know {name}: {PRICES}"
+    if not (size := vm_sizes.find(settings.vm_size)):
+        why = f"as distdl does not know {settings.vm_size}"
+        return f"price and quota: unknown here, {why}: {PRICES}"
     job = _SizedJob(settings, resources, jobs, size)
     rows = [*job.facts(), job.quota(), *job.prices()]
     rows += [("note", size.note)] if size.note else []
@@ -75,8 +74,8 @@ class _SizedJob:
         size, nodes = self.size, self.run.num_nodes
         parts = [f"{size.cores} cores", f"{size.memory_gb} GB"]
         if size.gpus:
-            parts.insert(0, f"{size.gpus} x {size.gpu} of {size.gpu_memory_gb} GB")
-            parts.append(size.interconnect)
+            gpus = f"{size.gpus} x {size.gpu} of {size.gpu_memory_gb} GB"
+            parts = [gpus, *parts, size.interconnect]
         if size.infiniband:
             parts.append(f"InfiniBand {size.infiniband_gbps} Gb/s")
         elif size.gpus and nodes > 1:
@@ -119,9 +118,8 @@ class _SizedJob:
             yield "tier", f"dedicated: never taken away; {less}"
 
     def advice(self) -> Iterator[CostAdvice]:
-        for part in (self._retired, self._unused, self._sweep, self._scale_up):
-            yield from part()
-        for part in (self._infiniband, self._blob, self._registry, self._idle):
+        parts = (self._retired, self._unused, self._sweep, self._scale_up)
+        for part in (*parts, self._infiniband, self._blob, self._registry, self._idle):
             yield from part()
 
     def _replacements(self) -> list[VmSize]:
@@ -150,10 +148,9 @@ class _SizedJob:
         devices = min(self.run.devices, self.size.gpus)
         fitting = [s for s in self._replacements() if s.gpus >= devices]
         best = min(fitting, key=lambda s: (self._cost(s), s.gpus))
-        why = f"Azure retired {self.size.series} on {self.size.retired}; new VMs of this size are"
-        yield CostAdvice(
-            "retired", f"choose a size of today, such as {best.name}", f"{why} refused"
-        )
+        why = f"Azure retired {self.size.series} on {self.size.retired}; new VMs of this size are "
+        what = f"choose a size of today, such as {best.name}"
+        yield CostAdvice("retired", what, f"{why}refused")
 
     def _unused(self) -> Iterator[CostAdvice]:
         gpus, devices = self.size.gpus, self.run.devices
@@ -179,12 +176,10 @@ class _SizedJob:
         size, nodes, price = self.size, self.run.num_nodes, self.size.price_per_hour
         if nodes == 1 or not size.gpus or self.run.accelerator == "cpu" or price is None:
             return
-        most = SIMILAR * price * nodes
-        bigger = [
-            s for s in self._replacements() if self._nodes(s) < nodes and self._cost(s) <= most
-        ]
-        if bigger:
-            best = min(bigger, key=lambda s: (self._nodes(s), self._cost(s)))
+        fewer = [s for s in self._replacements() if self._nodes(s) < nodes]
+        similar = [s for s in fewer if self._cost(s) <= SIMILAR * price * nodes]
+        if similar:
+            best = min(similar, key=lambda s: (self._nodes(s), self._cost(s)))
             yield CostAdvice(
                 "scale up",
                 f"scale up before scaling out: {self._nodes(best)} x {best.name} "

@@ -66,11 +66,10 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
     Raises:
         UserError: The job could never start on it.
     """
-    name, problems = wanted["name"], []
+    name, problems, most = wanted["name"], [], cluster.max_instances
     if str(cluster.type).lower() != "amlcompute":
         what = f"{name} is not an AmlCompute cluster but a {cluster.type}"
         raise UserError.at("launcher.compute", what)
-    most = cluster.max_instances
     if most is not None and num_nodes > most:
         what = f"cluster {name} has {most} nodes at most, and the job needs {num_nodes}"
         problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in the studio"))

@@ -30,14 +30,12 @@ pytestmark = pytest.mark.xdist_group("sagemaker")
 NAMES = ("algo-1", "algo-2")
 CANARY = "canary-by-secrets-manager-5d"
 BUCKET, REGION = "my-bucket", "eu-west-1"
-LAUNCHER = {
-    "role": "arn:aws:iam::123456789012:role/train",
-    "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1",
-    "instance_type": "ml.m5.large",
-    "bucket": BUCKET,
-    "region": REGION,
-    "forward_env": ["SAMPLE_API_KEY"],
-}
+LAUNCHER = (
+    "launcher.role=arn:aws:iam::123456789012:role/train",
+    "launcher.image=123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1",
+    *("launcher.instance_type=ml.m5.large", f"launcher.bucket={BUCKET}"),
+    *(f"launcher.region={REGION}", "launcher.forward_env=[SAMPLE_API_KEY]"),
+)
 # The user's own code, which travels with the job.
 PROJECT = """
 import hashlib, os, pathlib
@@ -76,64 +74,64 @@ for way, uri, folder in json.loads(sys.argv[1]):
 """
 
 
+def until(condition: Callable[[], Any], state: Callable[[], str], timeout: float = 90) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, state()
+        time.sleep(0.02)
+
+
 class Cloud:
     """AWS (moto, on a host of its own) and the two hosts of a training job."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+        self.hosts, self.folder, log = hosts, folder, folder / "moto.log"
         self.variables = {
             "AWS_ENDPOINT_URL": f"http://{hosts.address('aws')}:5000",  # an address: no DNS here
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": REGION,
+            **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test"),
             "AWS_CONFIG_FILE": str(folder / "none"),
         }
         command = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
-        log = (folder / "moto.log").open("w")
-        hosts.popen("aws", command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 60
-        while "Running on" not in (folder / "moto.log").read_text():
-            assert time.monotonic() < deadline, (folder / "moto.log").read_text()
-            time.sleep(0.1)
+        pipes = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
+        hosts.popen("aws", command, env=environment(), **pipes)
+        until(lambda: "Running on" in log.read_text(), log.read_text)
         self.copy(("make", f"s3://{BUCKET}", REGION))
 
-    def on_aws(self, *argv: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-        env = environment(**self.variables, **more)
-        return self.hosts.run("aws", [sys.executable, *argv], cwd=cwd, env=env, timeout=240)
-
-    def distdl(self, *arguments: str) -> str:
-        done = self.on_aws(
-            *UNCHECKED, *arguments, cwd=self.folder / "project", SAMPLE_API_KEY=CANARY
-        )
+    def on_aws(self, *argv: str, cwd: Path) -> str:
+        env = environment(**self.variables, AWS_DEFAULT_REGION=REGION, SAMPLE_API_KEY=CANARY)
+        done = self.hosts.run("aws", [sys.executable, *argv], cwd=cwd, env=env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
+    def distdl(self, *arguments: str) -> str:
+        return self.on_aws(*UNCHECKED, *arguments, cwd=self.folder / "project")
+
     def copy(self, *orders: tuple[str, str, str]) -> None:
-        done = self.on_aws("-c", COPY, json.dumps(orders), cwd=self.folder)
-        assert done.returncode == 0, done.stderr
+        self.on_aws("-c", COPY, json.dumps(orders), cwd=self.folder)
 
 
 class Containers:
-    """One start of the job's containers: what SageMaker does for every host."""
+    """One start of the job's containers: what SageMaker does for every host. With `anew` the run
+    has no history."""
 
     def __init__(
         self, cloud: Cloud, request: dict[str, Any], name: str, anew: bool = False, **more: str
     ) -> None:
         self.cloud, self.request = cloud, request
         self.opt_ml = {host: cloud.folder / name / host for host in NAMES}
+        self.stored = request["CheckpointConfig"]["S3Uri"]
         orders = []
         for host, folder in self.opt_ml.items():
             for part in ("input/config", "input/data", "checkpoints", "output"):
                 (folder / part).mkdir(parents=True)
-            told = {"current_host": host, "hosts": NAMES, "network_interface_name": "eth0"}
-            told["current_instance_type"] = request["ResourceConfig"]["InstanceType"]
-            (folder / "input/config/resourceconfig.json").write_text(json.dumps(told))
+            config = {"current_host": host, "hosts": NAMES, "network_interface_name": "eth0"}
+            config["current_instance_type"] = request["ResourceConfig"]["InstanceType"]
+            (folder / "input/config/resourceconfig.json").write_text(json.dumps(config))
             for channel in request["InputDataConfig"]:
                 uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
                 orders.append(("down", uri, f"{folder}/input/data/{channel['ChannelName']}"))
-            if not anew:  # a test may wish for a run that has no history
-                store = request["CheckpointConfig"]["S3Uri"]
-                orders.append(("down", store, f"{folder}/checkpoints"))
+            if not anew:
+                orders.append(("down", self.stored, f"{folder}/checkpoints"))
         cloud.copy(*orders)
         self.mounted = list(NAMES)
         self.processes = {host: self.start(host, more) for host in NAMES}
@@ -141,33 +139,32 @@ class Containers:
     def start(self, host: str, more: dict[str, str]) -> subprocess.Popen[str]:
         hosts, algorithm = self.cloud.hosts, self.request["AlgorithmSpecification"]
         hosts.bind(host, self.opt_ml[host], "/opt/ml")
-        env = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            **{k: v for k, v in self.cloud.variables.items() if k != "AWS_DEFAULT_REGION"},
-            **self.request["Environment"],
-            **more,
-        }
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {"PATH": path, "OMP_NUM_THREADS": "1", **self.cloud.variables}
         log = (self.opt_ml[host] / "log").open("w")
         command = [*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"]]
+        env |= {**self.request["Environment"], **more}
         return hosts.popen(host, command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
-    def log(self, host: str) -> str:
-        return (self.opt_ml[host] / "log").read_text()
+    def log(self, *names: str) -> str:
+        return "".join((self.opt_ml[host] / "log").read_text() for host in names or NAMES)
 
     def store(self, host: str = "algo-1") -> Path:
         return self.opt_ml[host] / "checkpoints"
 
-    def failure(self, host: str) -> str:
-        return (self.opt_ml[host] / "output/failure").read_text()
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.store() / "attempts/001/status.json").read_text())
 
-    def until(self, condition: Callable[[], bool], timeout: float = 90) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
+    def failures(self) -> list[str]:
+        return [(self.opt_ml[host] / "output/failure").read_text() for host in NAMES]
+
+    def until_step(self, step: int) -> None:
+        def reached() -> bool:
             ended = [h for h, p in self.processes.items() if p.poll() is not None]
-            assert not ended, f"{ended} ended before:\n{self.log('algo-1')}{self.log('algo-2')}"
-            assert time.monotonic() < deadline, self.log("algo-1") + self.log("algo-2")
-            time.sleep(0.02)
+            assert not ended, f"{ended} ended before:\n{self.log()}"
+            return last_step(self.store()) >= step
+
+        until(reached, self.log)
 
     def wait(self, timeout: float = 90) -> list[int]:
         return [process.wait(timeout) for process in self.processes.values()]
@@ -175,33 +172,28 @@ class Containers:
     def close(self) -> None:
         """Nothing of a container outlives it, and /opt/ml is empty again; safe to call twice."""
         for host in self.mounted:
-            self.kill(host)
+            for pid in rank_pids(self.cloud.hosts, host):
+                os.kill(pid, signal.SIGKILL)
+            self.processes[host].wait()
             self.cloud.hosts.unmount(host, "/opt/ml")
         self.mounted = []
 
-    def kill(self, host: str) -> None:
-        for pid in rank_pids(self.cloud.hosts, host):
-            os.kill(pid, signal.SIGKILL)
-        self.processes[host].wait()
-
     def synchronise(self) -> None:
         """As SageMaker does all the time."""
-        to = self.request["CheckpointConfig"]["S3Uri"]
         # The primary host's last: only it writes what several hosts have, such as status.json.
-        self.cloud.copy(*(("up", to, str(self.store(host))) for host in reversed(NAMES)))
+        self.cloud.copy(*(("up", self.stored, str(self.store(host))) for host in reversed(NAMES)))
 
 
 def rank_pids(hosts: Hosts, host: str) -> list[int]:
     """What runs on a host beside its sshd."""
-    found = []
-    for pid in hosts.pids(host):
+
+    def command(pid: int) -> bytes:
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
-            continue
-        if b"sshd" not in command:
-            found.append(pid)
-    return found
+            return b"sshd"  # it has ended
+
+    return [pid for pid in hosts.pids(host) if b"sshd" not in command(pid)]
 
 
 @pytest.fixture(scope="module")
@@ -219,22 +211,13 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 @pytest.fixture(scope="module")
 def run(cloud: Cloud) -> Path:
     """Submitted by the command line; nobody runs it yet."""
-    node = [
-        f"launcher.{k}={json.dumps(v) if isinstance(v, list) else v}" for k, v in LAUNCHER.items()
-    ]
-    said = cloud.distdl(
-        *TINY,
-        "trainer.num_nodes=2",
-        "trainer.devices=auto",
-        "checkpoint.every_n_epochs=1",
+    output = cloud.distdl(
+        *(*TINY, "trainer.num_nodes=2", "trainer.devices=auto", "checkpoint.every_n_epochs=1"),
         "+callbacks.witness._target_=mine.Witness",
         "+callbacks.witness.token=${oc.env:SAMPLE_API_KEY}",
-        "launcher=sagemaker",
-        *node,
-        "follow=false",
-        "name=x",
+        *("launcher=sagemaker", *LAUNCHER, "follow=false", "name=x"),
     )
-    assert f"submitted  sagemaker://{REGION}/default-x-001-" in said
+    assert f"submitted  sagemaker://{REGION}/default-x-001-" in output
     return cloud.folder / "project/outputs/default/x"
 
 
@@ -247,8 +230,7 @@ def request_(run: Path) -> dict[str, Any]:
 
     attempt = Attempt(run / "attempts/001")
     node = {k: v for k, v in attempt.launch()["where"]["launcher"].items() if k != "_target_"}
-    size = Resources(num_nodes=2, devices=1, accelerator="cpu")
-    names = tuple(node["forward_env"])
+    size, names = Resources(2, 1, "cpu"), tuple(node["forward_env"])
     spec = JobSpec("default/x", f"{attempt.path}/bundle", str(run), 1, size, forward_env=names)
     body = SageMakerLauncher(**node).request(spec).body(REGION)
     job = json.loads((attempt.path / "job.json").read_text())
@@ -270,26 +252,23 @@ def containers(cloud: Cloud, request_: dict[str, Any]) -> Iterator[Callable[...,
         shutil.rmtree(each.opt_ml["algo-1"].parent, ignore_errors=True)
 
 
-def test_an_interrupted_job_goes_on(cloud, run, containers) -> None:
+def test_an_interrupted_job_resumes(cloud, run, containers) -> None:
     first = containers("first")
-    first.until(lambda: last_step(first.store()) >= 2)
+    first.until_step(2)
     for process in first.processes.values():
         process.send_signal(signal.SIGTERM)  # spot capacity is taken away, or the time is up
-    codes = first.wait()
-    status = json.loads((first.store() / "attempts/001/status.json").read_text())
-    assert (status["state"], codes) == ("PREEMPTED", [75, 75]), first.log("algo-1")
+    assert (first.wait(), first.status()["state"]) == ([75, 75], "PREEMPTED"), first.log()
     saved = last_step(first.store())
     assert saved < 30
     first.synchronise()
     first.close()
 
     second = containers("second")  # SageMaker's own new start of the same job
-    assert second.wait() == [0, 0], second.log("algo-1") + second.log("algo-2")
+    assert second.wait() == [0, 0], second.log()
     store = second.store()
-    status = json.loads((store / "attempts/001/status.json").read_text())
-    assert (status["state"], status["restarts"]) == ("SUCCEEDED", 1)
-    found = losses(store)
-    assert len(found) == max(found) - min(found) + 1 == 30, "a step is missing"
+    assert (second.status()["state"], second.status()["restarts"]) == ("SUCCEEDED", 1)
+    steps = losses(store)
+    assert len(steps) == max(steps) - min(steps) + 1 == 30, "a step is missing"
     lines = [x for x in (store / "logs/samples-rank0.csv").read_text().splitlines() if x]
     assert len(lines) < 30 + saved, "it began anew"
     assert not (second.opt_ml["algo-1"] / "output/failure").exists()
@@ -297,36 +276,26 @@ def test_an_interrupted_job_goes_on(cloud, run, containers) -> None:
     # The table of ranks, on the network that SageMaker named.
     log = second.log("algo-1")
     assert "distdl: host algo-1, 1 of 2, primary algo-1, interface eth0, 1 ranks" in log
-    for row in (
-        "0     0     0      algo-1",
-        "1     1     0      algo-2",
-        "GLOO_SOCKET_IFNAME=eth0",
-    ):
-        assert row in log
+    rows = ("0     0     0      algo-1", "1     1     0      algo-2", "GLOO_SOCKET_IFNAME=eth0")
+    assert all(row in log for row in rows)
 
     # Code and recipe are those that were submitted, and nothing else of this machine.
+    code, digest = "/opt/ml/distdl/code", hashlib.sha256(CANARY.encode()).hexdigest()
     for host in NAMES:
         recipe = (second.store(host) / "config.yaml").read_bytes()
         assert recipe == (run / "config.yaml").read_bytes()
-        digest, ours, mine = (second.opt_ml[host] / "output/witness").read_text().splitlines()
-        assert ours.startswith("/opt/ml/distdl/code/distdl/")
-        assert mine == "/opt/ml/distdl/code/project/mine.py"
-        assert digest == hashlib.sha256(CANARY.encode()).hexdigest()
+        witness = (second.opt_ml[host] / "output/witness").read_text().splitlines()
+        assert witness == [digest, f"{code}/distdl/__init__.py", f"{code}/project/mine.py"]
 
-    # And back here.
+    # And back here, without the secret.
     second.synchronise()
     cloud.distdl("jobs", "fetch", "outputs/default/x")
-    assert losses(run) == found
+    assert losses(run) == steps
     assert (run / "checkpoints/last.ckpt").exists()
     shown = cloud.distdl("jobs", "list")
     assert "SUCCEEDED" in shown and "val/acc1" in shown
-    everything = cloud.folder / "everything"
-    cloud.copy(("down", f"s3://{BUCKET}", str(everything)))
-    refuse_canary(cloud.folder)
-
-
-def refuse_canary(folder: Path) -> None:
-    files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
+    cloud.copy(("down", f"s3://{BUCKET}", str(cloud.folder / "everything")))
+    files = [p for p in cloud.folder.rglob("*") if p.is_file() and not p.is_symlink()]
     assert len(files) > 500 and any(p.name == "bundle.tar.gz" for p in files)
     assert [p for p in files if CANARY.encode() in p.read_bytes()] == []
 
@@ -334,23 +303,19 @@ def refuse_canary(folder: Path) -> None:
 def test_hosts_that_lose_each_other_end(cloud, containers) -> None:
     """The network is gone without a word: ranks would wait for each other for half an hour."""
     both = containers("lost", anew=True)
-    both.until(lambda: last_step(both.store()) >= 1)
+    both.until_step(1)
     cloud.hosts.cut("algo-1")
     try:
         assert both.wait(240) == [1, 1]
     finally:
         cloud.hosts.mend("algo-1")
-    assert both.failure("algo-1") == "algo-2 vanished"
-    assert both.failure("algo-2") == "algo-1 vanished"
-    deadline = time.monotonic() + 120  # killed with their container: not in the same instant
-    while left := rank_pids(cloud.hosts, "algo-2"):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    assert both.failures() == ["algo-2 vanished", "algo-1 vanished"]
+    # Killed with their container: not in the same instant.
+    until(lambda: not rank_pids(cloud.hosts, "algo-2"), both.log, 120)
 
 
 def test_a_rank_that_fails_ends_every_host_and_is_named(cloud, containers) -> None:
     both = containers("failing", anew=True, FAIL_RANK="1")
     assert both.wait() == [1, 1]
-    for host in NAMES:
-        assert both.failure(host) == "rank 1 on algo-2: ValueError: as the test wishes"
-        assert rank_pids(cloud.hosts, host) == []
+    assert both.failures() == ["rank 1 on algo-2: ValueError: as the test wishes"] * 2
+    assert [rank_pids(cloud.hosts, host) for host in NAMES] == [[], []]
