@@ -54,11 +54,7 @@ HANDLE = re.compile(
 
 @dataclass(frozen=True)
 class Workspace:
-    """A workspace, identified by its names in Azure.
-
-    Raises:
-        UserError: A name cannot be part of an address.
-    """
+    """A workspace, identified by its names in Azure, which must fit into an address."""
 
     subscription: str  # its id
     resource_group: str
@@ -77,11 +73,7 @@ class Workspace:
     def find(
         cls, subscription: str | None, resource_group: str | None, workspace: str | None
     ) -> Workspace:
-        """The workspace; names that are None come from the environment, else from config.json.
-
-        Raises:
-            UserError: At least one of the three names is not set anywhere.
-        """
+        """The workspace; names that are None come from the environment, else from config.json."""
         exported, file, names, problems = from_environment(), config_file(), [], []
         given = zip(NAMED_BY.items(), (subscription, resource_group, workspace), strict=True)
         for (key, (variable, file_key)), name in given:
@@ -128,13 +120,8 @@ def config_file() -> dict[str, str]:
 
 
 def parse(handle: str) -> tuple[Workspace, str, str | None]:
-    """Splits a handle into workspace, job and sweep member.
-
-    Raises:
-        UserError: It is not a handle of Azure ML.
-    """
-    match = HANDLE.fullmatch(handle)
-    if match is None:
+    """Splits a handle into workspace, job and sweep member."""
+    if (match := HANDLE.fullmatch(handle)) is None:
         remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
         raise UserError.at(handle, "is not a handle of a job on Azure ML", remedy)
     subscription, group, name, job, member = match.groups()
@@ -178,11 +165,7 @@ class Connection:
         return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
     def look(self) -> None:
-        """Checks that the workspace can be read; it changes nothing.
-
-        Raises:
-            UserError: The workspace does not exist, or the signed-in user may not see it.
-        """
+        """Checks that the workspace exists and the signed-in user may see it."""
         with azure_errors():
             self.client.workspaces.get(self.workspace.name)
 
@@ -196,11 +179,7 @@ class Connection:
 
 
 def sign_in(cloud: str | None = None) -> Any:
-    """A credential from variables, a managed identity or `az login`, in this order.
-
-    Raises:
-        UserError: Azure's packages are not installed.
-    """
+    """A credential from variables, a managed identity or `az login`, in this order."""
     with azure_errors():
         from azure.identity import DefaultAzureCredential
     # It warns about each unavailable method; the final error lists them once.

@@ -35,13 +35,7 @@ class CostAdvice(NamedTuple):
 
 
 def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
-    """Quota, prices and advice as text.
-
-    Args:
-        settings: The launcher's settings.
-        resources: The size of the run.
-        jobs: The number of sweep members that this job runs.
-    """
+    """Quota, prices and advice as text, for a run of this size, or for that many sweep members."""
     if not (size := vm_sizes.find(settings.vm_size)):
         why = f"as distdl does not know {settings.vm_size}"
         return f"price and quota: unknown here, {why}: {PRICES}"
@@ -56,14 +50,14 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
 
 
 def advice(settings: AzureSettings, resources: Resources, jobs: int = 1) -> list[CostAdvice]:
-    """Only the advice; for the arguments see `table`."""
+    """Only the advice."""
     size = vm_sizes.find(settings.vm_size)
     return list(_SizedJob(settings, resources, jobs, size).advice()) if size else []
 
 
 @dataclass(frozen=True)
 class _SizedJob:
-    """A job on VMs of a known size; for the fields see `table`."""
+    """A job on VMs of a known size."""
 
     settings: AzureSettings
     run: Resources
@@ -102,8 +96,8 @@ class _SizedJob:
 
         def both(hours: float) -> str:
             cheap = f"about {money(one_spot * nodes * hours)}" if one_spot else "unknown"
-            marks = (" (chosen)", "") if spot else ("", " (chosen)")
-            return f"spot {cheap}{marks[0]}, dedicated {money(one * nodes * hours)}{marks[1]}"
+            first, second = (" (chosen)", "") if spot else ("", " (chosen)")
+            return f"spot {cheap}{first}, dedicated {money(one * nodes * hours)}{second}"
 
         about = f"{nodes} node{'s' if nodes > 1 else ''}"
         if self.size.price_date:
@@ -124,15 +118,9 @@ class _SizedJob:
 
     def _replacements(self) -> list[VmSize]:
         """Current sizes whose GPUs are at least as fast and have at least as much memory."""
-        return [
-            other
-            for other in vm_sizes.all()
-            if not other.retired
-            and other.gpu not in vm_sizes.TOO_OLD
-            and other.gpus
-            and GPUS.index(other.gpu) >= GPUS.index(self.size.gpu)
-            and other.gpu_memory_gb >= self.size.gpu_memory_gb
-        ]
+        fast = set(GPUS[GPUS.index(self.size.gpu) :]) - set(vm_sizes.TOO_OLD)
+        current = [size for size in vm_sizes.all() if not size.retired and size.gpu in fast]
+        return [size for size in current if size.gpu_memory_gb >= self.size.gpu_memory_gb]
 
     def _nodes(self, size: VmSize) -> int:
         """The number of VMs of a size that gives each rank a GPU."""
@@ -153,15 +141,14 @@ class _SizedJob:
         yield CostAdvice("retired", what, f"{why}refused")
 
     def _unused(self) -> Iterator[CostAdvice]:
-        gpus, devices = self.size.gpus, self.run.devices
+        gpus, idle = self.size.gpus, self.size.gpus - self.run.devices
         if self.run.accelerator == "cpu" and gpus:
             what = "choose a size without GPU, such as Standard_DS3_v2"
             why = f"trainer.accelerator=cpu leaves {gpus} x {self.size.gpu} per node idle, and paid"
             yield CostAdvice("unused", what, why)
-        elif 0 < devices < gpus:
+        elif 0 < idle < gpus:
             what = f"write trainer.devices={gpus}, or choose a smaller size"
-            why = f"{gpus - devices} of {gpus} GPUs per node are idle, and paid"
-            yield CostAdvice("unused", what, why)
+            yield CostAdvice("unused", what, f"{idle} of {gpus} GPUs per node are idle, and paid")
 
     def _sweep(self) -> Iterator[CostAdvice]:
         if self.run.num_nodes > 1 and self.jobs > 1:

@@ -58,11 +58,7 @@ class DatastoreFolder(BlobStore):
 
 
 def fetch(connection: Connection, address: str, to: Path) -> int:
-    """Copies a datastore's folder; returns the number of files copied (see `fetch_files`).
-
-    Raises:
-        UserError: The folder is empty, or Azure rejects the request.
-    """
+    """Copies a datastore's folder; returns the number of files copied (see `fetch_files`)."""
     with store_errors():
         folder = DatastoreFolder(connection, address)
         files = folder.files()
@@ -73,11 +69,7 @@ def fetch(connection: Connection, address: str, to: Path) -> int:
 
 def send(connection: Connection, address: str, files: Mapping[str, Path]) -> int:
     """Uploads the files that the folder lacks, by their names in it; returns how many. They are
-    uploaded in this order: put manifests last.
-
-    Raises:
-        UserError: Azure rejects the request.
-    """
+    uploaded in this order: put manifests last."""
     with store_errors():
         folder = DatastoreFolder(connection, address)
         missing = [name for name in files if folder.size(name) is None]

@@ -52,9 +52,8 @@ KEY_VAULT = matching(
     "a Key Vault's name or https address",
     "https://NAME.vault.azure.net",
 )
-ARM_ID = matching(
-    "/subscriptions/.*", "an ARM id", "[/subscriptions/.../userAssignedIdentities/NAME]"
-)
+IDENTITY = "[/subscriptions/.../userAssignedIdentities/NAME]"
+ARM_ID = matching("/subscriptions/.*", "an ARM id", IDENTITY)
 INPUT_NAME = matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
@@ -99,11 +98,11 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
-        for key in set(given) - set(cls.model_fields):
+    def _known(cls, values: Any) -> Any:
+        for key in set(values) - set(cls.model_fields):
             hint = did_you_mean(key, cls.model_fields) or "path, mode and type"
             raise Refused(f"{key!r} is not a setting of an input", hint)
-        return given
+        return values
 
     @field_validator("mode")
     @classmethod

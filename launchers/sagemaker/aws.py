@@ -30,11 +30,7 @@ class Aws:
     clients: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, service: str) -> Any:
-        """The client of a service.
-
-        Raises:
-            UserError: boto3 is not installed, or the region or profile does not exist.
-        """
+        """The client of a service."""
         if service not in self.clients:
             with explained():
                 import boto3

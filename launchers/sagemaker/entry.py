@@ -58,13 +58,11 @@ class Hosts:
         https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
         """
         config = json.loads((root / RESOURCES).read_text())
-
-        def by_number(name: str) -> list[int | str]:
-            # Numerically, so that algo-10 comes after algo-2; the order is the same on every host.
-            return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
-
+        # Numerically, so that algo-10 comes after algo-2; the order is the same on every host.
+        parts = {name: re.split(r"(\d+)", name) for name in config["hosts"]}
+        numbers = {name: [int(x) if x.isdigit() else x for x in parts[name]] for name in parts}
         return cls(
-            tuple(sorted(config["hosts"], key=by_number)),
+            tuple(sorted(numbers, key=numbers.__getitem__)),
             config["current_host"],
             config.get("network_interface_name", ""),
             config.get("current_instance_type", ""),

@@ -60,12 +60,7 @@ class SageMakerJob(AskedJob):
         return f"{console}?region={self.region}#/jobs/{self.name}"
 
     def describe(self) -> dict[str, Any]:
-        """The answer of `describe_training_job`.
-
-        Raises:
-            Forgotten: SageMaker does not know the job.
-            UserError: AWS cannot be queried.
-        """
+        """The answer of `describe_training_job`; Forgotten if SageMaker does not know the job."""
         with explained():
             try:
                 return self.aws("sagemaker").describe_training_job(TrainingJobName=self.name)
@@ -160,11 +155,7 @@ class SageMakerJob(AskedJob):
                     raise
 
     def fetch(self, to: Path) -> None:
-        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips.
-
-        Raises:
-            UserError: SageMaker does not know the job, it has no store, or AWS rejects the request.
-        """
+        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips."""
         from distdl.launchers.sagemaker.uploads import objects
 
         if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):

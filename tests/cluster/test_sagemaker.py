@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import TINY, UNCHECKED, environment, last_step, losses
@@ -30,11 +31,14 @@ pytestmark = pytest.mark.xdist_group("sagemaker")
 NAMES = ("algo-1", "algo-2")
 CANARY = "canary-by-secrets-manager-5d"
 BUCKET, REGION = "my-bucket", "eu-west-1"
-LAUNCHER = (
+JOB = (
+    *(*TINY, "trainer.num_nodes=2", "trainer.devices=auto", "checkpoint.every_n_epochs=1"),
+    "+callbacks.witness._target_=mine.Witness",
+    "+callbacks.witness.token=${oc.env:SAMPLE_API_KEY}",
     "launcher.role=arn:aws:iam::123456789012:role/train",
     "launcher.image=123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1",
-    *("launcher.instance_type=ml.m5.large", f"launcher.bucket={BUCKET}"),
-    *(f"launcher.region={REGION}", "launcher.forward_env=[SAMPLE_API_KEY]"),
+    *("launcher=sagemaker", "launcher.instance_type=ml.m5.large", f"launcher.bucket={BUCKET}"),
+    *(f"launcher.region={REGION}", "launcher.forward_env=[SAMPLE_API_KEY]", "name=x"),
 )
 # The user's own code, which travels with the job.
 PROJECT = """
@@ -117,10 +121,8 @@ class Containers:
     def __init__(
         self, cloud: Cloud, request: dict[str, Any], name: str, anew: bool = False, **more: str
     ) -> None:
-        self.cloud, self.request = cloud, request
+        self.cloud, self.stored, orders = cloud, request["CheckpointConfig"]["S3Uri"], []
         self.opt_ml = {host: cloud.folder / name / host for host in NAMES}
-        self.stored = request["CheckpointConfig"]["S3Uri"]
-        orders = []
         for host, folder in self.opt_ml.items():
             for part in ("input/config", "input/data", "checkpoints", "output"):
                 (folder / part).mkdir(parents=True)
@@ -134,17 +136,15 @@ class Containers:
                 orders.append(("down", self.stored, f"{folder}/checkpoints"))
         cloud.copy(*orders)
         self.mounted = list(NAMES)
-        self.processes = {host: self.start(host, more) for host in NAMES}
-
-    def start(self, host: str, more: dict[str, str]) -> subprocess.Popen[str]:
-        hosts, algorithm = self.cloud.hosts, self.request["AlgorithmSpecification"]
-        hosts.bind(host, self.opt_ml[host], "/opt/ml")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = {"PATH": path, "OMP_NUM_THREADS": "1", **self.cloud.variables}
-        log = (self.opt_ml[host] / "log").open("w")
+        env = {"PATH": path, "OMP_NUM_THREADS": "1", **cloud.variables, **request["Environment"]}
+        algorithm = request["AlgorithmSpecification"]
         command = [*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"]]
-        env |= {**self.request["Environment"], **more}
-        return hosts.popen(host, command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        for host, folder in self.opt_ml.items():
+            cloud.hosts.bind(host, folder, "/opt/ml")
+            pipes = {"stdout": (folder / "log").open("w"), "stderr": subprocess.STDOUT}
+            self.processes[host] = cloud.hosts.popen(host, command, env={**env, **more}, **pipes)
 
     def log(self, *names: str) -> str:
         return "".join((self.opt_ml[host] / "log").read_text() for host in names or NAMES)
@@ -209,37 +209,23 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 
 @pytest.fixture(scope="module")
-def run(cloud: Cloud) -> Path:
-    """Submitted by the command line; nobody runs it yet."""
-    output = cloud.distdl(
-        *(*TINY, "trainer.num_nodes=2", "trainer.devices=auto", "checkpoint.every_n_epochs=1"),
-        "+callbacks.witness._target_=mine.Witness",
-        "+callbacks.witness.token=${oc.env:SAMPLE_API_KEY}",
-        *("launcher=sagemaker", *LAUNCHER, "follow=false", "name=x"),
-    )
-    assert f"submitted  sagemaker://{REGION}/default-x-001-" in output
-    return cloud.folder / "project/outputs/default/x"
+def request_(cloud: Cloud) -> dict[str, Any]:
+    """What will be sent: moto forgets some of it."""
+    return yaml.safe_load(cloud.distdl(*JOB, "dry_run=true").partition("training_job:\n")[2])
 
 
 @pytest.fixture(scope="module")
-def request_(run: Path) -> dict[str, Any]:
-    """What was sent. moto forgets some of it, so it is made again, from the run's launch.yaml."""
-    from distdl.job import JobSpec, Resources
-    from distdl.launchers.sagemaker import SageMakerLauncher
-    from distdl.runs.directory import Attempt
-
-    attempt = Attempt(run / "attempts/001")
-    node = {k: v for k, v in attempt.launch()["where"]["launcher"].items() if k != "_target_"}
-    size, names = Resources(2, 1, "cpu"), tuple(node["forward_env"])
-    spec = JobSpec("default/x", f"{attempt.path}/bundle", str(run), 1, size, forward_env=names)
-    body = SageMakerLauncher(**node).request(spec).body(REGION)
-    job = json.loads((attempt.path / "job.json").read_text())
-    assert job["handle"] == f"sagemaker://{REGION}/{body['TrainingJobName']}"
-    return body
+def run(cloud: Cloud, request_: dict[str, Any]) -> Path:
+    """Submitted by the command line; nobody runs it yet."""
+    output = cloud.distdl(*JOB, "follow=false")
+    assert f"submitted  sagemaker://{REGION}/{request_['TrainingJobName']}" in output
+    return cloud.folder / "project/outputs/default/x"
 
 
 @pytest.fixture
-def containers(cloud: Cloud, request_: dict[str, Any]) -> Iterator[Callable[..., Containers]]:
+def containers(
+    cloud: Cloud, run: Path, request_: dict[str, Any]
+) -> Iterator[Callable[..., Containers]]:
     started: list[Containers] = []
 
     def start(name: str, anew: bool = False, **more: str) -> Containers:

@@ -46,7 +46,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
         if not sys.stdin.isatty():
             what = "nobody can be asked here, there is no terminal"
             raise UserError.at("confirm", what, "write confirm=true")
-        if input("Go on? Type yes: ").strip().lower() != "yes":
+        if input("Continue? Type yes: ").strip().lower() != "yes":
             print("Nothing was done.")
             return 1
     if not apply(todo, known, arm):
