@@ -4,8 +4,7 @@ real SDKs ask for, over https. Blobs are a real Azurite's, and jobs run for real
     from tests.cluster.arm import Azure, azure      # `azure`: a fixture, one per module
 
     azure.popen("launcher=azureml", ..., cwd=tmp_path)  # python -m distdl, sent here
-    azure.jobs["name"].status = "Queued"                # what a job's page would say
-    azure.requests                                      # all that was asked: method, path, body
+    azure.requests                                      # method, path and body of all requests
 
 Nothing in distdl knows of it: the SDK finds it by ARM_CLOUD_METADATA_URL, its credential by
 MSI_ENDPOINT (which Azure ML sets in jobs), both documented variables of Azure's SDKs.
@@ -83,9 +82,9 @@ class Azure:
     def environment(self, **more: str) -> dict[str, str]:
         """The variables of somebody who works with this Azure."""
         usual = {k: v for k, v in environment().items() if k in clean_environment()}
-        usual["AZURE_TOKEN_CREDENTIALS"] = "ManagedIdentityCredential"
-        usual["ARM_CLOUD_METADATA_URL"] = f"{self.url}/metadata/endpoints"
-        return {**usual, **self.identity(), **more}
+        credential = {"AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential", **self.identity()}
+        clouds = {"ARM_CLOUD_METADATA_URL": f"{self.url}/metadata/endpoints"}
+        return {**usual, **credential, **clouds, **more}
 
     def popen(self, *arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
         """Starts `python -m distdl ...` in this Azure."""
@@ -113,7 +112,9 @@ class Azure:
         """Raises the Answer."""
         short = self.short(path)
         if path == "/metadata/endpoints":
-            raise Answer(200, [self.cloud()])
+            facts: dict[str, Any] = {"name": "StandIn", "resourceManager": f"{self.url}/"}
+            facts |= {"portal": self.url, "authentication": {"loginEndpoint": self.url}}
+            raise Answer(200, [{**facts, "suffixes": {"storage": self.azurite.domain}}])
         if path == "/msi/token":
             known = header.get("secret") == MSI_SECRET
             token = {"access_token": TOKEN, "expires_on": "4102444800", "token_type": "Bearer"}
@@ -142,26 +143,15 @@ class Azure:
             self.datastore(short)
         if short.endswith("/startPendingUpload"):
             raise Answer(200, self.upload())
-        if short.endswith("/listNodes"):
-            raise Answer(200, {"nodes": []})
         if method == "PUT":
             properties = {**body.get("properties", {}), "provisioningState": "Succeeded"}
             self.resources[f"{WORKSPACE}{short}"] = {**body, **resource(short, **properties).body}
             raise Answer(201, self.resources[f"{WORKSPACE}{short}"])
         if stored := self.resources.get(f"{WORKSPACE}{short}"):
             raise Answer(200, stored)
-        if short.endswith("/versions"):
-            raise Answer(200, {"value": []})
+        if short.endswith(("/versions", "/listNodes")):
+            raise Answer(200, {"value": [], "nodes": []})
         raise error(404, "ResourceNotFound", f"nothing at {path}")
-
-    def cloud(self) -> dict[str, Any]:
-        return {
-            "name": "StandIn",
-            "portal": "https://portal.standin.localhost",
-            "resourceManager": f"{self.url}/",
-            "authentication": {"loginEndpoint": self.url},
-            "suffixes": {"storage": self.azurite.domain},
-        }
 
     def secret(self, method: str, path: str, body: Any) -> None:
         name = path.split("/")[2]
