@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import pytest
 from tests.cluster.azurite import ACCOUNT, CONTAINER, VAULT, Azurite, Places, clean_environment
 from tests.cluster.azurite import why_not as why_no_azurite
 from tests.cluster.https import Answer, error, serve
+from tests.cluster.nodes import run_job
 from tests.conftest import environment
 
 WORKSPACE = (
@@ -52,15 +53,10 @@ class Job:
 
 
 class Azure:
-    """One subscription with one workspace.
+    """One subscription with one workspace; the folder has the certificate, logs and nodes."""
 
-    Args:
-        folder: For the certificate, logs and the nodes' folders.
-        on_job: Called with each new job, in a thread of its own; None leaves jobs queued.
-    """
-
-    def __init__(self, folder: Path, on_job: Callable[[Azure, Job], None] | None = None) -> None:
-        self.folder, self.on_job = folder, on_job
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.places = Places(folder)
         self.azurite = Azurite(self.places, folder / "azurite")
         self.requests: list[tuple[str, str, str]] = []
@@ -69,10 +65,7 @@ class Azure:
         self.vault: dict[str, str] = {}
         self._server = serve(self, self.places.certificate, self.places.key)
         self.url = f"https://127.0.0.1:{self._server.server_port}"
-
-    @property
-    def vault_url(self) -> str:
-        return f"https://{VAULT}:{self._server.server_port}"
+        self.vault_url = f"https://{VAULT}:{self._server.server_port}"
 
     def identity(self) -> dict[str, str]:
         """What a managed identity is to a process; also what Azure ML sets in a job."""
@@ -171,8 +164,7 @@ class Azure:
     def job(self, method: str, name: str, cancel: bool, body: Any) -> None:
         if method == "PUT":
             self.jobs[name] = job = Job(name, body)
-            if self.on_job is not None:
-                threading.Thread(target=self.on_job, args=(self, job), daemon=True).start()
+            threading.Thread(target=run_job, args=(self, job), daemon=True).start()
         if name not in self.jobs:
             raise error(404, "NotFound", f"no job {name}")
         if cancel:
@@ -232,8 +224,6 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="module")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azure]:
-    from tests.cluster.nodes import run_job
-
-    azure = Azure(tmp_path_factory.mktemp("azure"), on_job=run_job)
+    azure = Azure(tmp_path_factory.mktemp("azure"))
     yield azure
     azure.close()

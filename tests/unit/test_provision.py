@@ -144,9 +144,10 @@ def test_private_means_private_and_access_is_by_identity() -> None:
     public = [p["publicNetworkAccess"] for p in properties if "publicNetworkAccess" in p]
     assert public == ["Disabled"] * 5  # workspace, vault, registry, two accounts
     clusters = of_kind(made, "cluster")
-    for cluster in clusters:
-        inner = cluster.body["properties"]["properties"]
-        assert inner["enableNodePublicIp"] is False and inner["subnet"]["id"].endswith("/compute")
+    nodes = [cluster.body["properties"]["properties"] for cluster in clusters]
+    assert all(
+        n["subnet"]["id"].endswith("/compute") and not n["enableNodePublicIp"] for n in nodes
+    )
     # A registry that nobody reaches cannot build images itself.
     (workspace,) = of_kind(made, "workspace")
     assert workspace.body["properties"]["imageBuildCompute"] in [r.name for r in clusters]
@@ -155,8 +156,7 @@ def test_private_means_private_and_access_is_by_identity() -> None:
     credentials = [p["credentials"] for p in properties if "credentials" in p]
     assert credentials == [{"credentialsType": "None"}] * 2
     granted = {r.name.partition(": ")[0] for r in of_kind(made, "role")}
-    assert {"Storage Blob Data Reader", "Storage Blob Data Contributor"} <= granted
-    assert not {"Owner", "Contributor"} & granted
+    assert "Storage Blob Data Reader" in granted and not {"Owner", "Contributor"} & granted
 
 
 # Against a resource manager that answers
@@ -247,23 +247,21 @@ def test_asks_for_yes(run, store: ArmStore, monkeypatch, capsys) -> None:
 
 
 def test_which_subscription_and_who(run, store: ArmStore, monkeypatch) -> None:
-    def refused(path: str, **overrides: Any) -> str:
-        with pytest.raises(UserError) as caught:
+    other = SUBSCRIPTION.replace("1", "2")
+    for visible, overrides, text in (
+        ([SUBSCRIPTION, other], {}, "you can see 2 subscriptions"),
+        ([], {}, "you can see no subscription"),
+        ([], {"subscription": SUBSCRIPTION}, "there is no subscription"),
+    ):
+        store.subscriptions = visible
+        with pytest.raises(UserError, match=f"^subscription: {text}"):
             run(**overrides)
-        assert caught.value.problems[0].path == path
-        return str(caught.value)
-
-    store.subscriptions = [SUBSCRIPTION, SUBSCRIPTION.replace("1", "2")]
-    assert "you can see 2 subscriptions" in refused("subscription")
-    store.subscriptions = []
-    assert "you can see no subscription" in refused("subscription")
-    assert "there is no subscription" in refused("subscription", subscription=SUBSCRIPTION)
     store.subscriptions = [SUBSCRIPTION]
     monkeypatch.setenv("AZURE_SUBSCRIPTION_ID", SUBSCRIPTION)
     assert run() == 0
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before the SDK tries again
-    nowhere = refused(f"/subscriptions/{SUBSCRIPTION}", resource_manager="https://127.0.0.1:9")
-    assert "Azure does not answer" in nowhere
+    with pytest.raises(UserError, match="Azure does not answer"):
+        run(resource_manager="https://127.0.0.1:9")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "AzureCliCredential")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"knows nobody here who may do this(.|\n)*az login"):
