@@ -75,8 +75,8 @@ class Workspace:
     ) -> Workspace:
         """The workspace; names that are None come from the environment, else from config.json."""
         exported, file, names, problems = from_environment(), config_file(), [], []
-        given = zip(NAMED_BY.items(), (subscription, resource_group, workspace), strict=True)
-        for (key, (variable, file_key)), name in given:
+        settings = zip(NAMED_BY.items(), (subscription, resource_group, workspace), strict=True)
+        for (key, (variable, file_key)), name in settings:
             names.append(name or exported.get(key) or file.get(file_key))
             if not names[-1]:
                 what = "missing, and the job cannot be sent (dry_run=true shows it)"

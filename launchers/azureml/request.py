@@ -126,8 +126,8 @@ def process(
         "shm_size": settings.shm_size,
         "docker_args": settings.docker_args,
     }
-    devices, own = spec.resources.devices, environment(settings)
-    name = f"azureml:{own['name']}:{own['version']}" if own else settings.environment
+    devices, ours = spec.resources.devices, environment(settings)
+    name = f"azureml:{ours['name']}:{ours['version']}" if ours else settings.environment
     return {
         "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, spec)])}",
         "code": code,

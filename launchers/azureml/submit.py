@@ -18,8 +18,12 @@ from distdl.launchers.common import newest_checkpoint, slug
 from distdl.util.errors import Problem, UserError
 
 # Property of an existing cluster -> the launcher setting that it is compared with.
-COMPARED = {"tier": "tier", "min_instances": "min_nodes", "max_instances": "max_nodes"}
-COMPARED["idle_time_before_scale_down"] = "idle_seconds"
+COMPARED = {
+    "tier": "tier",
+    "min_instances": "min_nodes",
+    "max_instances": "max_nodes",
+    "idle_time_before_scale_down": "idle_seconds",
+}
 
 
 def say(text: str) -> None:

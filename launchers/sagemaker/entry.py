@@ -189,7 +189,8 @@ class HostRanks:
                 agreed = end.code in AGREED or self.stopping
                 grace = GRACE_SECONDS if agreed else FAILED_GRACE_SECONDS
                 if time.monotonic() - since[name] > grace:
-                    self.end(agent)
+                    agent.kill()  # and its ranks: those that wait for a lost host cannot save
+                    agent.wait()
                     code = EXIT_FAILURE if end.code == VANISHED else end.code
                     return HostEnd(code, end.why, end.time)
             time.sleep(POLL_SECONDS)
@@ -203,11 +204,6 @@ class HostRanks:
         failed = [end for end in heartbeat.ends().values() if end.code not in AGREED]
         first = min([mine, *failed], key=lambda end: end.time)
         return HostEnd(mine.code, first.why, first.time)
-
-    def end(self, agent: subprocess.Popen[bytes]) -> None:
-        """Kills the agent, and its ranks with it: ranks that wait for a lost host cannot save."""
-        agent.kill()
-        agent.wait()
 
     def stopped(self) -> int:
         """The exit code after a signal. The agent exits with 1 for every signal, so the primary

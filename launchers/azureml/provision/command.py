@@ -160,7 +160,7 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
         except UserError as error:
             # The role was granted by hand, under another GUID.
             if code_of(error.__cause__) == "RoleAssignmentExists":
-                print(" is there already")
+                print(" exists already")
                 continue
             print(" failed")
             print(f"{resource}: {error}", file=sys.stderr)

@@ -75,7 +75,8 @@ def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, 
     start, expiry = now - timedelta(minutes=5), now + timedelta(days=settings.days)
     client = blob.BlobServiceClient(endpoint, credential=credential)
     signature = blob.generate_container_sas(
-        *(settings.account, settings.container),
+        settings.account,
+        settings.container,
         user_delegation_key=client.get_user_delegation_key(start, expiry),
         permission=blob.ContainerSasPermissions(read=True, list=True),
         start=start,
