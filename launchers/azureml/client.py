@@ -218,12 +218,11 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
     """
     try:
         from azure.core import exceptions as core
-    except ImportError as error:
-        raise no_extra(error) from None
-    try:
+
         yield
     except ImportError as error:
-        raise no_extra(error) from error
+        what = f"Azure's packages are not installed ({error.name})"
+        raise UserError.at("launcher", what, "pip install 'distdl[azure]'") from error
     except core.ClientAuthenticationError as error:
         remedy = "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
         remedy += "or run where a managed identity is"
@@ -244,11 +243,6 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
 def code_of(error: BaseException | None) -> str:
     """Azure's error code, such as AuthorizationFailed; empty if there is none."""
     return str(getattr(getattr(error, "error", None), "code", None) or "")
-
-
-def no_extra(error: ImportError) -> UserError:
-    what = f"Azure's packages are not installed ({error.name})"
-    return UserError.at("launcher", what, "pip install 'distdl[azure]'")
 
 
 def brief(error: object) -> str:

@@ -50,18 +50,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         )
         print(message, file=sys.stderr, flush=True)
         sys.exit(EXIT_REFUSED)
-    share_code(options.bundle, code)
+    if not (options.bundle / "code").exists():  # the members of a sweep share one copy
+        with suppress(FileExistsError):  # another rank of this node was faster
+            (options.bundle / "code").symlink_to(code)
     attempt = options.attempt or (options.bundle / "attempt").read_text().strip()
     worker = ["-m", "distdl.worker", str(options.bundle), options.store, "--attempt", attempt]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *worker])
-
-
-def share_code(bundle: Path, code: Path) -> None:
-    """Links the code into the bundle of a sweep's member: the members share one copy of it."""
-    if not (bundle / "code").exists():
-        with suppress(FileExistsError):  # another rank of this node was faster
-            (bundle / "code").symlink_to(code)
 
 
 def secrets(names: dict[str, str], identity: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """launcher=sagemaker, the container's side for real: two hosts, each with an /opt/ml of its own.
 
 The job is submitted by the command line to moto. Then this test does what SageMaker does around a
-container, and no more: it writes resourceconfig.json, copies the channels from S3 to
-/opt/ml/input/data, fills /opt/ml/checkpoints from S3 and keeps it there afterwards, and runs the
-very entry point, arguments and variables of the request.
+container, and no more: it writes resourceconfig.json, fills /opt/ml/input/data and, after an
+interruption, /opt/ml/checkpoints, and runs the very entry point, arguments and variables of the
+request. What is uploaded and fetched: tests/unit/test_launcher_sagemaker.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distdl.launchers.sagemaker import uploads
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import TINY, UNCHECKED, environment, last_step, losses
 
@@ -58,24 +59,6 @@ class Witness(Callback):
         if os.environ.get("FAIL_RANK") == str(trainer.global_rank):
             raise ValueError("as the test wishes")
 """
-# Run on the host "aws", where moto is: this process is on another network.
-COPY = """
-import json, pathlib, sys, boto3
-s3 = boto3.client("s3")
-for way, uri, folder in json.loads(sys.argv[1]):
-    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    if way == "make":
-        s3.create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": folder})
-    elif way == "up":
-        for path in (p for p in pathlib.Path(folder).rglob("*") if p.is_file()):
-            s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(folder).as_posix()}")
-    else:
-        pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        for key in [o["Key"] for page in pages for o in page.get("Contents", ())]:
-            path = pathlib.Path(folder) / key.removeprefix(prefix).lstrip("/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            s3.download_file(bucket, key, str(path))
-"""
 
 
 def until(condition: Callable[[], Any], state: Callable[[], str], timeout: float = 90) -> None:
@@ -99,42 +82,37 @@ class Cloud:
         pipes = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
         hosts.popen("aws", command, env=environment(), **pipes)
         until(lambda: "Running on" in log.read_text(), log.read_text)
-        self.copy(("make", f"s3://{BUCKET}", REGION))
+        bucket = f"'{BUCKET}', CreateBucketConfiguration={{'LocationConstraint': '{REGION}'}}"
+        self.on_aws("-c", f"import boto3; boto3.client('s3').create_bucket(Bucket={bucket})")
 
-    def on_aws(self, *argv: str, cwd: Path) -> str:
+    def on_aws(self, *argv: str) -> str:
         env = environment(**self.variables, AWS_DEFAULT_REGION=REGION, SAMPLE_API_KEY=CANARY)
-        done = self.hosts.run("aws", [sys.executable, *argv], cwd=cwd, env=env, timeout=240)
+        command, cwd = [sys.executable, *argv], self.folder / "project"
+        done = self.hosts.run("aws", command, cwd=cwd, env=env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def distdl(self, *arguments: str) -> str:
-        return self.on_aws(*UNCHECKED, *arguments, cwd=self.folder / "project")
-
-    def copy(self, *orders: tuple[str, str, str]) -> None:
-        self.on_aws("-c", COPY, json.dumps(orders), cwd=self.folder)
-
 
 class Containers:
-    """One start of the job's containers: what SageMaker does for every host. With `anew` the run
-    has no history."""
+    """One start of the job's containers: what SageMaker does for every host. The run resumes from
+    the stores of an `earlier` start."""
 
-    def __init__(
-        self, cloud: Cloud, request: dict[str, Any], name: str, anew: bool = False, **more: str
-    ) -> None:
-        self.cloud, self.stored, orders = cloud, request["CheckpointConfig"]["S3Uri"], []
-        self.opt_ml = {host: cloud.folder / name / host for host in NAMES}
+    def __init__(self, cloud: Cloud, run: Path, request: dict[str, Any], name: str, **more: Any):
+        earlier: Containers | None = more.pop("earlier", None)
+        self.cloud, self.opt_ml = cloud, {host: cloud.folder / name / host for host in NAMES}
+        (channel,) = request["InputDataConfig"]
         for host, folder in self.opt_ml.items():
-            for part in ("input/config", "input/data", "checkpoints", "output"):
-                (folder / part).mkdir(parents=True)
+            data = folder / "input/data" / channel["ChannelName"]
+            for part in (data, folder / "input/config", folder / "output"):
+                part.mkdir(parents=True)
             config = {"current_host": host, "hosts": NAMES, "network_interface_name": "eth0"}
             config["current_instance_type"] = request["ResourceConfig"]["InstanceType"]
             (folder / "input/config/resourceconfig.json").write_text(json.dumps(config))
-            for channel in request["InputDataConfig"]:
-                uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
-                orders.append(("down", uri, f"{folder}/input/data/{channel['ChannelName']}"))
-            if not anew:
-                orders.append(("down", self.stored, f"{folder}/checkpoints"))
-        cloud.copy(*orders)
+            uploads.pack(run / "attempts/001/bundle", data / "bundle.tar.gz")
+            if earlier:
+                # The primary host's last: only it writes what several hosts have.
+                for other in reversed(NAMES):
+                    shutil.copytree(earlier.store(other), self.store(host), dirs_exist_ok=True)
         self.mounted = list(NAMES)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"PATH": path, "OMP_NUM_THREADS": "1", **cloud.variables, **request["Environment"]}
@@ -178,11 +156,6 @@ class Containers:
             self.cloud.hosts.unmount(host, "/opt/ml")
         self.mounted = []
 
-    def synchronise(self) -> None:
-        """As SageMaker does all the time."""
-        # The primary host's last: only it writes what several hosts have, such as status.json.
-        self.cloud.copy(*(("up", self.stored, str(self.store(host))) for host in reversed(NAMES)))
-
 
 def rank_pids(hosts: Hosts, host: str) -> list[int]:
     """What runs on a host beside its sshd."""
@@ -211,13 +184,15 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 @pytest.fixture(scope="module")
 def request_(cloud: Cloud) -> dict[str, Any]:
     """What will be sent: moto forgets some of it."""
-    return yaml.safe_load(cloud.distdl(*JOB, "dry_run=true").partition("training_job:\n")[2])
+    return yaml.safe_load(
+        cloud.on_aws(*UNCHECKED, *JOB, "dry_run=true").partition("training_job:\n")[2]
+    )
 
 
 @pytest.fixture(scope="module")
 def run(cloud: Cloud, request_: dict[str, Any]) -> Path:
     """Submitted by the command line; nobody runs it yet."""
-    output = cloud.distdl(*JOB, "follow=false")
+    output = cloud.on_aws(*UNCHECKED, *JOB, "follow=false")
     assert f"submitted  sagemaker://{REGION}/{request_['TrainingJobName']}" in output
     return cloud.folder / "project/outputs/default/x"
 
@@ -228,8 +203,8 @@ def containers(
 ) -> Iterator[Callable[..., Containers]]:
     started: list[Containers] = []
 
-    def start(name: str, anew: bool = False, **more: str) -> Containers:
-        started.append(Containers(cloud, request_, name, anew, **more))
+    def start(name: str, **more: Any) -> Containers:
+        started.append(Containers(cloud, run, request_, name, **more))
         return started[-1]
 
     yield start
@@ -246,10 +221,9 @@ def test_an_interrupted_job_resumes(cloud, run, containers) -> None:
     assert (first.wait(), first.status()["state"]) == ([75, 75], "PREEMPTED"), first.log()
     saved = last_step(first.store())
     assert saved < 30
-    first.synchronise()
     first.close()
 
-    second = containers("second")  # SageMaker's own new start of the same job
+    second = containers("second", earlier=first)  # SageMaker's own new start of the same job
     assert second.wait() == [0, 0], second.log()
     store = second.store()
     assert (second.status()["state"], second.status()["restarts"]) == ("SUCCEEDED", 1)
@@ -273,14 +247,6 @@ def test_an_interrupted_job_resumes(cloud, run, containers) -> None:
         witness = (second.opt_ml[host] / "output/witness").read_text().splitlines()
         assert witness == [digest, f"{code}/distdl/__init__.py", f"{code}/project/mine.py"]
 
-    # And back here, without the secret.
-    second.synchronise()
-    cloud.distdl("jobs", "fetch", "outputs/default/x")
-    assert losses(run) == steps
-    assert (run / "checkpoints/last.ckpt").exists()
-    shown = cloud.distdl("jobs", "list")
-    assert "SUCCEEDED" in shown and "val/acc1" in shown
-    cloud.copy(("down", f"s3://{BUCKET}", str(cloud.folder / "everything")))
     files = [p for p in cloud.folder.rglob("*") if p.is_file() and not p.is_symlink()]
     assert len(files) > 500 and any(p.name == "bundle.tar.gz" for p in files)
     assert [p for p in files if CANARY.encode() in p.read_bytes()] == []
@@ -288,7 +254,7 @@ def test_an_interrupted_job_resumes(cloud, run, containers) -> None:
 
 def test_hosts_that_lose_each_other_end(cloud, containers) -> None:
     """The network is gone without a word: ranks would wait for each other for half an hour."""
-    both = containers("lost", anew=True)
+    both = containers("lost")
     both.until_step(1)
     cloud.hosts.cut("algo-1")
     try:
@@ -301,7 +267,7 @@ def test_hosts_that_lose_each_other_end(cloud, containers) -> None:
 
 
 def test_a_rank_that_fails_ends_every_host_and_is_named(cloud, containers) -> None:
-    both = containers("failing", anew=True, FAIL_RANK="1")
+    both = containers("failing", FAIL_RANK="1")
     assert both.wait() == [1, 1]
     assert both.failures() == ["rank 1 on algo-2: ValueError: as the test wishes"] * 2
     assert [rank_pids(cloud.hosts, host) for host in NAMES] == [[], []]

@@ -308,7 +308,10 @@ def test_submit_uploads_creates_and_hides(launcher, aws, run, monkeypatch) -> No
         monkeypatch.setenv("SAMPLE_KEY", f"canary-{attempt}")
         request = launcher.request(spec(run, attempt=attempt, forward_env=("SAMPLE_KEY",)))
         submitted = launcher.submit(request)
-        assert f"distdl/resnet50_ddp/x/bundles/{request.name}/bundle.tar.gz" in keys(aws)
+        key = f"distdl/resnet50_ddp/x/bundles/{request.name}/bundle.tar.gz"
+        aws("s3").download_file("my-bucket", key, f"{run}/uploaded")
+        uploads.pack(run / "attempts/001/bundle", run / "packed")
+        assert (run / "uploaded").read_bytes() == (run / "packed").read_bytes()
         secret = aws("secretsmanager").get_secret_value(SecretId="distdl/resnet50_ddp/x/SAMPLE_KEY")
         assert secret["SecretString"] == f"canary-{attempt}"
         described = submitted.describe()
