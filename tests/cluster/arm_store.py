@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from tests.cluster.azurite import write_certificate
-from tests.cluster.https import Answer, error, serve
+from tests.cluster.https import Answer, error
 
 SUBSCRIPTION = "11111111-2222-3333-4444-555555555555"
 TENANT = "99999999-2222-3333-4444-555555555555"
@@ -148,24 +144,3 @@ def strings(value: Any) -> Iterator[str]:
         items = [*value, *value.values()] if isinstance(value, dict) else value
         for item in items:
             yield from strings(item)
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[ArmStore]:
-    """A store that answers at `store.url`; `folder/cert.pem` is what clients must trust."""
-    store, public, private = ArmStore(), folder / "cert.pem", folder / "key.pem"
-    write_certificate(public, private)
-    server = serve(store, public, private)
-    store.url = f"https://127.0.0.1:{server.server_port}"
-    yield store
-    server.shutdown()
-    server.server_close()
-
-
-class Token:
-    """A credential of azure-identity's kind."""
-
-    def get_token(self, *scopes: str, **more: Any) -> Any:
-        from azure.core.credentials import AccessToken
-
-        return AccessToken("token", int(time.time()) + 3600)

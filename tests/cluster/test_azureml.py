@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def distdl(azure: Azure, project: Path, without_stage_2, monkeypatch, capsys) -> Callable[..., Any]:
+def distdl(
+    azure: Azure, project: Path, without_stage_2, command, monkeypatch
+) -> Callable[..., Any]:
     """The command line in this process, which has the slow SDK in memory after the first time."""
-    from distdl.cli.main import main
-
     for name in set(os.environ) - set(azure.environment()):
         monkeypatch.delenv(name)
     for name, value in azure.environment(AZUREML_CURRENT_CLOUD="StandIn").items():
@@ -98,10 +97,8 @@ def distdl(azure: Azure, project: Path, without_stage_2, monkeypatch, capsys) ->
     monkeypatch.chdir(project)
 
     def run(*arguments: str, code: int = 0) -> Any:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["distdl", *arguments])
-        exit_code, output = main(arguments), capsys.readouterr()
-        assert exit_code == code, output
+        output = command(*arguments)
+        assert output.code == code, output
         return output
 
     return run

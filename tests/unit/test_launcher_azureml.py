@@ -119,7 +119,7 @@ def test_request(case: str, tmp_path: Path, pytestconfig: pytest.Config) -> None
             assert nodes == document["resources"]["instance_count"]
 
 
-def test_every_setting_is_an_argument_and_the_other_way_round() -> None:
+def test_every_setting_is_an_argument_and_vice_versa() -> None:
     assert {*AzureMLLauncher.model_fields, "_target_"} == set(shipped())
     assert rendered("everything") == rendered("everything"), "the same spec, the same request"
 

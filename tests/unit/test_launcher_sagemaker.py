@@ -193,7 +193,7 @@ def refusals(**changes: Any) -> dict[str, str]:
     return {problem.path: f"{problem.what} | {problem.remedy}" for problem in problems}
 
 
-def test_what_is_right_is_not_refused() -> None:
+def test_valid_settings_are_accepted() -> None:
     assert refusals() == refusals(**EVERYTHING) == {}
     assert refusals(instance_type="ml.m5.large", context={"accelerator": "cpu"}) == {}
     assert "ml.trn1.32xlarge" not in instances()
@@ -301,7 +301,7 @@ def test_the_archive_depends_on_nothing_but_the_files(run, tmp_path) -> None:
         assert tar.getnames() == ["code/distdl/__init__.py", "config.yaml"]
 
 
-def test_submit_uploads_creates_and_hides(launcher, aws, run, monkeypatch) -> None:
+def test_submit_uploads_the_bundle_and_hides_secrets(launcher, aws, run, monkeypatch) -> None:
     """The next attempt is a job of its own with the same store and the newest value."""
     handles, stores = set(), set()
     for attempt in (1, 2):
@@ -321,7 +321,7 @@ def test_submit_uploads_creates_and_hides(launcher, aws, run, monkeypatch) -> No
     assert len(keys(aws)) == len(handles) == 2 and stores == {f"s3://my-bucket/{STORE}"}
 
 
-def test_a_run_that_began_elsewhere_takes_its_history_along(launcher, aws, run) -> None:
+def test_a_run_that_began_elsewhere_uploads_its_history(launcher, aws, run) -> None:
     names = {"checkpoints/a.ckpt", "checkpoints/a.ckpt.manifest.json", "logs/metrics.jsonl"}
     for name in names:
         (run / name).parent.mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,34 +19,41 @@ from distdl.launchers.azureml.provision.resources import resources
 from distdl.launchers.azureml.provision.settings import ProvisionSettings, read
 from distdl.launchers.azureml.provision.values import Resource
 from distdl.util.errors import UserError
-from tests.cluster.arm_store import SUBSCRIPTION, ArmStore, Token, serving
+from tests.cluster.arm_store import SUBSCRIPTION, ArmStore
+from tests.cluster.azurite import write_certificate
+from tests.cluster.https import serve
 from tests.conftest import ROOT, check_golden
 
 pytest.importorskip("azure.mgmt.core")
+credentials = pytest.importorskip("azure.core.credentials")
+TOKENS = SimpleNamespace(get_token=lambda *_, **__: credentials.AccessToken("token", 4102444800))
 NAMES = {"resource_group": "ml", "workspace": "vision"}
 PUBLIC = {**NAMES, "private": False}
 
 
 @pytest.fixture(autouse=True)
-def nobodys_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("AZURE_", "ARM_"))]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ArmStore, Path]]:
-    folder = tmp_path_factory.mktemp("arm")
-    with serving(folder) as store:
-        yield store, folder / "cert.pem"
+    folder, store = tmp_path_factory.mktemp("arm"), ArmStore()
+    trusted, key = folder / "cert.pem", folder / "key.pem"
+    write_certificate(trusted, key)
+    server = serve(store, trusted, key)
+    store.url = f"https://127.0.0.1:{server.server_port}"
+    yield store, trusted
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture
 def store(server: tuple[ArmStore, Path], monkeypatch: pytest.MonkeyPatch) -> ArmStore:
     """An empty Azure."""
     store, trusted = server
-    for held in (store.resources, store.requests, store.failures):
-        held.clear()
-    store.subscriptions = [SUBSCRIPTION]
+    vars(store).update(vars(ArmStore()) | {"url": store.url})
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(trusted))
     monkeypatch.setattr(arm, "POLLING_INTERVAL", 0.01)
     return store
@@ -55,7 +63,7 @@ def store(server: tuple[ArmStore, Path], monkeypatch: pytest.MonkeyPatch) -> Arm
 def run(store: ArmStore) -> Callable[..., int]:
     def run(**overrides: Any) -> int:
         settings = {**PUBLIC, "resource_manager": store.url, "confirm": True}
-        return command.run({**settings, **dotted(overrides)}, Token())
+        return command.run({**settings, **dotted(overrides)}, TOKENS)
 
     return run
 
@@ -122,7 +130,7 @@ def test_every_problem_is_named_at_once() -> None:
     assert paths == {"workspase", "workspace", "key_vault", "private", *dotted(wrong)}
 
 
-def test_names_are_made_once_and_for_all() -> None:
+def test_generated_names_are_stable_and_short() -> None:
     first = resources(settings())
     assert [r.id for r in first] == [r.id for r in resources(settings())]
     elsewhere = resources(settings(resource_group="other"))
@@ -138,7 +146,7 @@ def test_golden(name: str, overrides: dict[str, Any], pytestconfig: pytest.Confi
     check_golden(pytestconfig, ROOT / f"tests/golden/launchers/provision_{name}.txt", text)
 
 
-def test_private_means_private_and_access_is_by_identity() -> None:
+def test_nothing_is_public_and_access_is_by_identity() -> None:
     made = resources(settings())
     properties = [r.body.get("properties", {}) for r in made]
     public = [p["publicNetworkAccess"] for p in properties if "publicNetworkAccess" in p]
@@ -163,7 +171,7 @@ def test_private_means_private_and_access_is_by_identity() -> None:
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_creates_then_leaves_alone(run, store: ArmStore, private: bool, capsys) -> None:
+def test_creates_once(run, store: ArmStore, private: bool, capsys) -> None:
     assert run(private=private) == 0
     out = capsys.readouterr().out
     count = len(resources(settings(private=private)))
@@ -268,7 +276,9 @@ def test_which_subscription_and_who(run, store: ArmStore, monkeypatch) -> None:
         command.run({**PUBLIC, "resource_manager": store.url})
 
 
-def test_as_whoever_az_knows(run, store: ArmStore, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_with_the_credential_of_az(
+    run, store: ArmStore, tmp_path: Path, monkeypatch, capsys
+) -> None:
     """The real credential chain; only `az` is a script."""
     run()
     forget(store, "/containers/results")

@@ -129,7 +129,7 @@ def test_the_page_needs_nothing_but_itself(source: str) -> None:
     assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', source)) <= set(ids)
 
 
-def test_a_later_attempt_replaces_what_it_did_again(tmp_path: Path) -> None:
+def test_a_later_attempt_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     first = [(1, step, {"x": 1.0, "system/cpu_percent": 1.0}) for step in range(0, 100, 10)]
     second = [(2, step, {"x": 2.0, "system/cpu_percent": 2.0}) for step in range(55, 80, 10)]
     write(tmp_path, first + second)
