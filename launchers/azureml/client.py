@@ -142,7 +142,6 @@ class Connection:
 
     @functools.cached_property
     def client(self) -> Any:
-        """The SDK's MLClient."""
         with azure_errors():
             from azure.ai.ml import MLClient
 
@@ -160,7 +159,6 @@ class Connection:
         return f"https://{self._hosts.manager}/.default"
 
     def page(self, job: str) -> str:
-        """The address of the job's page in Azure ML's studio."""
         group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
         return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 

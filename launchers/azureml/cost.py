@@ -53,7 +53,6 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
 
 
 def advice(settings: AzureSettings, resources: Resources, jobs: int = 1) -> list[CostAdvice]:
-    """Only the advice."""
     size = vm_sizes.find(settings.vm_size)
     return list(_SizedJob(settings, resources, jobs, size).advice()) if size else []
 

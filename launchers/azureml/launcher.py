@@ -97,7 +97,6 @@ class AzureMLLauncher(AzureSettings):
         return AzureMLJob(self._connection(workspace), job, member)
 
     def _chosen(self) -> Connection:
-        """The workspace that jobs go to."""
         return self._connection(
             Workspace.find(self.subscription, self.resource_group, self.workspace)
         )

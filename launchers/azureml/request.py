@@ -73,7 +73,6 @@ class AzureMLRequest:
 
 
 def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
-    """The job of one attempt."""
     arguments = [".", "${{outputs.store}}", "--attempt", str(spec.attempt)]
     return tidy(
         {
@@ -152,7 +151,6 @@ def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
 
 
 def member_of(spec: JobSpec) -> str:
-    """The name of a sweep's member within the sweep."""
     return spec.name.rpartition("/")[2]
 
 

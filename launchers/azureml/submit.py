@@ -31,7 +31,6 @@ def say(text: str) -> None:
 
 
 def as_file(document: Mapping[str, Any]) -> io.StringIO:
-    """A document as a file for the SDK's loaders."""
     return io.StringIO(to_yaml(document))
 
 
@@ -128,7 +127,6 @@ def new_name(request: AzureMLRequest) -> str:
 
 
 def create_job(connection: Connection, job: Mapping[str, Any], name: str) -> None:
-    """Uploads the snapshot and creates the job."""
     with azure_errors():
         from azure.ai.ml import load_job
 

@@ -30,7 +30,6 @@ class Aws:
     clients: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, service: str) -> Any:
-        """The client of a service."""
         if service not in self.clients:
             with explained():
                 import boto3
@@ -40,7 +39,6 @@ class Aws:
         return self.clients[service]
 
     def found_region(self) -> str:
-        """The region that calls go to."""
         return str(self("sagemaker").meta.region_name)
 
 

@@ -170,7 +170,6 @@ class SageMakerRequest:
 
 
 def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An input as an element of InputDataConfig."""
     if disk := FILE_SYSTEM.fullmatch(str(entry["path"])):
         source = {
             "FileSystemId": disk[2],

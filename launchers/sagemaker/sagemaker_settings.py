@@ -203,5 +203,4 @@ def _instance(name: str, context: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def alike(instance: Instance) -> list[Instance]:
-    """Instances with the same GPUs."""
     return [each for each in instances().values() if each.gpu == instance.gpu]

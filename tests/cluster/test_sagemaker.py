@@ -73,6 +73,7 @@ class Cloud:
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self.folder, log = hosts, folder, folder / "moto.log"
+        self.idle = {host: set(hosts.pids(host)) for host in NAMES}
         self.variables = {
             "AWS_ENDPOINT_URL": f"http://{hosts.address('aws')}:5000",  # an address: no DNS here
             **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test"),
@@ -84,6 +85,10 @@ class Cloud:
         until(lambda: "Running on" in log.read_text(), log.read_text)
         bucket = f"'{BUCKET}', CreateBucketConfiguration={{'LocationConstraint': '{REGION}'}}"
         self.on_aws("-c", f"import boto3; boto3.client('s3').create_bucket(Bucket={bucket})")
+
+    def running(self, host: str) -> set[int]:
+        """Processes that the test has started on a host."""
+        return set(self.hosts.pids(host)) - self.idle[host]
 
     def on_aws(self, *argv: str) -> str:
         env = environment(**self.variables, AWS_DEFAULT_REGION=REGION, SAMPLE_API_KEY=CANARY)
@@ -150,23 +155,11 @@ class Containers:
     def close(self) -> None:
         """Nothing of a container outlives it, and /opt/ml is empty again; safe to call twice."""
         for host in self.mounted:
-            for pid in rank_pids(self.cloud.hosts, host):
+            for pid in self.cloud.running(host):
                 os.kill(pid, signal.SIGKILL)
             self.processes[host].wait()
             self.cloud.hosts.unmount(host, "/opt/ml")
         self.mounted = []
-
-
-def rank_pids(hosts: Hosts, host: str) -> list[int]:
-    """What runs on a host beside its sshd."""
-
-    def command(pid: int) -> bytes:
-        try:
-            return Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return b"sshd"  # it has ended
-
-    return [pid for pid in hosts.pids(host) if b"sshd" not in command(pid)]
 
 
 @pytest.fixture(scope="module")
@@ -263,11 +256,11 @@ def test_hosts_that_lose_each_other_end(cloud, containers) -> None:
         cloud.hosts.mend("algo-1")
     assert both.failures() == ["algo-2 vanished", "algo-1 vanished"]
     # Killed with their container: not in the same instant.
-    until(lambda: not rank_pids(cloud.hosts, "algo-2"), both.log, 120)
+    until(lambda: not cloud.running("algo-2"), both.log, 120)
 
 
 def test_a_rank_that_fails_ends_every_host_and_is_named(cloud, containers) -> None:
     both = containers("failing", FAIL_RANK="1")
     assert both.wait() == [1, 1]
     assert both.failures() == ["rank 1 on algo-2: ValueError: as the test wishes"] * 2
-    assert [rank_pids(cloud.hosts, host) for host in NAMES] == [[], []]
+    assert [cloud.running(host) for host in NAMES] == [set(), set()]

@@ -71,7 +71,6 @@ def render(settings: ProvisionSettings) -> str:
 
 
 def only_subscription(arm: Arm) -> str:
-    """The one subscription that the user can see."""
     visible = list(arm.list("/subscriptions", "2022-12-01"))
     if len(visible) == 1:
         return str(visible[0]["subscriptionId"])
@@ -111,7 +110,6 @@ def look(
 
 
 def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Sequence[str]) -> str:
-    """The plan as text."""
     place = f"{settings.resource_group}, {settings.location}, subscription {settings.subscription}"
     text = [f"Workspace {settings.workspace} in resource group {place}", ""]
     width = max(len(s.resource.kind) for s in steps)
@@ -172,7 +170,6 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
 
 
 def next_command(settings: ProvisionSettings) -> str:
-    """The command to run next."""
     text = f"""\
 Everything is as wanted. Data go to the container data, which jobs read as
 azureml://datastores/distdl_data/paths/FOLDER. Next, in the same environment:

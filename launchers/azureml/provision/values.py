@@ -68,5 +68,4 @@ class Ids:
         self.workspace = self.of(f"{ML}/workspaces", s.workspace)
 
     def of(self, kind: str, name: str) -> str:
-        """The path of a resource in the group."""
         return f"{self.group}/providers/{kind}/{name}"

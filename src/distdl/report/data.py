@@ -71,7 +71,6 @@ class ReportedRun:
 
 
 def load(path: Path) -> ReportedRun:
-    """Reads a run directory."""
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
     launches = {f: _parsed(_read(f / "launch.yaml", path), yaml.safe_load) for f in folders}
     run_ids = [str(launch["run_id"]) for launch in launches.values() if launch.get("run_id")]
