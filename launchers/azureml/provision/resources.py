@@ -39,7 +39,7 @@ def resources(settings: ProvisionSettings) -> list[Resource]:
         *storage(ids, s),
         *(dependencies(ids, s) if s.private else ()),
         workspace(ids, s),
-        *(of_workspace(ids, s) if s.private else ()),
+        *(endpoint(ids, s, ids.workspace, "amlworkspace", *ML_ZONES) if s.private else ()),
         *datastores(ids),
         *roles(ids, s),
         *clusters(ids, s),
@@ -209,6 +209,7 @@ def _cluster(ids: Ids, settings: ProvisionSettings, compute: Compute, named_by: 
 # The virtual network, its NAT gateway, and private endpoints with their DNS zones
 
 BLOB = "privatelink.blob.core.windows.net"
+ML_ZONES = ("privatelink.api.azureml.ms", "privatelink.notebooks.azure.net")
 
 
 def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
@@ -244,12 +245,6 @@ def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     yield from endpoint(ids, settings, ids.results, "file", "privatelink.file.core.windows.net")
     yield from endpoint(ids, settings, ids.vault, "vault", "privatelink.vaultcore.azure.net")
     yield from endpoint(ids, settings, ids.registry, "registry", "privatelink.azurecr.io")
-
-
-def of_workspace(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """The endpoint through which people and nodes reach the workspace."""
-    zones = ("privatelink.api.azureml.ms", "privatelink.notebooks.azure.net")
-    yield from endpoint(ids, settings, ids.workspace, "amlworkspace", *zones)
 
 
 def endpoint(

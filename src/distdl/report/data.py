@@ -40,7 +40,6 @@ class ReportedAttempt:
     ended: float | None
     changed: dict[str, Any]
     error: str
-    metrics: dict[str, float]
     parameters: dict[str, Any]
 
 
@@ -109,7 +108,6 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
     error = status.get("error") or ""
     if isinstance(error, dict):
         error = error.get("message") or json.dumps(error)
-    metrics = mapping(status.get("metrics"))
     task = mapping(mapping(launch.get("where")).get("task")).get("_target_") or TRAIN
     return ReportedAttempt(
         number=int(folder.name),
@@ -119,7 +117,6 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
         ended=_moment(status.get("ended")),
         changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
         error=str(error),
-        metrics={k: v for k, v in metrics.items() if _number(v) is not None},
         parameters=mapping(status.get("parameters")),
     )
 
