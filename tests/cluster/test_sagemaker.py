@@ -95,7 +95,7 @@ class Cloud:
         command, cwd = [sys.executable, *argv], self.folder / "project"
         done = self.hosts.run("aws", command, cwd=cwd, env=env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        return done.stdout
 
 
 class Containers:
