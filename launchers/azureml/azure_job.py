@@ -17,15 +17,9 @@ from distdl.util.errors import UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
 STATES = {
-    "NotStarted": JobState.PENDING,
-    "Queued": JobState.PENDING,
-    "Starting": JobState.PENDING,
-    "Provisioning": JobState.PENDING,
-    "Preparing": JobState.PENDING,
-    "Paused": JobState.PENDING,
-    "Running": JobState.RUNNING,
-    "Finalizing": JobState.RUNNING,
-    "CancelRequested": JobState.RUNNING,
+    **dict.fromkeys(("NotStarted", "Queued", "Starting"), JobState.PENDING),
+    **dict.fromkeys(("Provisioning", "Preparing", "Paused"), JobState.PENDING),
+    **dict.fromkeys(("Running", "Finalizing", "CancelRequested"), JobState.RUNNING),
     "NotResponding": JobState.RUNNING,  # it may come back
     "Completed": JobState.SUCCEEDED,
     "Failed": JobState.FAILED,
@@ -43,14 +37,7 @@ MISSES = 20  # consecutive polls without an answer, after which following ends
 
 
 class AzureMLJob(AskedJob):
-    """One job, or one trial of a sweep job.
-
-    Args:
-        connection: To its workspace.
-        name: The job's name.
-        member: The member of a sweep job; None for any other job. Azure names a member's trial only
-            when the trial starts.
-    """
+    """One job, or the trial of a sweep job's member, which Azure names only when it starts."""
 
     def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
         self._connection = connection
@@ -74,18 +61,14 @@ class AzureMLJob(AskedJob):
             if job._member is None:
                 workspaces.setdefault(job._connection.workspace, {})[job._name] = job
         for named in workspaces.values():
-            client = next(iter(named.values()))._connection.client
             with azure_errors():
-                pages = (  # the SDK lists a job of an unknown kind as None
-                    [(job.name, {"status": job.status}) for job in page if job]
-                    for page in client.jobs.list().by_page()
-                )
+                listed = next(iter(named.values()))._connection.client.jobs.list().by_page()
+                # The SDK lists a job of an unknown kind as None.
+                pages = ([(j.name, {"status": j.status}) for j in page if j] for page in listed)
                 yield from from_pages(named, pages)
 
     def _look(self) -> dict[str, Any]:
-        """`status`, `logFiles`, `error`, and more."""
-        run = self._run()
-        if run is not None:
+        if run := self._run():
             return self._history.details(run)
         sweep = self._history.details(self._name)
         # The trial can still start while the sweep runs.
@@ -132,8 +115,7 @@ class AzureMLJob(AskedJob):
             yield from self._failure(details, ranks)
 
     def cancel(self) -> None:
-        run = self._run()
-        if run is None:
+        if (run := self._run()) is None:
             what = "has not started yet, and Azure ML has no name for it"
             remedy = f"cancel the whole sweep: {self._connection.workspace.handle(self._name)}"
             raise UserError.at(self.handle, what, remedy)
@@ -160,13 +142,11 @@ class AzureMLJob(AskedJob):
         return self._trial
 
     def _failure(self, details: dict[str, Any], ranks: dict[int, str]) -> Iterator[str]:
-        """The other ranks' output, and Azure's message. Rank 0 often fails because another rank
-        did, and the other ranks print errors only."""
+        """The other ranks' errors, since rank 0 often fails after them, and Azure's message."""
         for rank, address in ranks.items():
             if rank:
                 file = LogFile(self._history)
-                for line in [*file.new(address), *file.rest()]:
-                    yield f"[rank {rank}] {line}"
+                yield from (f"[rank {rank}] {x}" for x in (*file.new(address), *file.rest()))
         message = ((details.get("error") or {}).get("error") or {}).get("message")
         if message:
             yield f"azureml: {' '.join(str(message).split())[:600]}"

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -29,17 +29,14 @@ class Cloud(NamedTuple):
 
 
 # https://learn.microsoft.com/azure/azure-government/compare-azure-government-global-azure
-PUBLIC = Cloud(
-    "login.microsoftonline.com", "management.azure.com", "vault.azure.net", "ml.azure.com"
-)
-CHINA = Cloud(
-    "login.chinacloudapi.cn", "management.chinacloudapi.cn", "vault.azure.cn", "studio.ml.azure.cn"
-)
-US_GOVERNMENT = Cloud(
-    *("login.microsoftonline.us", "management.usgovcloudapi.net"),
-    *("vault.usgovcloudapi.net", "ml.azure.us"),
-)
-CLOUDS = {"AzureCloud": PUBLIC, "AzureUSGovernment": US_GOVERNMENT, "AzureChinaCloud": CHINA}
+HOSTS = {
+    "AzureCloud": "login.microsoftonline.com management.azure.com vault.azure.net ml.azure.com",
+    "AzureUSGovernment": "login.microsoftonline.us management.usgovcloudapi.net "
+    "vault.usgovcloudapi.net ml.azure.us",
+    "AzureChinaCloud": "login.chinacloudapi.cn management.chinacloudapi.cn vault.azure.cn "
+    "studio.ml.azure.cn",
+}
+CLOUDS = {name: Cloud(*hosts.split()) for name, hosts in HOSTS.items()}
 # Part of a workspace's name -> its variable, and its key in config.json (from Azure's portal).
 NAMED_BY = {
     "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
@@ -57,22 +54,16 @@ HANDLE = re.compile(
 
 @dataclass(frozen=True)
 class Workspace:
-    """A workspace, identified by its names in Azure.
-
-    Raises:
-        UserError: A name cannot be part of an address.
-    """
+    """A workspace, identified by its names in Azure, which must fit into an address."""
 
     subscription: str  # its id
     resource_group: str
     name: str
 
     def __post_init__(self) -> None:
-        remedy = "letters, digits, _ . ( ) -"
-        names = zip(NAMED_BY, (self.subscription, self.resource_group, self.name), strict=True)
         problems = [
-            Problem(f"launcher.{key}", f"{name!r} is not a name in Azure", remedy)
-            for key, name in names
+            Problem(f"launcher.{key}", f"{name!r} is not a name in Azure", "letters, digits, _.()-")
+            for key, name in zip(NAMED_BY, astuple(self), strict=True)
             if not re.fullmatch(PART, name)
         ]
         if problems:
@@ -82,29 +73,19 @@ class Workspace:
     def find(
         cls, subscription: str | None, resource_group: str | None, workspace: str | None
     ) -> Workspace:
-        """The workspace; names that are None come from the environment, else from config.json.
-
-        Raises:
-            UserError: At least one of the three names is not set anywhere.
-        """
-        exported, file = from_environment(), config_file()
-        names = zip(NAMED_BY, (subscription, resource_group, workspace), strict=True)
-        found = {
-            key: name or exported.get(key) or file.get(NAMED_BY[key][1]) for key, name in names
-        }
-        problems = [
-            Problem(
-                f"launcher.{key}",
-                "missing, and the job cannot be sent (dry_run=true shows it)",
-                f"write launcher.{key}=..., export {NAMED_BY[key][0]}=..., or put the workspace's "
-                "config.json here (Azure's portal offers it for download)",
-            )
-            for key, name in found.items()
-            if not name
-        ]
+        """The workspace; names that are None come from the environment, else from config.json."""
+        exported, file, names, problems = from_environment(), config_file(), [], []
+        settings = zip(NAMED_BY.items(), (subscription, resource_group, workspace), strict=True)
+        for (key, (variable, file_key)), name in settings:
+            names.append(name or exported.get(key) or file.get(file_key))
+            if not names[-1]:
+                what = "missing, and the job cannot be sent (dry_run=true shows it)"
+                remedy = f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
+                remedy += "config.json here (Azure's portal offers it for download)"
+                problems.append(Problem(f"launcher.{key}", what, remedy))
         if problems:
             raise UserError(*problems)
-        return cls(*map(str, found.values()))
+        return cls(*map(str, names))
 
     @property
     def group(self) -> str:
@@ -112,8 +93,7 @@ class Workspace:
 
     @property
     def arm_id(self) -> str:
-        kind = "Microsoft.MachineLearningServices/workspaces"
-        return f"/{self.group}/providers/{kind}/{self.name}"
+        return f"/{self.group}/providers/Microsoft.MachineLearningServices/workspaces/{self.name}"
 
     def handle(self, job: str, member: str | None = None) -> str:
         """The handle by which a later shell finds a job."""
@@ -140,13 +120,8 @@ def config_file() -> dict[str, str]:
 
 
 def parse(handle: str) -> tuple[Workspace, str, str | None]:
-    """Splits a handle into workspace, job and sweep member.
-
-    Raises:
-        UserError: It is not a handle of Azure ML.
-    """
-    match = HANDLE.fullmatch(handle)
-    if match is None:
+    """Splits a handle into workspace, job and sweep member."""
+    if (match := HANDLE.fullmatch(handle)) is None:
         remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
         raise UserError.at(handle, "is not a handle of a job on Azure ML", remedy)
     subscription, group, name, job, member = match.groups()
@@ -155,15 +130,11 @@ def parse(handle: str) -> tuple[Workspace, str, str | None]:
 
 class Connection:
     """Access to a workspace as the signed-in user. It imports and sends nothing before it is used.
-
-    Args:
-        workspace: The workspace.
-        cloud: Its cloud; None for the SDK's own choice, which follows ARM_CLOUD_METADATA_URL.
-    """
+    Without a cloud, the SDK chooses, which follows ARM_CLOUD_METADATA_URL."""
 
     def __init__(self, workspace: Workspace, cloud: str | None) -> None:
         self.workspace, self.cloud = workspace, cloud
-        self._hosts = CLOUDS.get(str(cloud), PUBLIC)
+        self._hosts = CLOUDS.get(str(cloud), CLOUDS["AzureCloud"])
 
     @functools.cached_property
     def credential(self) -> Any:
@@ -171,21 +142,13 @@ class Connection:
 
     @functools.cached_property
     def client(self) -> Any:
-        """The SDK's MLClient."""
         with azure_errors():
             from azure.ai.ml import MLClient
 
             logging.getLogger("azure.ai.ml").setLevel(logging.ERROR)
-            options = {"cloud": self.cloud} if self.cloud else {}
-            return MLClient(
-                self.credential,
-                self.workspace.subscription,
-                self.workspace.resource_group,
-                self.workspace.name,
-                enable_telemetry=False,
-                show_progress=sys.stderr.isatty(),
-                **options,
-            )
+            options: dict[str, Any] = {"cloud": self.cloud} if self.cloud else {}
+            options |= {"enable_telemetry": False, "show_progress": sys.stderr.isatty()}
+            return MLClient(self.credential, *astuple(self.workspace), **options)
 
     @property
     def scope(self) -> str:
@@ -196,16 +159,11 @@ class Connection:
         return f"https://{self._hosts.manager}/.default"
 
     def page(self, job: str) -> str:
-        """The address of the job's page in Azure ML's studio."""
         group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
         return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
     def look(self) -> None:
-        """Checks that the workspace can be read; it changes nothing.
-
-        Raises:
-            UserError: The workspace does not exist, or the signed-in user may not see it.
-        """
+        """Checks that the workspace exists and the signed-in user may see it."""
         with azure_errors():
             self.client.workspaces.get(self.workspace.name)
 
@@ -219,11 +177,7 @@ class Connection:
 
 
 def sign_in(cloud: str | None = None) -> Any:
-    """A credential from variables, a managed identity or `az login`, in this order.
-
-    Raises:
-        UserError: Azure's packages are not installed.
-    """
+    """A credential from variables, a managed identity or `az login`, in this order."""
     with azure_errors():
         from azure.identity import DefaultAzureCredential
     # It warns about each unavailable method; the final error lists them once.
@@ -233,19 +187,13 @@ def sign_in(cloud: str | None = None) -> Any:
 
 
 def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> Any:
-    """An azure.core.PipelineClient that retries where that may help.
-
-    Args:
-        credential: The credential whose token each request carries; None for no token.
-        scope: The token's scope.
-        base_url: The base of relative addresses.
-    """
+    """An azure.core.PipelineClient that retries where that may help. Each request carries the
+    credential's token for `scope`; without a credential none."""
     from azure.core import PipelineClient
     from azure.core.pipeline import policies
 
-    # Pollers need the RequestIdPolicy.
-    chain: list[Any] = [policies.RequestIdPolicy(), policies.UserAgentPolicy("distdl")]
-    chain.append(policies.RetryPolicy())
+    chain: list[Any] = [policies.RequestIdPolicy()]  # which pollers need
+    chain += [policies.UserAgentPolicy("distdl"), policies.RetryPolicy()]
     if credential is not None:
         chain.append(policies.BearerTokenCredentialPolicy(credential, scope))
     return PipelineClient(base_url, policies=chain)
@@ -260,28 +208,22 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> Iterator[None]:
-    """Turns the exceptions of Azure's packages into UserErrors with a remedy.
+    """Turns the exceptions of Azure's packages into UserErrors, of which they become the cause.
 
     Args:
         path: The path of the Problem.
         remedies: Azure's error code -> what to do about it.
-
-    Raises:
-        UserError: Instead of Azure's exception, which becomes its cause.
     """
     try:
         from azure.core import exceptions as core
-    except ImportError as error:
-        raise no_extra(error) from None
-    try:
+
         yield
     except ImportError as error:
-        raise no_extra(error) from error
+        what = f"Azure's packages are not installed ({error.name})"
+        raise UserError.at("launcher", what, "pip install 'distdl[azure]'") from error
     except core.ClientAuthenticationError as error:
-        remedy = (
-            "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, or run "
-            "where a managed identity is"
-        )
+        remedy = "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
+        remedy += "or run where a managed identity is"
         what = f"Azure knows nobody here who may do this: {brief(error.message)}"
         raise UserError.at(path, what, remedy) from error
     except core.HttpResponseError as error:
@@ -299,11 +241,6 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
 def code_of(error: BaseException | None) -> str:
     """Azure's error code, such as AuthorizationFailed; empty if there is none."""
     return str(getattr(getattr(error, "error", None), "code", None) or "")
-
-
-def no_extra(error: ImportError) -> UserError:
-    what = f"Azure's packages are not installed ({error.name})"
-    return UserError.at("launcher", what, "pip install 'distdl[azure]'")
 
 
 def brief(error: object) -> str:

@@ -34,18 +34,14 @@ class CostAdvice(NamedTuple):
     why: str
 
 
-def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
-    """Quota, prices and advice as text.
+Text = tuple[str, str] | None  # what to do, and why
 
-    Args:
-        settings: The launcher's settings.
-        resources: The size of the run.
-        jobs: The number of sweep members that this job runs.
-    """
-    size = vm_sizes.find(settings.vm_size)
-    if size is None:
-        name = settings.vm_size
-        return f"price and quota: unknown here, as distdl does not know {name}: {PRICES}"
+
+def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
+    """Quota, prices and advice as text, for a run of this size, or for that many sweep members."""
+    if not (size := vm_sizes.find(settings.vm_size)):
+        why = f"as distdl does not know {settings.vm_size}"
+        return f"price and quota: unknown here, {why}: {PRICES}"
     job = _SizedJob(settings, resources, jobs, size)
     rows = [*job.facts(), job.quota(), *job.prices()]
     rows += [("note", size.note)] if size.note else []
@@ -57,14 +53,13 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
 
 
 def advice(settings: AzureSettings, resources: Resources, jobs: int = 1) -> list[CostAdvice]:
-    """Only the advice; for the arguments see `table`."""
     size = vm_sizes.find(settings.vm_size)
     return list(_SizedJob(settings, resources, jobs, size).advice()) if size else []
 
 
 @dataclass(frozen=True)
 class _SizedJob:
-    """A job on VMs of a known size; for the fields see `table`."""
+    """A job on VMs of a known size."""
 
     settings: AzureSettings
     run: Resources
@@ -75,8 +70,8 @@ class _SizedJob:
         size, nodes = self.size, self.run.num_nodes
         parts = [f"{size.cores} cores", f"{size.memory_gb} GB"]
         if size.gpus:
-            parts.insert(0, f"{size.gpus} x {size.gpu} of {size.gpu_memory_gb} GB")
-            parts.append(size.interconnect)
+            gpus = f"{size.gpus} x {size.gpu} of {size.gpu_memory_gb} GB"
+            parts = [gpus, *parts, size.interconnect]
         if size.infiniband:
             parts.append(f"InfiniBand {size.infiniband_gbps} Gb/s")
         elif size.gpus and nodes > 1:
@@ -103,8 +98,8 @@ class _SizedJob:
 
         def both(hours: float) -> str:
             cheap = f"about {money(one_spot * nodes * hours)}" if one_spot else "unknown"
-            marks = (" (chosen)", "") if spot else ("", " (chosen)")
-            return f"spot {cheap}{marks[0]}, dedicated {money(one * nodes * hours)}{marks[1]}"
+            first, second = (" (chosen)", "") if spot else ("", " (chosen)")
+            return f"spot {cheap}{first}, dedicated {money(one * nodes * hours)}{second}"
 
         about = f"{nodes} node{'s' if nodes > 1 else ''}"
         if self.size.price_date:
@@ -119,22 +114,18 @@ class _SizedJob:
             yield "tier", f"dedicated: never taken away; {less}"
 
     def advice(self) -> Iterator[CostAdvice]:
-        for part in (self._retired, self._unused, self._sweep, self._scale_up):
-            yield from part()
-        for part in (self._infiniband, self._blob, self._registry, self._idle):
-            yield from part()
+        parts = {"retired": self._retired, "unused": self._unused, "sweep": self._sweep}
+        parts |= {"scale up": self._scale_up, "infiniband": self._infiniband}
+        parts |= {"blob": self._blob, "registry": self._registry, "idle": self._idle}
+        for topic, part in parts.items():
+            if text := part():
+                yield CostAdvice(topic, *text)
 
     def _replacements(self) -> list[VmSize]:
         """Current sizes whose GPUs are at least as fast and have at least as much memory."""
-        return [
-            other
-            for other in vm_sizes.all()
-            if not other.retired
-            and other.gpu not in vm_sizes.TOO_OLD
-            and other.gpus
-            and GPUS.index(other.gpu) >= GPUS.index(self.size.gpu)
-            and other.gpu_memory_gb >= self.size.gpu_memory_gb
-        ]
+        fast = set(GPUS[GPUS.index(self.size.gpu) :]) - set(vm_sizes.TOO_OLD)
+        current = [size for size in vm_sizes.all() if not size.retired and size.gpu in fast]
+        return [size for size in current if size.gpu_memory_gb >= self.size.gpu_memory_gb]
 
     def _nodes(self, size: VmSize) -> int:
         """The number of VMs of a size that gives each rank a GPU."""
@@ -144,106 +135,89 @@ class _SizedJob:
         """USD per hour for that number of VMs."""
         return self._nodes(size) * (size.price_per_hour or math.inf)
 
-    def _retired(self) -> Iterator[CostAdvice]:
+    def _retired(self) -> Text:
         if not self.size.retired:
-            return
+            return None
         devices = min(self.run.devices, self.size.gpus)
         fitting = [s for s in self._replacements() if s.gpus >= devices]
         best = min(fitting, key=lambda s: (self._cost(s), s.gpus))
-        why = f"Azure retired {self.size.series} on {self.size.retired}; new VMs of this size are"
-        yield CostAdvice(
-            "retired", f"choose a size of today, such as {best.name}", f"{why} refused"
-        )
+        why = f"Azure retired {self.size.series} on {self.size.retired}; new VMs of this size are "
+        return f"choose a size of today, such as {best.name}", f"{why}refused"
 
-    def _unused(self) -> Iterator[CostAdvice]:
-        gpus, devices = self.size.gpus, self.run.devices
+    def _unused(self) -> Text:
+        gpus, idle = self.size.gpus, self.size.gpus - self.run.devices
         if self.run.accelerator == "cpu" and gpus:
-            what = "choose a size without GPU, such as Standard_DS3_v2"
             why = f"trainer.accelerator=cpu leaves {gpus} x {self.size.gpu} per node idle, and paid"
-            yield CostAdvice("unused", what, why)
-        elif 0 < devices < gpus:
+            return "choose a size without GPU, such as Standard_DS3_v2", why
+        if 0 < idle < gpus:
             what = f"write trainer.devices={gpus}, or choose a smaller size"
-            why = f"{gpus - devices} of {gpus} GPUs per node are idle, and paid"
-            yield CostAdvice("unused", what, why)
+            return what, f"{idle} of {gpus} GPUs per node are idle, and paid"
+        return None
 
-    def _sweep(self) -> Iterator[CostAdvice]:
-        if self.run.num_nodes > 1 and self.jobs > 1:
-            yield CostAdvice(
-                "sweep",
-                "train the configurations separately, one VM each: trainer.num_nodes=1",
-                "configurations do not need each other: on one VM none waits for a network, and "
-                "one that is preempted stops no other",
-            )
+    def _sweep(self) -> Text:
+        if self.run.num_nodes == 1 or self.jobs == 1:
+            return None
+        what = "train the configurations separately, one VM each: trainer.num_nodes=1"
+        why = "configurations do not need each other: on one VM none waits for a network, and "
+        return what, f"{why}one that is preempted stops no other"
 
-    def _scale_up(self) -> Iterator[CostAdvice]:
+    def _scale_up(self) -> Text:
         size, nodes, price = self.size, self.run.num_nodes, self.size.price_per_hour
         if nodes == 1 or not size.gpus or self.run.accelerator == "cpu" or price is None:
-            return
-        most = SIMILAR * price * nodes
-        bigger = [
-            s for s in self._replacements() if self._nodes(s) < nodes and self._cost(s) <= most
-        ]
-        if bigger:
-            best = min(bigger, key=lambda s: (self._nodes(s), self._cost(s)))
-            yield CostAdvice(
-                "scale up",
-                f"scale up before scaling out: {self._nodes(best)} x {best.name} "
-                f"({money(self._cost(best))} per hour, {best.gpus} x {best.gpu} each) "
-                f"instead of {nodes} x {size.name} ({money(price * nodes)})",
-                f"GPUs of one VM talk by {best.interconnect or 'PCIe'}, VMs by a network: what the "
-                "gradients wait for is the slower one",
-            )
+            return None
+        fewer = [s for s in self._replacements() if self._nodes(s) < nodes]
+        similar = [s for s in fewer if self._cost(s) <= SIMILAR * price * nodes]
+        if not similar:
+            return None
+        best = min(similar, key=lambda s: (self._nodes(s), self._cost(s)))
+        cost = f"{money(self._cost(best))} per hour, {best.gpus} x {best.gpu} each"
+        what = f"scale up before scaling out: {self._nodes(best)} x {best.name} ({cost}) "
+        why = f"GPUs of one VM talk by {best.interconnect or 'PCIe'}, VMs by a network: what the "
+        what += f"instead of {nodes} x {size.name} ({money(price * nodes)})"
+        return what, f"{why}gradients wait for is the slower one"
 
-    def _infiniband(self) -> Iterator[CostAdvice]:
+    def _infiniband(self) -> Text:
         size = self.size
         if self.run.num_nodes == 1 or not size.gpus or size.infiniband:
-            return
+            return None
         fast = [s for s in self._replacements() if s.infiniband]
         best = min(fast, key=lambda s: (self._cost(s), s.name))
         price = f", {money(best.price_per_hour)} per hour" if best.price_per_hour else ""
-        yield CostAdvice(
-            "infiniband",
-            "where several nodes are needed, choose a size with InfiniBand, such as "
-            f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})",
-            f"{size.name} has no InfiniBand (no r in its name): gradients go over Ethernet"
-            if size.sr_iov
-            else f"the InfiniBand of {size.name} has no SR-IOV, so NCCL falls back to Ethernet",
-        )
+        what = "where several nodes are needed, choose a size with InfiniBand, such as "
+        what += f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})"
+        if size.sr_iov:
+            why = "has no InfiniBand (no r in its name): gradients go over Ethernet"
+            return what, f"{size.name} {why}"
+        return what, f"the InfiniBand of {size.name} has no SR-IOV, so NCCL falls back to Ethernet"
 
-    def _blob(self) -> Iterator[CostAdvice]:
+    def _blob(self) -> Text:
         nodes, sku = self.run.num_nodes, self.settings.storage_sku
         if nodes == 1 or sku == "premium" or not (sku or self.settings.inputs):
-            return
-        yield CostAdvice(
-            "blob",
-            "put the training data on premium block blob storage, results may stay"
-            if sku
-            else "if the data lie on standard Blob storage, move them to premium "
-            "(launcher.storage_sku=premium ends this advice)",
-            f"{nodes} nodes read at once, and a standard account answers small reads slowly and "
-            "limits requests per second over all readers",
-        )
+            return None
+        what = "put the training data on premium block blob storage, results may stay"
+        if not sku:
+            what = "if the data lie on standard Blob storage, move them to premium "
+            what += "(launcher.storage_sku=premium ends this advice)"
+        why = f"{nodes} nodes read at once, and a standard account answers small reads slowly and "
+        return what, f"{why}limits requests per second over all readers"
 
-    def _registry(self) -> Iterator[CostAdvice]:
+    def _registry(self) -> Text:
         nodes = self.run.num_nodes * self.jobs
-        if nodes >= MANY_NODES and self.settings.registry_sku == "basic":
-            # learn.microsoft.com/azure/container-registry/container-registry-skus
-            yield CostAdvice(
-                "registry",
-                "give the workspace a premium container registry",
-                f"{nodes} nodes pull an image of gigabytes at once, and Basic is limited in "
-                "requests and bandwidth: nodes are paid for while they wait",
-            )
+        if nodes < MANY_NODES or self.settings.registry_sku != "basic":
+            return None
+        # learn.microsoft.com/azure/container-registry/container-registry-skus
+        why = f"{nodes} nodes pull an image of gigabytes at once, and Basic is limited in "
+        why += "requests and bandwidth: nodes are paid for while they wait"
+        return "give the workspace a premium container registry", why
 
-    def _idle(self) -> Iterator[CostAdvice]:
+    def _idle(self) -> Text:
         least = self.settings.min_nodes
         if not least or not self.settings.compute:  # serverless keeps no nodes
-            return
+            return None
         price = (self.settings.spot and self.size.spot_price_per_hour) or self.size.price_per_hour
         cost = f"about {money(least * price * HOURS_PER_MONTH)} a month" if price else "money"
         stay = "nodes stay" if least > 1 else "node stays"
-        why = f"{least} {stay} on when no job runs: {cost}"
-        yield CostAdvice("idle", "write launcher.min_nodes=0", why)
+        return "write launcher.min_nodes=0", f"{least} {stay} on when no job runs: {cost}"
 
 
 def money(amount: float) -> str:

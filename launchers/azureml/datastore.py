@@ -19,25 +19,20 @@ PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, as a u
 
 
 class DatastoreFolder(BlobStore):
-    """A folder, opened with the datastore's own credential, else as the signed-in user.
-
-    Args:
-        connection: To its workspace.
-        address: `azureml://datastores/NAME/paths/FOLDER`, or the same with its workspace.
+    """A folder, opened with the datastore's own credential, else as the signed-in user. Its address
+    is `azureml://datastores/NAME/paths/FOLDER`, or the same with its workspace.
 
     Raises:
         UserError: The datastore does not store blobs, or Azure rejects the request.
     """
 
     def __init__(self, connection: Connection, address: str) -> None:
-        match = ADDRESS.fullmatch(address)
-        if match is None:
+        if (match := ADDRESS.fullmatch(address)) is None:
             raise UserError.at(address, "is not a folder of a datastore")
         name, folder = match.groups()
         with azure_errors():
             facts = connection.client.datastores.get(name, include_secrets=True)
-        container = getattr(facts, "container_name", None)
-        if container is None:
+        if (container := getattr(facts, "container_name", None)) is None:
             what = f"is a datastore of type {facts.type}; only those of blobs can be copied from"
             raise UserError.at(name, what)
         account = facts.account_name
@@ -63,11 +58,7 @@ class DatastoreFolder(BlobStore):
 
 
 def fetch(connection: Connection, address: str, to: Path) -> int:
-    """Copies a datastore's folder; returns the number of files copied (see `fetch_files`).
-
-    Raises:
-        UserError: The folder is empty, or Azure rejects the request.
-    """
+    """Copies a datastore's folder; returns the number of files copied (see `fetch_files`)."""
     with store_errors():
         folder = DatastoreFolder(connection, address)
         files = folder.files()
@@ -77,16 +68,8 @@ def fetch(connection: Connection, address: str, to: Path) -> int:
 
 
 def send(connection: Connection, address: str, files: Mapping[str, Path]) -> int:
-    """Uploads the files that the folder lacks; returns how many.
-
-    Args:
-        connection: To the workspace.
-        address: The folder's address.
-        files: Name in the folder -> file, uploaded in this order: put manifests last.
-
-    Raises:
-        UserError: Azure rejects the request.
-    """
+    """Uploads the files that the folder lacks, by their names in it; returns how many. They are
+    uploaded in this order: put manifests last."""
     with store_errors():
         folder = DatastoreFolder(connection, address)
         missing = [name for name in files if folder.size(name) is None]

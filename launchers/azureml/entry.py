@@ -25,7 +25,7 @@ from distdl.job import EXIT_REFUSED
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Never returns: the process becomes the worker, or exits with EXIT_REFUSED."""
+    """Replaces the process with the worker, or exits with EXIT_REFUSED."""
     parser = argparse.ArgumentParser("python -m distdl.launchers.azureml.entry")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("store")
@@ -36,33 +36,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     options = parser.parse_args(argv)
     code = Path("code").absolute()
     os.environ["PYTHONPATH"] = str(code)  # absolute, for processes that change their folder
-    for name, _, path in (given.partition("=") for given in options.input):
+    for name, _, path in (item.partition("=") for item in options.input):
         os.environ[f"DISTDL_INPUT_{name.upper()}"] = path
     try:
-        names = dict(given.split("=", 1) for given in options.secret)
+        names = dict(item.split("=", 1) for item in options.secret)
         os.environ.update(secrets(names, options.identity))
     except Exception as error:
         text, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
-        print(
+        message = (
             f"distdl: the forwarded variables cannot be read from {vault}: {text}\n"
             "    give the identity of the job (the cluster's managed identity, or you with "
-            "launcher.identity=user) the role Key Vault Secrets User",
-            file=sys.stderr,
-            flush=True,
+            "launcher.identity=user) the role Key Vault Secrets User"
         )
+        print(message, file=sys.stderr, flush=True)
         sys.exit(EXIT_REFUSED)
-    share_code(options.bundle, code)
+    if not (options.bundle / "code").exists():  # the members of a sweep share one copy
+        with suppress(FileExistsError):  # another rank of this node was faster
+            (options.bundle / "code").symlink_to(code)
     attempt = options.attempt or (options.bundle / "attempt").read_text().strip()
     worker = ["-m", "distdl.worker", str(options.bundle), options.store, "--attempt", attempt]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *worker])
-
-
-def share_code(bundle: Path, code: Path) -> None:
-    """Links the code into the bundle of a sweep's member: the members share one copy of it."""
-    if not (bundle / "code").exists():
-        with suppress(FileExistsError):  # another rank of this node was faster
-            (bundle / "code").symlink_to(code)
 
 
 def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
@@ -86,11 +80,8 @@ def credential(identity: str) -> Any:
 
 
 class OnBehalfOf:
-    """The user's tokens, from the endpoint that `identity: user` gives a job.
-
-    It does the same as `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, which would bring the
-    whole SDK into the image.
-    """
+    """The user's tokens, from the endpoint that `identity: user` gives a job, without the SDK's
+    `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, which the image would need."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint

@@ -29,9 +29,7 @@ class AzureMLLauncher(AzureSettings):
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
         """One node's devices: `(GPUs, "gpu")`, or `(1, "cpu")` without GPUs; None if unknown."""
         vm = vm_sizes.find(str(node.get("vm_size")))
-        if vm is None:
-            return None
-        return (vm.gpus, "gpu") if vm.gpus else (1, "cpu")
+        return vm and ((vm.gpus, "gpu") if vm.gpus else (1, "cpu"))
 
     @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
@@ -46,8 +44,7 @@ class AzureMLLauncher(AzureSettings):
         """With `sweep=azureml` one sweep job of Azure ML; else None, for one job per member."""
         if self.sweep != "azureml":
             return None
-        members = tuple(specs)
-        return self._request(members, requests.sweep_job(self, members))
+        return self._request(tuple(specs), requests.sweep_job(self, tuple(specs)))
 
     def _request(self, specs: tuple[JobSpec, ...], job: dict[str, Any]) -> AzureMLRequest:
         from distdl.launchers.azureml import cost
@@ -100,7 +97,6 @@ class AzureMLLauncher(AzureSettings):
         return AzureMLJob(self._connection(workspace), job, member)
 
     def _chosen(self) -> Connection:
-        """The workspace that jobs go to."""
         return self._connection(
             Workspace.find(self.subscription, self.resource_group, self.workspace)
         )

@@ -33,26 +33,16 @@ MEMBERS = "members"  # a sweep's folder in the snapshot, with the frozen files o
 
 @dataclass(frozen=True)
 class AzureMLRequest:
-    """One job, and what must exist before it.
+    """One job, and what must exist before it."""
 
-    Args:
-        specs: The attempt; several are the members of one sweep job.
-        job: The job, as in az ml's YAML. Its `code` is the bundle, or for a sweep a folder that
-            `submit` fills.
-        environment: The environment to register, None if the job names an existing one or an image.
-        compute: The cluster to create if it is absent, None for serverless.
-        may_create: Whether the cluster may be created.
-        secrets: Variable -> the name of its secret in the Key Vault.
-        advice: Quota, prices and advice, as text.
-    """
-
-    specs: tuple[JobSpec, ...]
+    specs: tuple[JobSpec, ...]  # the attempt; several are the members of one sweep job
+    # As in az ml's YAML. Its `code` is the bundle, or for a sweep a folder that `submit` fills.
     job: dict[str, Any]
-    environment: dict[str, Any] | None
-    compute: dict[str, Any] | None
-    may_create: bool
-    secrets: dict[str, str]
-    advice: str
+    environment: dict[str, Any] | None  # to register; None: the job names one, or an image
+    compute: dict[str, Any] | None  # the cluster to create if it is absent; None for serverless
+    may_create: bool  # the cluster
+    secrets: dict[str, str]  # variable -> the name of its secret in the Key Vault
+    advice: str  # quota, prices and advice, as text
 
     def render(self) -> str:
         """YAML documents with comments: `az ml ... create --file` accepts each of them."""
@@ -77,16 +67,12 @@ class AzureMLRequest:
 
     def files(self) -> dict[str, str]:
         """Name -> YAML for `az ml environment|compute|job create --file`, in this order."""
-        documents = {
-            "environment": self.environment,
-            "compute": self.compute if self.may_create else None,
-            "job": self.job,
-        }
+        compute = self.compute if self.may_create else None
+        documents = {"environment": self.environment, "compute": compute, "job": self.job}
         return {f"{name}.yml": to_yaml(node) for name, node in documents.items() if node}
 
 
 def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
-    """The job of one attempt."""
     arguments = [".", "${{outputs.store}}", "--attempt", str(spec.attempt)]
     return tidy(
         {
@@ -109,6 +95,11 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
     common, member = first.name.rpartition("/")[0], "${{search_space.member}}"
     arguments = [f"{MEMBERS}/{member}", f"${{{{outputs.store}}}}/{member}"]
     names = [member_of(spec) for spec in specs]
+    limits = {
+        "max_total_trials": len(specs),
+        "max_concurrent_trials": min(len(specs), sweep.max_concurrent),
+        "trial_timeout": settings.walltime,
+    }
     return tidy(
         {
             "$schema": f"{SCHEMAS}/sweepJob.schema.json",
@@ -119,13 +110,7 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
             "sampling_algorithm": "grid",
             "search_space": {"member": {"type": "choice", "values": names}},
             "objective": {"goal": sweep.goal, "primary_metric": sweep.metric},
-            "limits": tidy(
-                {
-                    "max_total_trials": len(specs),
-                    "max_concurrent_trials": min(len(specs), sweep.max_concurrent),
-                    "trial_timeout": settings.walltime,
-                }
-            ),
+            "limits": tidy(limits),
         }
     )
 
@@ -140,8 +125,8 @@ def process(
         "shm_size": settings.shm_size,
         "docker_args": settings.docker_args,
     }
-    devices, own = spec.resources.devices, environment(settings)
-    name = f"azureml:{own['name']}:{own['version']}" if own else settings.environment
+    devices, ours = spec.resources.devices, environment(settings)
+    name = f"azureml:{ours['name']}:{ours['version']}" if ours else settings.environment
     return {
         "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, spec)])}",
         "code": code,
@@ -166,7 +151,6 @@ def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
 
 
 def member_of(spec: JobSpec) -> str:
-    """The name of a sweep's member within the sweep."""
     return spec.name.rpartition("/")[2]
 
 
@@ -236,11 +220,10 @@ def environment(settings: AzureSettings) -> dict[str, Any] | None:
 
 def version_of(folder: Path) -> str:
     """A hash of all files of a build context, which depends on nothing else."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = [
         (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
-        for path in files
-        if "__pycache__" not in path.parts
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
     ]
     return digest(json.dumps(digests), 12)
 
@@ -249,12 +232,12 @@ def compute(settings: AzureSettings, num_nodes: int) -> dict[str, Any] | None:
     """The cluster as the launcher would create it; None for serverless."""
     if settings.compute is None:
         return None
-    nodes_are: dict[str, Any] | None = None
+    identity: dict[str, Any] = {}
     if isinstance(settings.compute_identity, list):
         ids = [{"resource_id": each} for each in settings.compute_identity]
-        nodes_are = {"type": "user_assigned", "user_assigned_identities": ids}
+        identity = {"type": "user_assigned", "user_assigned_identities": ids}
     elif settings.compute_identity == "system":
-        nodes_are = {"type": "system_assigned"}
+        identity = {"type": "system_assigned"}
     return tidy(
         {
             "$schema": f"{SCHEMAS}/amlCompute.schema.json",
@@ -268,7 +251,7 @@ def compute(settings: AzureSettings, num_nodes: int) -> dict[str, Any] | None:
             "network_settings": tidy({"vnet_name": settings.vnet, "subnet": settings.subnet}),
             "enable_node_public_ip": settings.public_ip,
             "ssh_public_access_enabled": False,
-            "identity": nodes_are,
+            "identity": identity,
         }
     )
 

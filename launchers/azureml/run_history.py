@@ -18,18 +18,14 @@ USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
 
 
 class RunHistory:
-    """Azure ML's service for a job's status and the addresses of its log files.
-
-    Raises:
-        UserError: From each method: Azure rejects the request, or cannot be reached.
-    """
+    """Azure ML's service for a job's status and the addresses of its log files. Each method raises
+    a UserError if Azure rejects the request, or cannot be reached."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     @functools.cached_property
     def _runs(self) -> str:
-        """The base address of the workspace's runs."""
         client, workspace = self._connection.client, self._connection.workspace
         discovery = client.workspaces.get(workspace.name).discovery_url
         service = self._get(self._files, discovery).json()["api"].rstrip("/")
@@ -37,12 +33,11 @@ class RunHistory:
 
     @functools.cached_property
     def _service(self) -> Any:
-        """The client for requests as the signed-in user."""
         return rest_client(self._connection.credential, self._connection.scope)
 
     @functools.cached_property
     def _files(self) -> Any:
-        """The client for addresses that contain their own signature."""
+        """For addresses that contain their own signature."""
         return rest_client()
 
     @staticmethod
@@ -62,12 +57,12 @@ class RunHistory:
     def children(self, job: str) -> Iterator[dict[str, Any]]:
         """The trials of a sweep that have started: `runId`, `status`, `tags`."""
         with azure_errors():
-            address: str | None = f"{self._runs}/{job}/children"
+            address = f"{self._runs}/{job}/children"
         while address:
             with azure_errors():
                 answer = self._get(self._service, address).json()
             yield from answer.get("value") or ()
-            address = answer.get("nextLink")
+            address = answer.get("nextLink") or ""
 
     def read(self, address: str, start: int) -> bytes | None:
         """A file's content from byte `start` on; None if the file is now shorter than that."""

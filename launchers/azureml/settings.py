@@ -52,17 +52,15 @@ KEY_VAULT = matching(
     "a Key Vault's name or https address",
     "https://NAME.vault.azure.net",
 )
-ARM_ID = matching(
-    "/subscriptions/.*", "an ARM id", "[/subscriptions/.../userAssignedIdentities/NAME]"
-)
+IDENTITY = "[/subscriptions/.../userAssignedIdentities/NAME]"
+ARM_ID = matching("/subscriptions/.*", "an ARM id", IDENTITY)
 INPUT_NAME = matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
 
 
 def _vm_size(name: Any) -> Any:
-    """Accepts well-formed names that are not in the table: Azure may have that size (see
-    `AzureMLLauncher.notes`)."""
+    """Accepts well-formed names that are not in the table: Azure may have that size."""
     if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
         what = f"{name!r} is not a name of a VM size" if name else "missing"
         raise Refused(what, vm_sizes.suggest(str(name or "")))
@@ -100,11 +98,11 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
-        for key in set(given) - set(cls.model_fields):
+    def _known(cls, values: Any) -> Any:
+        for key in set(values) - set(cls.model_fields):
             hint = did_you_mean(key, cls.model_fields) or "path, mode and type"
             raise Refused(f"{key!r} is not a setting of an input", hint)
-        return given
+        return values
 
     @field_validator("mode")
     @classmethod
@@ -121,9 +119,9 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
         if "'" in path:
             raise Refused("a ' in an address ends a quotation in the job's command", "%27")
         if not REMOTE.match(path):
-            remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1"
+            remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1 "
             raise Refused(
-                f"{path} is not an address that Azure can read", f"{remedy} or https://..."
+                f"{path} is not an address that Azure can read", f"{remedy}or https://..."
             )
         return path
 
@@ -212,12 +210,9 @@ class AzureSettings(LauncherSettings):
             remedy = f"write trainer.devices={vm.gpus}, or choose a larger size"
             yield Problem("vm_size", what, remedy)
         if vm.gpu in vm_sizes.TOO_OLD and not self._images():
-            yield Problem(
-                "vm_size",
-                f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)",
-                "choose a T4, A100 or newer, or a launcher.image or launcher.build_context whose "
-                "torch is built for CUDA 12",
-            )
+            what = f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)"
+            remedy = "choose a T4, A100 or newer, or a launcher.image or launcher.build_context "
+            yield Problem("vm_size", what, f"{remedy}whose torch is built for CUDA 12")
 
     def _nodes(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         nodes = context.get("num_nodes", 1)
@@ -246,8 +241,7 @@ class AzureSettings(LauncherSettings):
     def _image(self) -> Iterator[Problem]:
         if len(keys := self._images()) > 1:
             names = " and ".join(f"launcher.{key}" for key in keys)
-            what = f"{names} each say what the job runs in"
-            yield Problem(keys[0], what, "keep one of them")
+            yield Problem(keys[0], f"{names} each say what the job runs in", "keep one of them")
         folder = self.build_context
         if folder and not (Path(folder).expanduser() / "Dockerfile").is_file():
             yield Problem("build_context", f"there is no Dockerfile in {folder}")
@@ -255,8 +249,8 @@ class AzureSettings(LauncherSettings):
     def _services(self) -> Iterator[Problem]:
         for name, service in self.services.items():
             if service.type == "ssh" and not service.ssh_public_keys:
-                what = "missing: nobody could log in"
-                yield Problem(f"services.{name}.ssh_public_keys", what, "the text of your *.pub")
+                path, what = f"services.{name}.ssh_public_keys", "missing: nobody could log in"
+                yield Problem(path, what, "the text of your *.pub")
 
     def _references(self) -> Iterator[Problem]:
         """Undefined `${{inputs.NAME}}` or `${{outputs.NAME}}` in settings, which Azure fills in."""
@@ -264,10 +258,9 @@ class AzureSettings(LauncherSettings):
         for path, text in _strings(self.model_dump(), ""):
             for kind, name in REFERENCE.findall(text):
                 if name not in known[kind]:
-                    names = ", ".join(known[kind]) or "none"
-                    remedy = did_you_mean(name, known[kind]) or f"launcher.{kind} has {names}"
+                    has = f"launcher.{kind} has {', '.join(known[kind]) or 'none'}"
                     what = f"refers to ${{{{{kind}.{name}}}}}, which is undefined"
-                    yield Problem(path, what, remedy)
+                    yield Problem(path, what, did_you_mean(name, known[kind]) or has)
 
     def _files(self) -> Iterator[Problem]:
         """Settings that need an action at submission, which `launcher.files` cannot write down."""

@@ -19,10 +19,10 @@ from distdl.util.errors import Problem, UserError
 
 # Property of an existing cluster -> the launcher setting that it is compared with.
 COMPARED = {
-    "tier": "launcher.tier",
-    "min_instances": "launcher.min_nodes",
-    "max_instances": "launcher.max_nodes",
-    "idle_time_before_scale_down": "launcher.idle_seconds",
+    "tier": "tier",
+    "min_instances": "min_nodes",
+    "max_instances": "max_nodes",
+    "idle_time_before_scale_down": "idle_seconds",
 }
 
 
@@ -31,16 +31,11 @@ def say(text: str) -> None:
 
 
 def as_file(document: Mapping[str, Any]) -> io.StringIO:
-    """A document as a file for the SDK's loaders."""
     return io.StringIO(to_yaml(document))
 
 
 def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
-    """Creates the cluster if it is absent. An existing cluster is compared, but never changed.
-
-    Raises:
-        UserError: The cluster cannot run this job, or may not be created.
-    """
+    """Creates the cluster if it is absent. An existing cluster is compared, but never changed."""
     wanted, num_nodes = request.compute, request.specs[0].resources.num_nodes
     assert wanted is not None
     name = wanted["name"]
@@ -61,16 +56,11 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
 
 
 def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
-    """Prints how a cluster differs from the settings.
-
-    Raises:
-        UserError: The job could never start on it.
-    """
-    name, problems = wanted["name"], []
+    """Prints how a cluster differs from the settings; refuses one on which the job cannot start."""
+    name, problems, most = wanted["name"], [], cluster.max_instances
     if str(cluster.type).lower() != "amlcompute":
         what = f"{name} is not an AmlCompute cluster but a {cluster.type}"
         raise UserError.at("launcher.compute", what)
-    most = cluster.max_instances
     if most is not None and num_nodes > most:
         what = f"cluster {name} has {most} nodes at most, and the job needs {num_nodes}"
         problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in the studio"))
@@ -83,7 +73,7 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
         value = getattr(cluster, key, None)
         if value is not None and not same(value, wanted[key]):
             shown = int(value) if isinstance(value, float) else value
-            say(f"note: cluster {name} stays as it is: {setting} is {shown} there")
+            say(f"note: cluster {name} stays as it is: launcher.{setting} is {shown} there")
 
 
 def same(left: Any, right: Any) -> bool:
@@ -110,11 +100,7 @@ def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> Non
 
 
 def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
-    """Writes the forwarded variables' values to a Key Vault, replacing those of earlier attempts.
-
-    Raises:
-        UserError: The vault rejects the request, or the address is not that of a Key Vault.
-    """
+    """Writes the forwarded variables' values to a Key Vault, in place of earlier attempts'."""
     with azure_errors("launcher.forward_env"):
         from azure.keyvault.secrets import SecretClient
 
@@ -128,9 +114,7 @@ def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) 
 
 def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None:
     """Uploads a resumed run's newest local checkpoint, for a run that began elsewhere."""
-    if spec.attempt == 1:
-        return
-    newest = newest_checkpoint(Path(spec.store))
+    newest = newest_checkpoint(Path(spec.store)) if spec.attempt > 1 else []
     files = {f"checkpoints/{path.name}": path for path in newest}
     if files and datastore.send(connection, address, files):
         say(f"sent the checkpoint {newest[0].name}")
@@ -143,11 +127,6 @@ def new_name(request: AzureMLRequest) -> str:
 
 
 def create_job(connection: Connection, job: Mapping[str, Any], name: str) -> None:
-    """Uploads the snapshot and creates the job.
-
-    Raises:
-        UserError: Azure rejects it.
-    """
     with azure_errors():
         from azure.ai.ml import load_job
 

@@ -55,12 +55,11 @@ def all() -> tuple[VmSize, ...]:
     import yaml
 
     text = files(__package__).joinpath("vm_sizes.yaml").read_text(encoding="utf-8")
-    sizes = []
-    for series in yaml.safe_load(text)["series"]:
-        for name, facts in series.pop("sizes").items():
-            facts = {SHORT.get(key, key): value for key, value in {**series, **facts}.items()}
-            sizes.append(VmSize(name=name, **facts))
-    return tuple(sizes)
+    return tuple(
+        VmSize(name=name, **{SHORT.get(key, key): value for key, value in (series | own).items()})
+        for series in yaml.safe_load(text)["series"]
+        for name, own in series.pop("sizes").items()
+    )
 
 
 def find(name: str) -> VmSize | None:

@@ -9,14 +9,10 @@ from typing import Any
 
 from distdl.util.errors import UserError
 
-_SIGN_IN = (
-    "launcher",
-    "aws configure, aws sso login, or set AWS_PROFILE; launcher.profile names one",
-)
+_SIGN_IN = ("launcher", "aws configure, aws sso login, or AWS_PROFILE; launcher.profile names one")
 # Errors of botocore -> the setting they are about, and the remedy.
 ABOUT = {
-    "NoCredentialsError": _SIGN_IN,
-    "PartialCredentialsError": _SIGN_IN,
+    **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError"), _SIGN_IN),
     "TokenRetrievalError": _SIGN_IN,
     "ProfileNotFound": ("launcher.profile", "aws configure list-profiles"),
     "NoRegionError": ("launcher.region", "launcher.region=eu-west-1"),
@@ -26,22 +22,14 @@ ABOUT = {
 
 @dataclass
 class Aws:
-    """Clients of one account and region, each created at its first use.
-
-    Args:
-        region, profile: None uses AWS's own variables and files.
-    """
+    """Clients of one account and region, each created at its first use. None for region or profile
+    uses AWS's own variables and files."""
 
     region: str | None = None
     profile: str | None = None
     clients: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, service: str) -> Any:
-        """The client of a service.
-
-        Raises:
-            UserError: boto3 is not installed, or the region or profile does not exist.
-        """
         if service not in self.clients:
             with explained():
                 import boto3
@@ -51,7 +39,6 @@ class Aws:
         return self.clients[service]
 
     def found_region(self) -> str:
-        """The region that calls go to."""
         return str(self("sagemaker").meta.region_name)
 
 
@@ -68,15 +55,14 @@ def explained() -> Iterator[None]:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
-        what = "boto3 is not installed"
-        raise UserError.at("launcher", what, "pip install 'distdl[sagemaker]'") from None
+        remedy = "pip install 'distdl[sagemaker]'"
+        raise UserError.at("launcher", "boto3 is not installed", remedy) from None
     try:
         yield
     except ClientError as error:
         what = f"{code_of(error)}: {error.response['Error'].get('Message', '')}"
-        refused = f"AWS refuses {error.operation_name}. {what}"
-        raise UserError.at("launcher", refused) from None
+        raise UserError.at("launcher", f"AWS refuses {error.operation_name}. {what}") from None
     except (BotoCoreError, Boto3Error) as error:
-        about = ABOUT.get(type(error).__name__, ("launcher", ""))
+        path, remedy = about = ABOUT.get(type(error).__name__, ("launcher", ""))
         prefix = "no AWS credentials" if about is _SIGN_IN else "AWS"
-        raise UserError.at(about[0], f"{prefix}: {error}", about[1]) from None
+        raise UserError.at(path, f"{prefix}: {error}", remedy) from None

@@ -58,13 +58,11 @@ class Hosts:
         https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
         """
         config = json.loads((root / RESOURCES).read_text())
-
-        def by_number(name: str) -> list[int | str]:
-            # Numerically, so that algo-10 comes after algo-2; the order is the same on every host.
-            return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
-
+        # Numerically, so that algo-10 comes after algo-2; the order is the same on every host.
+        parts = {name: re.split(r"(\d+)", name) for name in config["hosts"]}
+        numbers = {name: [int(x) if x.isdigit() else x for x in parts[name]] for name in parts}
         return cls(
-            tuple(sorted(config["hosts"], key=by_number)),
+            tuple(sorted(numbers, key=numbers.__getitem__)),
             config["current_host"],
             config.get("network_interface_name", ""),
             config.get("current_instance_type", ""),
@@ -136,11 +134,8 @@ def secrets(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     import boto3
 
-    client = boto3.client("secretsmanager", region_name=env.get(REGION))
-    return {
-        name: client.get_secret_value(SecretId=secret)["SecretString"]
-        for name, secret in names.items()
-    }
+    read = boto3.client("secretsmanager", region_name=env.get(REGION)).get_secret_value
+    return {name: read(SecretId=secret)["SecretString"] for name, secret in names.items()}
 
 
 class HostRanks:
@@ -148,21 +143,20 @@ class HostRanks:
 
     def __init__(self, hosts: Hosts, root: Path, devices: int, attempt: int) -> None:
         self.hosts, self.devices, self.number = hosts, devices, attempt
-        self.store = root / "checkpoints"
-        self.bundle = root / "distdl"
+        self.store, self.bundle = root / "checkpoints", root / "distdl"
+        self.folder = self.store / "attempts" / f"{attempt:03d}"
         self.stopping = False
 
     def command(self) -> list[str]:
+        options = (
+            f"--nodes={len(self.hosts.names)}",
+            f"--node-rank={self.hosts.number}",
+            f"--devices={self.devices}",
+            f"--main-address={self.hosts.primary}",
+            f"--main-port={PORT}",
+            f"--grace-seconds={GRACE_SECONDS}",
+        )
         worker = [str(self.bundle), str(self.store), "--attempt", str(self.number)]
-        agent = {
-            "--nodes": len(self.hosts.names),
-            "--node-rank": self.hosts.number,
-            "--devices": self.devices,
-            "--main-address": self.hosts.primary,
-            "--main-port": PORT,
-            "--grace-seconds": GRACE_SECONDS,
-        }
-        options = [word for pair in agent.items() for word in map(str, pair)]
         return [sys.executable, "-m", "distdl.agent", *options, "--", *worker]
 
     def run(self, env: dict[str, str]) -> HostEnd:
@@ -195,7 +189,8 @@ class HostRanks:
                 agreed = end.code in AGREED or self.stopping
                 grace = GRACE_SECONDS if agreed else FAILED_GRACE_SECONDS
                 if time.monotonic() - since[name] > grace:
-                    self.end(agent)
+                    agent.kill()  # and its ranks: those that wait for a lost host cannot save
+                    agent.wait()
                     code = EXIT_FAILURE if end.code == VANISHED else end.code
                     return HostEnd(code, end.why, end.time)
             time.sleep(POLL_SECONDS)
@@ -210,11 +205,6 @@ class HostRanks:
         first = min([mine, *failed], key=lambda end: end.time)
         return HostEnd(mine.code, first.why, first.time)
 
-    def end(self, agent: subprocess.Popen[bytes]) -> None:
-        """Kills the agent, and its ranks with it: ranks that wait for a lost host cannot save."""
-        agent.kill()
-        agent.wait()
-
     def stopped(self) -> int:
         """The exit code after a signal. The agent exits with 1 for every signal, so the primary
         host takes the code from status.json; the others assume a preemption."""
@@ -225,21 +215,14 @@ class HostRanks:
         known = self.hosts.number == 0 and status.get("ended")
         return int(status["exit_code"]) if known else EXIT_PREEMPTED
 
-    @property
-    def folder(self) -> Path:
-        return self.store / "attempts" / f"{self.number:03d}"
-
     def first_error(self, code: int) -> HostEnd:
         """The earliest failure of a rank on this host; its message was redacted when written."""
         if code == 0:
             return HostEnd(0)
         first = attempt_at(self.folder).first_error()
         if first is None:
-            return HostEnd(
-                code,
-                f"the ranks on {self.hosts.current} ended without a recorded error",
-                time.time(),
-            )
+            why = f"the ranks on {self.hosts.current} ended without a recorded error"
+            return HostEnd(code, why, time.time())
         why = f"rank {first['rank']} on {first['host']}: {first['type']}: {first['message']}"
         return HostEnd(code, why, first["time"])
 

@@ -24,34 +24,23 @@ VANISHED = -1  # used instead of an exit code
 
 @dataclasses.dataclass(frozen=True)
 class HostEnd:
-    """How a host ended.
+    """How a host ended."""
 
-    Args:
-        code: Its exit code, or VANISHED.
-        why: The first cause, as far as that host knows; empty if nothing went wrong.
-        time: When that happened. 0 for a host that vanished, so that it precedes the failures that
-            follow from it.
-    """
-
-    code: int
-    why: str = ""
+    code: int  # its exit code, or VANISHED
+    why: str = ""  # the first cause, as far as that host knows; empty if nothing went wrong
+    # When that happened. 0 for a host that vanished: it precedes the failures that follow from it.
     time: float = 0.0
 
 
 class Heartbeat:
-    """Sends this host's heartbeat to the others, and receives theirs.
-
-    Args:
-        names: All hosts, the primary one first. With one host it does nothing.
-        current: This host.
-        port: The primary host's port.
-    """
+    """Sends this host's heartbeat to the others, and receives theirs. `names` has all hosts, the
+    primary one first, which listens on the port. With one host it does nothing."""
 
     def __init__(self, names: Sequence[str], current: str, port: int = PORT) -> None:
         self.names, self.current, self.primary = names, current, names[0]
         self.port = port
         self._ends: dict[str, HostEnd] = {}
-        self._links: list[socket.socket] = []
+        self.links: list[socket.socket] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
         if len(names) > 1:
@@ -68,7 +57,7 @@ class Heartbeat:
         self._over.set()
         line = f"end {json.dumps(dataclasses.asdict(end))}\n".encode()
         with self._lock:
-            for link in self._links:
+            for link in self.links:
                 with contextlib.suppress(OSError):
                     link.sendall(line)
                     link.shutdown(socket.SHUT_WR)
@@ -109,7 +98,7 @@ class Heartbeat:
         """Sends the heartbeat in a thread, and reads until the other host has ended."""
         link.settimeout(PATIENCE_SECONDS)
         with self._lock:
-            self._links.append(link)
+            self.links.append(link)
         threading.Thread(target=self._beat, args=(link,), daemon=True).start()
         end, rest = HostEnd(VANISHED, f"{name} vanished"), b""
         with contextlib.suppress(OSError, ValueError, TypeError):

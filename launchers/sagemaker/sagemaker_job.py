@@ -24,12 +24,9 @@ STATES = {
     "Stopping": JobState.RUNNING,  # it has two minutes for a checkpoint
 }
 FURTHER = {
-    **dict.fromkeys(
-        ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading"),
-        JobState.PENDING,
-    ),
+    **dict.fromkeys(("Starting", "Pending", "Downloading", "Restarting"), JobState.PENDING),
+    **dict.fromkeys(("LaunchingMLInstances", "PreparingTrainingStack"), JobState.PENDING),
     "DownloadingTrainingImage": JobState.PENDING,
-    "Restarting": JobState.PENDING,
     "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker finds another
     **dict.fromkeys(("Training", "Updating", "Uploading"), JobState.RUNNING),
     "Stopped": JobState.CANCELLED,
@@ -45,19 +42,13 @@ def state_of(described: Mapping[str, Any]) -> JobState:
 
 
 class SageMakerJob(AskedJob):
-    """A training job, by its name. CloudWatch's logs lag by some seconds.
-
-    Args:
-        name: The training job's name.
-        aws: Clients of its region.
-    """
+    """A training job, by its name and the clients of its region. CloudWatch's logs lag by some
+    seconds."""
 
     patience = 300.0
 
     def __init__(self, name: str, aws: Aws) -> None:
-        self.name = name
-        self.aws = aws
-        self.region = aws.found_region()
+        self.name, self.aws, self.region = name, aws, aws.found_region()
 
     @property
     def handle(self) -> str:
@@ -69,18 +60,13 @@ class SageMakerJob(AskedJob):
         return f"{console}?region={self.region}#/jobs/{self.name}"
 
     def describe(self) -> dict[str, Any]:
-        """The answer of `describe_training_job`.
-
-        Raises:
-            Forgotten: SageMaker does not know the job.
-            UserError: AWS cannot be queried.
-        """
+        """The answer of `describe_training_job`; Forgotten if SageMaker does not know the job."""
         with explained():
             try:
                 return self.aws("sagemaker").describe_training_job(TrainingJobName=self.name)
             except Exception as error:
                 # "ValidationException: Requested resource not found."
-                if "not found" in str(error).lower() or "ould not find" in str(error):
+                if re.search("not found|could not find", str(error), re.IGNORECASE):
                     raise Forgotten(Problem(self.handle, "SageMaker knows no such job")) from None
                 raise
 
@@ -106,12 +92,10 @@ class SageMakerJob(AskedJob):
             pages = client.get_paginator("list_training_jobs").paginate(
                 SortBy="CreationTime", SortOrder="Descending", MaxResults=100
             )
-            answers = (
-                [(each["TrainingJobName"], each) for each in page["TrainingJobSummaries"]]
-                for page in pages
-            )
+            summaries = (page["TrainingJobSummaries"] for page in pages)
+            named = ([(each["TrainingJobName"], each) for each in page] for page in summaries)
             with explained():
-                for job, answer in from_pages(wanted, answers):
+                for job, answer in from_pages(wanted, named):
                     if state_of(answer) is not JobState.UNKNOWN:  # else query the job itself later
                         yield job, answer
 
@@ -123,15 +107,14 @@ class SageMakerJob(AskedJob):
         """Lines of all hosts; lines of hosts other than the first start with the host's name."""
         tokens: dict[str, str] = {}  # stream -> position up to which it was read
         while True:
-            # Asked before reading, so that the last lines are read too.
+            # Queried before reading, so that the last lines are read too.
             ended = not follow or self.state().ended
             if ended and follow:
                 time.sleep(self.poll_seconds)  # the last lines are not in CloudWatch yet
             for stream in self._streams():
-                host = stream.rpartition("/")[2]
-                label = "" if host.startswith("algo-1-") else f"[{re.sub('-[0-9]+$', '', host)}] "
-                for line in self._new_lines(stream, tokens):
-                    yield label + line
+                host = stream.rpartition("/")[2].rpartition("-")[0]
+                label = "" if host == "algo-1" else f"[{host}] "
+                yield from (label + line for line in self._new_lines(stream, tokens))
             if ended:
                 break
             time.sleep(self.poll_seconds)
@@ -172,15 +155,10 @@ class SageMakerJob(AskedJob):
                     raise
 
     def fetch(self, to: Path) -> None:
-        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips.
-
-        Raises:
-            UserError: SageMaker does not know the job, it has no store, or AWS rejects the request.
-        """
+        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips."""
         from distdl.launchers.sagemaker.uploads import objects
 
-        uri = (self.describe().get("CheckpointConfig") or {}).get("S3Uri")
-        if not uri:
+        if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):
             raise UserError.at(self.handle, "has no store")
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         start = f"{prefix.rstrip('/')}/"
@@ -191,6 +169,4 @@ class SageMakerJob(AskedJob):
                 for key, facts in objects(s3, bucket, start)
                 if not key.endswith("/")
             }
-            fetch_files(
-                to, files, lambda name, path: s3.download_file(bucket, start + name, str(path))
-            )
+            fetch_files(to, files, lambda n, path: s3.download_file(bucket, start + n, str(path)))

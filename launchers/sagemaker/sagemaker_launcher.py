@@ -35,16 +35,13 @@ class SageMakerLauncher(SageMakerSettings):
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
         """The devices and accelerator of one host; None if its type is not in our file."""
         instance = instances().get(str(node.get("instance_type")))
-        if instance is None:
-            return None
-        return (instance.gpus, "gpu") if instance.gpus else (1, "cpu")
+        return instance and ((instance.gpus, "gpu") if instance.gpus else (1, "cpu"))
 
     def request(self, spec: JobSpec) -> SageMakerRequest:
         request = SageMakerRequest(spec, self)
         for name, value in request.environment(self.region).items():
-            if len(value) > LONGEST_VALUE:
-                what = f"{len(value)} characters; SageMaker takes {LONGEST_VALUE}"
-                raise UserError.at(name, what)
+            if (length := len(value)) > LONGEST_VALUE:
+                raise UserError.at(name, f"{length} characters; SageMaker takes {LONGEST_VALUE}")
         return request
 
     def reach(self, request: SageMakerRequest) -> None:
@@ -67,8 +64,7 @@ class SageMakerLauncher(SageMakerSettings):
         return SageMakerJob(request.name, self.aws)
 
     def attach(self, handle: str) -> SageMakerJob:
-        match = re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)
-        if match is None:
+        if not (match := re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)):
             raise UserError.at(handle, "is not a SageMaker job", f"{SCHEME}<region>/<job name>")
         aws = self._regions.setdefault(match[1], Aws(match[1], self.aws.profile))
         return SageMakerJob(match[2], aws)

@@ -44,17 +44,11 @@ LONGEST_NAME = 63
 
 @dataclass(frozen=True)
 class SageMakerRequest:
-    """One training job.
-
-    Args:
-        spec: The attempt.
-        settings: `launcher.*`.
-        again: How many earlier job names were taken already: SageMaker never frees a name.
-    """
+    """One training job."""
 
     spec: JobSpec
     settings: SageMakerSettings
-    again: int = 0
+    again: int = 0  # how many earlier job names are taken: SageMaker never frees a name
 
     @property
     def name(self) -> str:
@@ -87,12 +81,8 @@ class SageMakerRequest:
         return {name: f"{self.key}/{name}" for name in self.spec.forward_env}
 
     def body(self, region: str | None = None) -> dict[str, Any]:
-        """The arguments of `create_training_job`.
-
-        Args:
-            region: The job's region, which also has its secrets.
-        """
-        s, size = self.settings, self.spec.resources
+        """The arguments of `create_training_job`. `region` is the job's, with its secrets."""
+        s, size, attempt = self.settings, self.spec.resources, self.spec.attempt
         resources: dict[str, Any] = {
             "InstanceType": s.instance_type,
             "InstanceCount": size.num_nodes,
@@ -108,16 +98,14 @@ class SageMakerRequest:
             stopping["MaxWaitTimeInSeconds"] = s.max_wait or min(2 * s.walltime, LONGEST_WAIT)
         bundle = {"path": self.uri(self.bundle_key).rpartition("/")[0] + "/"}
         channels = [channel(*each) for each in ({BUNDLE: bundle} | s.inputs).items()]
+        tags = {"distdl:run": self.spec.name, **s.tags}
         body: dict[str, Any] = {
             "TrainingJobName": self.name,
             "AlgorithmSpecification": {
                 "TrainingImage": s.image,
                 "TrainingInputMode": "File",
                 "ContainerEntrypoint": ["sh", "-c", ENTRY, "distdl"],
-                "ContainerArguments": [
-                    *("--devices", str(size.devices)),
-                    *("--attempt", str(self.spec.attempt)),
-                ],
+                "ContainerArguments": f"--devices {size.devices} --attempt {attempt}".split(),
             },
             "RoleArn": s.role,
             "InputDataConfig": channels,
@@ -127,14 +115,10 @@ class SageMakerRequest:
             "StoppingCondition": stopping,
             "EnableManagedSpotTraining": s.spot,
             "Environment": self.environment(region or s.region),
-            "Tags": [
-                {"Key": key, "Value": str(value)}
-                for key, value in {"distdl:run": self.spec.name, **s.tags}.items()
-            ],
+            "Tags": [{"Key": key, "Value": str(value)} for key, value in tags.items()],
         }
         if s.subnets:
-            vpc = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
-            body["VpcConfig"] = vpc
+            body["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
         if s.encrypt_traffic:
             body["EnableInterContainerTrafficEncryption"] = True
         if s.retries:
@@ -144,10 +128,10 @@ class SageMakerRequest:
     def environment(self, region: str | None) -> dict[str, str]:
         """The container's variables. Everybody who may describe the job can read them, so they hold
         the names of secrets only."""
-        env = variables(self.settings.env, self.spec.env)
-        env["DISTDL_LAUNCHER"] = "sagemaker"
-        for name in self.settings.inputs:
-            env[f"DISTDL_INPUT_{name.upper()}"] = f"{INPUTS}/{name}"
+        inputs = {f"DISTDL_INPUT_{n.upper()}": f"{INPUTS}/{n}" for n in self.settings.inputs}
+        env = (
+            variables(self.settings.env, self.spec.env) | {"DISTDL_LAUNCHER": "sagemaker"} | inputs
+        )
         if self.secrets:
             env[SECRETS] = json.dumps(self.secrets)
         if region:
@@ -181,14 +165,11 @@ class SageMakerRequest:
         if not one_host and gpus and not instance.efa:
             larger = next((i for i in alike(instance) if i.gpus >= size.world_size), None)
             hint = f"; one host would do: {larger.name} ({larger.gpus} GPUs)" if larger else ""
-            yield (
-                f"{name} has no EFA: {size.num_nodes} hosts share gradients over "
-                f"{instance.network} Gbit/s of Ethernet{hint}"
-            )
+            speed = f"{instance.network} Gbit/s of Ethernet{hint}"
+            yield f"{name} has no EFA: {size.num_nodes} hosts share gradients over {speed}"
 
 
 def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An input as an element of InputDataConfig."""
     if disk := FILE_SYSTEM.fullmatch(str(entry["path"])):
         source = {
             "FileSystemId": disk[2],
@@ -197,11 +178,7 @@ def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
             "DirectoryPath": disk[3] or "/",
         }
         return {"ChannelName": name, "DataSource": {"FileSystemDataSource": source}}
-    source = {
-        "S3DataType": "S3Prefix",
-        "S3Uri": str(entry["path"]),
-        # Every host gets all the data: the data module decides which rank reads what.
-        "S3DataDistributionType": "FullyReplicated",
-    }
-    data = {"DataSource": {"S3DataSource": source}}
-    return {"ChannelName": name, **data, "InputMode": mode_of(entry)}
+    source = {"S3DataType": "S3Prefix", "S3Uri": str(entry["path"])}
+    # Every host gets all the data: the data module decides which rank reads what.
+    data = {"S3DataSource": {**source, "S3DataDistributionType": "FullyReplicated"}}
+    return {"ChannelName": name, "DataSource": data, "InputMode": mode_of(entry)}

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,14 @@ LONGEST_WAIT = 30 * DAY
 _PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.+=@-]+"
 
 
+ROLE_ARN = matching(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of a role", REQUIRED["role"])
+PREFIX = matching(
+    rf"/*({_PART}(/{_PART})*)?/*",
+    "a prefix for the names of objects and secrets",
+    "letters, digits and _ . + = @ -, and / between folders",
+)
+
+
 def _bucket(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", value):
         name = value.removeprefix("s3://").partition("/")[0]
@@ -64,24 +73,11 @@ def _at_most(days: int) -> AfterValidator:
 
 
 class SageMakerSettings(LauncherSettings):
-    role: (
-        Annotated[
-            str,
-            matching(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of a role", REQUIRED["role"]),
-        ]
-        | None
-    ) = None
+    role: Annotated[str, ROLE_ARN] | None = None
     image: str | None = None
     instance_type: str | None = None
     bucket: Annotated[str, AfterValidator(_bucket)] | None = None
-    prefix: Annotated[
-        str,
-        matching(
-            rf"/*({_PART}(/{_PART})*)?/*",
-            "a prefix for the names of objects and secrets",
-            "letters, digits and _ . + = @ -, and / between folders",
-        ),
-    ] = "distdl"
+    prefix: Annotated[str, PREFIX] = "distdl"
     region: str | None = None
     profile: str | None = None
     volume_gb: Positive = 100
@@ -110,11 +106,11 @@ class SageMakerSettings(LauncherSettings):
             what += f"{self.walltime} s already"
             yield Problem("max_wait", what, "launcher.max_wait=null is twice the walltime")
         if self.keep_alive and self.spot:
-            what = "spot instances cannot be kept warm"
-            yield Problem("keep_alive", what, "launcher.keep_alive=0")
-        vpc = {"subnets": self.subnets, "security_groups": self.security_groups}
-        for missing, other in (("subnets", "security_groups"), ("security_groups", "subnets")):
-            if vpc[other] and not vpc[missing]:
+            yield Problem(
+                "keep_alive", "spot instances cannot be kept warm", "launcher.keep_alive=0"
+            )
+        for missing, other in permutations(("subnets", "security_groups")):
+            if getattr(self, other) and not getattr(self, missing):
                 yield Problem(missing, f"missing, and launcher.{other} is set", "a VPC needs both")
         yield from self._inputs()
 
@@ -182,8 +178,8 @@ def _is_newer_than_the_file(name: str) -> bool:
         from botocore.session import Session
     except ImportError:
         return False
-    model = Session().get_service_model("sagemaker")
-    return name in model.shape_for("TrainingInstanceType").enum
+    shape = Session().get_service_model("sagemaker").shape_for("TrainingInstanceType")
+    return name in shape.enum
 
 
 def _instance(name: str, context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -207,5 +203,4 @@ def _instance(name: str, context: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def alike(instance: Instance) -> list[Instance]:
-    """Instances with the same GPUs."""
     return [each for each in instances().values() if each.gpu == instance.gpu]

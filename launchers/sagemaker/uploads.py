@@ -75,8 +75,7 @@ def upload_history(request: SageMakerRequest, aws: Aws) -> None:
     names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
     stored = {key for key, _ in objects(s3, bucket, f"{request.store_key}/")} if names else set()
     for name in manifests_last(names):
-        key = f"{request.store_key}/{name}"
-        if key not in stored:
+        if (key := f"{request.store_key}/{name}") not in stored:
             s3.upload_file(str(run / name), bucket, key)
 
 

@@ -3,9 +3,8 @@ real SDKs ask for, over https. Blobs are a real Azurite's, and jobs run for real
 
     from tests.cluster.arm import Azure, azure      # `azure`: a fixture, one per module
 
-    azure.popen("launcher=azureml", ..., cwd=tmp_path)      # python -m distdl, sent here
-    azure.jobs["name"].status = "Queued"                    # what a job's page would say
-    azure.requests                                          # all that was asked: method, path, body
+    azure.popen("launcher=azureml", ..., cwd=tmp_path)  # python -m distdl, sent here
+    azure.requests                                      # method, path and body of all requests
 
 Nothing in distdl knows of it: the SDK finds it by ARM_CLOUD_METADATA_URL, its credential by
 MSI_ENDPOINT (which Azure ML sets in jobs), both documented variables of Azure's SDKs.
@@ -18,7 +17,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ import pytest
 
 from tests.cluster.azurite import ACCOUNT, CONTAINER, VAULT, Azurite, Places, clean_environment
 from tests.cluster.azurite import why_not as why_no_azurite
-from tests.cluster.https import Answer, serve
+from tests.cluster.https import Answer, error, serve
+from tests.cluster.nodes import run_job
 from tests.conftest import environment
 
 WORKSPACE = (
@@ -53,15 +53,10 @@ class Job:
 
 
 class Azure:
-    """One subscription with one workspace.
+    """One subscription with one workspace; the folder has the certificate, logs and nodes."""
 
-    Args:
-        folder: For the certificate, logs and the nodes' folders.
-        on_job: Called with each new job, in a thread of its own; None leaves jobs queued.
-    """
-
-    def __init__(self, folder: Path, on_job: Callable[[Azure, Job], None] | None = None) -> None:
-        self.folder, self.on_job = folder, on_job
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.places = Places(folder)
         self.azurite = Azurite(self.places, folder / "azurite")
         self.requests: list[tuple[str, str, str]] = []
@@ -70,46 +65,26 @@ class Azure:
         self.vault: dict[str, str] = {}
         self._server = serve(self, self.places.certificate, self.places.key)
         self.url = f"https://127.0.0.1:{self._server.server_port}"
-
-    @property
-    def vault_url(self) -> str:
-        return f"https://{VAULT}:{self._server.server_port}"
-
-    @property
-    def vaults(self) -> str:
-        """What a token for any vault is asked for: the domain they share."""
-        return f"https://vault.localhost:{self._server.server_port}"
+        self.vault_url = f"https://{VAULT}:{self._server.server_port}"
 
     def identity(self) -> dict[str, str]:
         """What a managed identity is to a process; also what Azure ML sets in a job."""
-        return {
-            "MSI_ENDPOINT": f"{self.url}/msi/token",
-            "MSI_SECRET": MSI_SECRET,
-            "REQUESTS_CA_BUNDLE": str(self.places.certificate),
-        }
+        certificate = {"REQUESTS_CA_BUNDLE": str(self.places.certificate)}
+        return {"MSI_ENDPOINT": f"{self.url}/msi/token", "MSI_SECRET": MSI_SECRET, **certificate}
 
     def environment(self, **more: str) -> dict[str, str]:
         """The variables of somebody who works with this Azure."""
-        return {
-            **{k: v for k, v in environment().items() if k in clean_environment()},
-            **self.identity(),
-            "AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential",
-            "ARM_CLOUD_METADATA_URL": f"{self.url}/metadata/endpoints",
-            **more,
-        }
+        usual = {k: v for k, v in environment().items() if k in clean_environment()}
+        credential = {"AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential", **self.identity()}
+        clouds = {"ARM_CLOUD_METADATA_URL": f"{self.url}/metadata/endpoints"}
+        return {**usual, **credential, **clouds, **more}
 
     def popen(self, *arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
         """Starts `python -m distdl ...` in this Azure."""
         command = self.places.inside([sys.executable, "-m", "distdl", *arguments])
-        return subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=self.environment(**more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        pipes["stdin"] = subprocess.DEVNULL
+        return subprocess.Popen(command, cwd=cwd, env=self.environment(**more), text=True, **pipes)
 
     def asked(self, method: str, pattern: str) -> list[str]:
         """Bodies of the requests whose path (without the workspace's) matches."""
@@ -120,7 +95,7 @@ class Azure:
         self._server.server_close()
         self.azurite.close()
 
-    # What follows answers one request each: a regular expression of the path, and the answer.
+    # What follows answers one request each.
 
     def short(self, path: str) -> str:
         """Without the workspace's own, in whatever capitals the SDK writes it."""
@@ -128,9 +103,11 @@ class Azure:
 
     def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None:
         """Raises the Answer."""
-        path = re.sub(re.escape(WORKSPACE), WORKSPACE, path, flags=re.IGNORECASE)
+        short = self.short(path)
         if path == "/metadata/endpoints":
-            raise Answer(200, [self.cloud()])
+            facts: dict[str, Any] = {"name": "StandIn", "resourceManager": f"{self.url}/"}
+            facts |= {"portal": self.url, "authentication": {"loginEndpoint": self.url}}
+            raise Answer(200, [{**facts, "suffixes": {"storage": self.azurite.domain}}])
         if path == "/msi/token":
             known = header.get("secret") == MSI_SECRET
             token = {"access_token": TOKEN, "expires_on": "4102444800", "token_type": "Bearer"}
@@ -138,118 +115,90 @@ class Azure:
         if path == "/discovery":
             raise Answer(200, {"api": self.url, "history": self.url, "studio": self.url})
         if path.startswith("/logs/"):
-            raise self.log(path, header.get("Range", "bytes=0-"))
+            self.log(path, header.get("Range", "bytes=0-"))
         if header.get("Authorization") != f"Bearer {TOKEN}":
-            challenge = f'Bearer authorization="{self.url}/tenant", resource="{self.vaults}"'
-            raise Answer(
-                401, error("Unauthorized", "sign in first"), **{"WWW-Authenticate": challenge}
-            )
+            vaults = f"https://vault.localhost:{self._server.server_port}"  # their common domain
+            challenge = f'Bearer authorization="{self.url}/tenant", resource="{vaults}"'
+            raise error(401, "Unauthorized", "sign in first", **{"WWW-Authenticate": challenge})
         if header.get("Host", "").startswith(VAULT):
-            raise self.secret(method, path, body)
-        if path == WORKSPACE:
-            raise Answer(200, self.workspace())
-        short = self.short(path)
+            self.secret(method, path, body)
+        if not short:
+            vault = f"/subscriptions/x/providers/Microsoft.KeyVault/vaults/{VAULT}"
+            facts = {"discoveryUrl": f"{self.url}/discovery", "workspaceId": "space-id"}
+            raise resource("", **facts, keyVault=vault, provisioningState="Succeeded")
         if match := re.fullmatch(r"/history/v1.0/runs/([^/]+)/(details|children)", short):
-            raise self.history(*match.groups())
+            self.history(*match.groups())
         if short == "/jobs":
-            values = [self.job("GET", name, False, None).body for name in list(self.jobs)]
-            raise Answer(200, {"value": values})
+            raise Answer(200, {"value": [self.described(name) for name in list(self.jobs)]})
         if match := re.fullmatch(r"/jobs/([^/]+)(/cancel)?", short):
-            raise self.job(method, match[1], bool(match[2]), body)
+            self.job(method, match[1], bool(match[2]), body)
         if short.startswith("/datastores"):
-            raise self.datastore(short)
+            self.datastore(short)
         if short.endswith("/startPendingUpload"):
             raise Answer(200, self.upload())
-        if match := re.fullmatch(r"/computes/([^/]+)/listNodes", short):
-            raise Answer(200, {"nodes": []})
-        raise self.resource(method, path)(body)
+        if method == "PUT":
+            properties = {**body.get("properties", {}), "provisioningState": "Succeeded"}
+            self.resources[f"{WORKSPACE}{short}"] = {**body, **resource(short, **properties).body}
+            raise Answer(201, self.resources[f"{WORKSPACE}{short}"])
+        if stored := self.resources.get(f"{WORKSPACE}{short}"):
+            raise Answer(200, stored)
+        if short.endswith(("/versions", "/listNodes")):
+            raise Answer(200, {"value": [], "nodes": []})
+        raise error(404, "ResourceNotFound", f"nothing at {path}")
 
-    def cloud(self) -> dict[str, Any]:
-        return {
-            "name": "StandIn",
-            "portal": "https://portal.standin.localhost",
-            "resourceManager": f"{self.url}/",
-            "authentication": {"loginEndpoint": self.url},
-            "suffixes": {"storage": self.azurite.domain},
-        }
-
-    def workspace(self) -> dict[str, Any]:
-        properties = {
-            "discoveryUrl": f"{self.url}/discovery",
-            "workspaceId": "space-id",
-            "keyVault": f"/subscriptions/x/providers/Microsoft.KeyVault/vaults/{VAULT}",
-            "provisioningState": "Succeeded",
-        }
-        return {
-            "id": WORKSPACE,
-            "name": "space",
-            "location": "westeurope",
-            "properties": properties,
-        }
-
-    def secret(self, method: str, path: str, body: Any) -> Answer:
+    def secret(self, method: str, path: str, body: Any) -> None:
         name = path.split("/")[2]
         if method == "PUT":
             self.vault[name] = body["value"]
         elif name not in self.vault:
-            return Answer(404, error("SecretNotFound", f"no secret {name}"))
+            raise error(404, "SecretNotFound", f"no secret {name}")
         address = f"{self.vault_url}/secrets/{name}/1"
-        return Answer(200, {"value": self.vault[name], "id": address, "attributes": {}})
+        raise Answer(200, {"value": self.vault[name], "id": address, "attributes": {}})
 
-    def job(self, method: str, name: str, cancel: bool, body: Any) -> Answer:
+    def described(self, name: str) -> dict[str, Any]:
+        job = self.jobs[name]
+        page = {"endpoint": f"https://ml.azure.com/runs/{name}", "jobServiceType": "Studio"}
+        state = {"status": job.status, "services": {"Studio": page}}
+        return resource(f"/jobs/{name}", **job.body["properties"], **state).body
+
+    def job(self, method: str, name: str, cancel: bool, body: Any) -> None:
         if method == "PUT":
             self.jobs[name] = job = Job(name, body)
-            if self.on_job is not None:
-                threading.Thread(target=self.on_job, args=(self, job), daemon=True).start()
+            threading.Thread(target=run_job, args=(self, job), daemon=True).start()
         if name not in self.jobs:
-            return Answer(404, error("NotFound", f"no job {name}"))
-        job = self.jobs[name]
+            raise error(404, "NotFound", f"no job {name}")
         if cancel:
+            job = self.jobs[name]
             job.cancelled = True
-            if job.status == "Queued":
-                job.status = "Canceled"
-            return Answer(200, {})
-        page = {"endpoint": f"https://ml.azure.com/runs/{name}", "jobServiceType": "Studio"}
-        properties = {**job.body["properties"], "status": job.status, "services": {"Studio": page}}
-        return Answer(200, {**resource_of(f"{WORKSPACE}/jobs/{name}"), "properties": properties})
+            job.status = "Canceled" if job.status == "Queued" else job.status
+        raise Answer(200, self.described(name))
 
-    def history(self, name: str, what: str) -> Answer:
+    def history(self, name: str, what: str) -> None:
         if name not in self.jobs:
-            return Answer(404, error("NotFound", f"no run {name}"))
+            raise error(404, "NotFound", f"no run {name}")
         job = self.jobs[name]
         if what == "children":
             children = [{"runId": c.name, "status": c.status, "tags": c.tags} for c in job.children]
-            return Answer(200, {"value": children})
+            raise Answer(200, {"value": children})
         files = {key: f"{self.url}/logs/{name}/{key}" for key in list(job.logs)}
-        details = {"runId": name, "status": job.status, "logFiles": files}
-        if job.error:
-            details["error"] = {"error": {"message": job.error}}
-        return Answer(200, details)
+        failure = {"error": {"error": {"message": job.error}}} if job.error else {}
+        raise Answer(200, {"runId": name, "status": job.status, "logFiles": files, **failure})
 
-    def log(self, path: str, wanted: str) -> Answer:
+    def log(self, path: str, wanted: str) -> None:
         _, _, name, key = path.split("/", 3)
         content, start = self.jobs[name].logs[key].read_bytes(), int(wanted[6:].rstrip("-"))
         if start >= len(content):
-            return Answer(416, b"", **{"Content-Range": f"bytes */{len(content)}"})
-        return Answer(206, content[start:])
+            raise Answer(416, b"", **{"Content-Range": f"bytes */{len(content)}"})
+        raise Answer(206, content[start:])
 
-    def datastore(self, short: str) -> Answer:
+    def datastore(self, short: str) -> None:
         if short.endswith("/listSecrets"):
-            return Answer(200, {"secretsType": "Sas", "sasToken": self.azurite.sas()})
-        properties = {
-            "datastoreType": "AzureBlob",
-            "accountName": ACCOUNT,
-            "containerName": CONTAINER,
-            "endpoint": self.azurite.domain,
-            "protocol": "https",
-            "credentials": {"credentialsType": "Sas"},
-            "isDefault": True,
-        }
-        found = {
-            **resource_of(f"{WORKSPACE}/datastores/workspaceblobstore"),
-            "properties": properties,
-        }
-        return Answer(200, {"value": [found]} if short == "/datastores" else found)
+            raise Answer(200, {"secretsType": "Sas", "sasToken": self.azurite.sas()})
+        facts = {"datastoreType": "AzureBlob", "accountName": ACCOUNT, "containerName": CONTAINER}
+        facts |= {"endpoint": self.azurite.domain, "protocol": "https", "isDefault": True}
+        facts["credentials"] = {"credentialsType": "Sas"}
+        answer = resource("/datastores/workspaceblobstore", **facts)
+        raise Answer(200, {"value": [answer.body]}) if short == "/datastores" else answer
 
     def upload(self) -> dict[str, Any]:
         container = self.azurite.new_container()  # each upload has one of its own
@@ -258,33 +207,12 @@ class Azure:
         reference = {"blobUri": uri, "storageAccountArmId": "x", "credential": credential}
         return {"blobReferenceForConsumption": reference, "pendingUploadId": "1"}
 
-    def resource(self, method: str, path: str) -> Callable[[Any], Answer]:
-        def put(body: Any) -> Answer:
-            properties = {**body.get("properties", {}), "provisioningState": "Succeeded"}
-            self.resources[path] = {**body, **resource_of(path), "properties": properties}
-            return Answer(201, self.resources[path])
 
-        def get(body: Any) -> Answer:
-            if path in self.resources:
-                return Answer(200, self.resources[path])
-            if path.endswith("/versions"):
-                return Answer(200, {"value": []})
-            return Answer(404, error("ResourceNotFound", f"nothing at {path}"))
-
-        return put if method == "PUT" else get
-
-
-def resource_of(path: str) -> dict[str, str]:
-    return {
-        "id": path,
-        "name": path.rpartition("/")[2],
-        "type": "stand-in",
-        "location": "westeurope",
-    }
-
-
-def error(code: str, message: str) -> dict[str, Any]:
-    return {"error": {"code": code, "message": message}}
+def resource(short: str, **properties: Any) -> Answer:
+    """A resource of the workspace, or the workspace."""
+    path = f"{WORKSPACE}{short}"
+    names = {"id": path, "name": path.rpartition("/")[2], "type": "stand-in"}
+    return Answer(200, {**names, "location": "westeurope", "properties": properties})
 
 
 def why_not() -> str | None:
@@ -296,8 +224,6 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="module")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azure]:
-    from tests.cluster.nodes import run_job
-
-    found = Azure(tmp_path_factory.mktemp("azure"), on_job=run_job)
-    yield found
-    found.close()
+    azure = Azure(tmp_path_factory.mktemp("azure"))
+    yield azure
+    azure.close()

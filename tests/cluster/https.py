@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import ssl
 import threading
-import urllib.parse
 from pathlib import Path
-from typing import Any, Protocol
-
-
-class Service(Protocol):
-    """What answers. `requests` gets method, short path and body of each request."""
-
-    requests: list[tuple[str, str, str]]
-
-    def short(self, path: str) -> str: ...
-
-    def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None: ...
+from typing import Any
 
 
 class Answer(Exception):
@@ -28,52 +15,39 @@ class Answer(Exception):
         self.status, self.body, self.headers = status, body, headers
 
 
-def serve(service: Service, certificate: Path, key: Path) -> http.server.ThreadingHTTPServer:
-    """Starts it on a free port."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler_of(service))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+def error(status: int, code: str, message: str, **headers: str) -> Answer:
+    """An error as Azure words it."""
+    return Answer(status, {"error": {"code": code, "message": message}}, **headers)
 
 
-def handler_of(service: Service) -> type[http.server.BaseHTTPRequestHandler]:
-    """A handler that lets `service.answer` answer, and notes each request in `service.requests`."""
+def serve(service: Any, certificate: Path, key: Path) -> Any:
+    """Starts a server on a free port. `service.answer` raises the Answer, and `service.requests`
+    gets the method, `service.short(path)` and body of each request."""
+    from werkzeug import Request, Response  # moto brings it
+    from werkzeug.serving import WSGIRequestHandler, make_server
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    class Handler(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # a connection serves many requests
         wbufsize = -1  # head and body in one packet, else each answer waits 40 ms for an ACK
 
-        def log_message(self, *_: Any) -> None:
+        def log(self, *_: Any) -> None:
             pass
 
-        def handle_one(self) -> None:
-            address = urllib.parse.urlsplit(self.path)
-            path = urllib.parse.unquote(address.path)
-            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            service.requests.append((self.command, service.short(path), sent.decode()))
-            body = json.loads(sent) if sent.strip() else None
-            try:
-                service.answer(self.command, path, body, self.headers, address.query)
-            except Answer as answer:
-                self.reply(answer)
-            except Exception as failed:  # of this file: seen in the SDK's message
-                self.reply(Answer(500, {"error": {"code": "StandIn", "message": repr(failed)}}))
+    @Request.application
+    def application(request: Request) -> Response:
+        body = request.get_data(as_text=True)
+        service.requests.append((request.method, service.short(request.path), body))
+        given = json.loads(body) if body.strip() else None
+        query = request.query_string.decode()
+        try:
+            service.answer(request.method, request.path, given, request.headers, query)
+        except Exception as raised:  # of the stand-in: seen in the SDK's message
+            answer = raised if isinstance(raised, Answer) else error(500, "StandIn", repr(raised))
+        raw = isinstance(answer.body, bytes)
+        content = answer.body if raw else json.dumps(answer.body)
+        return Response(content, answer.status, answer.headers, content_type="application/json")
 
-        def reply(self, answer: Answer) -> None:
-            body = (
-                answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
-            )
-            self.send_response(answer.status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            for name, value in answer.headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-            self.wfile.flush()
-
-        do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = handle_one
-
-    return Handler
+    tls: dict[str, Any] = {"ssl_context": (str(certificate), str(key)), "threaded": True}
+    server = make_server("127.0.0.1", 0, application, request_handler=Handler, **tls)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server

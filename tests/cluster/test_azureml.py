@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from distdl.launchers.azureml.client import Connection, Workspace
 from tests.cluster.arm import Azure, Job, azure, why_not
 from tests.cluster.azurite import CONTAINER
 from tests.cluster.nodes import HELD
-from tests.conftest import ROOT, TINY, Said, losses, status
+from tests.conftest import ROOT, TINY, losses, status
 
 __all__ = ["azure"]
 pytestmark = [
@@ -34,7 +33,7 @@ pytestmark = [
 ]
 
 CANARY = "canary-forwarded-by-name-3f1c"
-# The user's own code: says what it was given, and takes its time, so that a node can be taken away.
+# The user's own code: writes what it was given, and takes its time, so that a node can be lost.
 WITNESS = """
 import hashlib, json, os, time
 from pathlib import Path
@@ -60,11 +59,8 @@ WORKSPACE = {
     "workspace_name": "space",
 }
 SMALL = (
-    *TINY,
-    "data.train_samples=64",
-    "data.val_samples=8",
-    "launcher=azureml",
-    "launcher.env={OMP_NUM_THREADS: 1}",
+    *(*TINY, "data.train_samples=64", "data.val_samples=8"),
+    *("launcher=azureml", "launcher.env={OMP_NUM_THREADS: 1}"),
     "+callbacks.witness._target_=witness.Witness",
     "+callbacks.witness.data='${input:pictures}'",
     "+launcher.inputs.pictures=https://data.example.org/pictures",
@@ -83,51 +79,34 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Command = Callable[..., Said]
-
-
 @pytest.fixture
-def here(
-    azure: Azure,
-    project: Path,
-    without_stage_2: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Command:
+def distdl(
+    azure: Azure, project: Path, without_stage_2, command, monkeypatch
+) -> Callable[..., Any]:
     """The command line in this process, which has the slow SDK in memory after the first time."""
-    from distdl.cli.main import main
-
     for name in set(os.environ) - set(azure.environment()):
         monkeypatch.delenv(name)
     for name, value in azure.environment(AZUREML_CURRENT_CLOUD="StandIn").items():
         monkeypatch.setenv(name, value)
-    find = socket.getaddrinfo
+    resolve = socket.getaddrinfo
 
     def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
-        return find("127.0.0.1" if str(host).endswith(".localhost") else host, *rest, **more)
+        return resolve("127.0.0.1" if str(host).endswith(".localhost") else host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.chdir(project)
 
-    def run(*arguments: str, code: int = 0) -> Said:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["distdl", *arguments])
-        ended = main(arguments)
-        said = Said(ended, *capsys.readouterr())
-        assert ended == code, said
-        return said
+    def run(*arguments: str, code: int = 0) -> Any:
+        output = command(*arguments)
+        assert output.code == code, output
+        return output
 
     return run
 
 
-def only(found: list) -> Any:
-    assert len(found) == 1, found
-    return found[0]
-
-
 @pytest.fixture(scope="module")
 def trained(azure: Azure, project: Path) -> str:
-    """A run on two low-priority nodes that are taken away in the middle; what the command said."""
+    """A run on two low-priority nodes that are taken away in the middle; the command's output."""
     process = azure.popen(
         *(*SMALL, *TWO_NODES, "launcher.tier=low_priority", "name=x"),
         *("launcher.forward_env=[WITNESS_TOKEN]", f"launcher.key_vault={azure.vault_url}"),
@@ -136,29 +115,32 @@ def trained(azure: Azure, project: Path) -> str:
         WITNESS_TOKEN=CANARY,
     )
     assert process.stdout is not None
-    said = ""
-    while "epoch 2  step 5 " not in said:
+    output = ""
+    while "epoch 2  step 5 " not in output:
         line = process.stdout.readline()
-        assert line, said
-        said += line
-    only(list(azure.jobs.values())).nodes.evicted.set()
+        assert line, output
+        output += line
+    (job,) = azure.jobs.values()
+    job.nodes.evicted.set()
     # Not communicate(): it reads past what this stream has read ahead of the last line.
-    said += process.stdout.read()
-    assert process.wait(60) == 0, said
-    return said
+    output += process.stdout.read()
+    assert process.wait(60) == 0, output
+    return output
 
 
-def job_of(azure: Azure, said: str) -> Job:
-    match = re.search(r"submitted  azureml://\S+/jobs/(\S+)", said)
-    assert match is not None, said
-    return azure.jobs[match[1]]
+def job_of(azure: Azure, output: str) -> Job:
+    return azure.jobs[re.findall(r"submitted  azureml://\S+/jobs/(\S+)", output)[0]]
 
 
-def snapshot_of(azure: Azure, code_id: str) -> dict[str, bytes]:
-    """What was uploaded as a job's code: name -> content."""
-    uri = azure.resources[code_id]["properties"]["codeUri"]
-    folder = uri.partition(f"{azure.azurite.port}/")[2] + "/"
+def uploaded(azure: Azure, address: str) -> dict[str, bytes]:
+    """The files in a folder of a blob store: name -> content."""
+    folder = address.partition(f"{azure.azurite.port}/")[2].rstrip("/") + "/"
     return {k.removeprefix(folder): v for k, v in azure.azurite.contents(folder).items()}
+
+
+def snapshot_of(azure: Azure, job: dict[str, Any]) -> dict[str, bytes]:
+    """What was uploaded as a job's code."""
+    return uploaded(azure, azure.resources[job["codeId"]]["properties"]["codeUri"])
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -166,47 +148,41 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_run_whose_nodes_are_taken_away_goes_on(
-    azure: Azure, project: Path, trained: str, here: Command
-) -> None:
+def test_a_run_whose_nodes_are_taken_away_resumes(azure, project, trained: str, distdl) -> None:
     for text in ("azureml: preparing", "azureml: running", "azureml: completed", "preempted:"):
         assert text in trained
     assert re.search(r"^0 +0 +0 .*\n1 +1 +0 ", trained, re.MULTILINE), "the table of the ranks"
     assert re.search(r"https://ml.azure.com/runs/default-x-001-\w+\?wsid=", trained)
     steps = [int(n) for n in re.findall(r"^epoch \d+  step (\d+) ", trained, re.MULTILINE)]
-    assert sorted(set(steps)) == list(range(1, 13))
     run = project / "outputs/default/x"
-    here("jobs", "fetch", "outputs/default/x")
+    distdl("jobs", "fetch", "outputs/default/x")
     assert status(run)["restarts"] == 1 and status(run)["state"] == "SUCCEEDED"
-    assert set(losses(run)) == set(range(1, 13)), "every step, over both starts"
+    assert set(steps) == set(losses(run)) == set(range(1, 13)), "every step, over both starts"
     assert list((run / "checkpoints").glob("*.ckpt"))
-    assert "state   SUCCEEDED, restarted 1 times" in here("jobs", "status", str(run)).out
+    assert "state   SUCCEEDED, restarted 1 times" in distdl("jobs", "status", str(run)).out
 
 
 def test_what_is_created(azure: Azure, project: Path, trained: str) -> None:
     """The cluster; the environment, from its folder alone; the snapshot, which is the run."""
-    body = json.loads(only(azure.asked("PUT", "^/computes/gpu$")))
+    (body,) = map(json.loads, azure.asked("PUT", "^/computes/gpu$"))
     settings = body["properties"]["properties"]
-    assert settings["vmSize"] == "Standard_NC24ads_A100_v4"
-    assert settings["vmPriority"] == "LowPriority"
+    kind = (settings["vmSize"], settings["vmPriority"], body["identity"]["type"].lower())
+    assert kind == ("Standard_NC24ads_A100_v4", "LowPriority", "systemassigned")
     scale = {"minNodeCount": 0, "maxNodeCount": 2, "nodeIdleTimeBeforeScaleDown": "PT5M"}
     assert settings["scaleSettings"] == scale
-    assert body["identity"]["type"].lower() == "systemassigned"
 
-    body = json.loads(only(azure.asked("PUT", "^/environments/distdl/versions/")))
-    folder = body["properties"]["build"]["contextUri"].partition(f"{azure.azurite.port}/")[2]
-    image = files_of(ROOT / "launchers/azureml/image")
-    assert azure.azurite.contents(folder) == {f"{folder}{k}": v for k, v in image.items()}
+    (body,) = map(json.loads, azure.asked("PUT", "^/environments/distdl/versions/"))
+    image = uploaded(azure, body["properties"]["build"]["contextUri"])
+    assert image == files_of(ROOT / "launchers/azureml/image")
 
-    run, job = project / "outputs/default/x", job_of(azure, trained)
-    snapshot = snapshot_of(azure, job.body["properties"]["codeId"])
+    run, job = project / "outputs/default/x", job_of(azure, trained).body["properties"]
+    snapshot = snapshot_of(azure, job)
     assert snapshot == files_of(run / "attempts/001/bundle")
     assert snapshot["config.yaml"] == (run / "config.yaml").read_bytes()
     assert "code/project/witness.py" in snapshot and "code/project/.env" not in snapshot
 
 
-def test_what_a_rank_finds(azure: Azure, trained: str) -> None:
-    """It ran the uploaded code on both nodes, with the input's address and the secret's value."""
+def test_a_rank_gets_code_input_and_secret_which_is_nowhere_else(azure, project, trained) -> None:
     job = job_of(azure, trained)
     distribution = {"distributionType": "PyTorch", "processCountPerInstance": 1}
     assert job.body["properties"]["distribution"] == distribution
@@ -218,102 +194,96 @@ def test_what_a_rank_finds(azure: Azure, trained: str) -> None:
             "data": "https://data.example.org/pictures",
             "secret": hashlib.sha256(CANARY.encode()).hexdigest(),
         }
-
-
-def test_a_forwarded_secret_is_nowhere_but_in_the_key_vault(
-    azure: Azure, project: Path, trained: str
-) -> None:
-    assert list(azure.vault.values()) == [CANARY]
-    assert CANARY not in trained
+    assert list(azure.vault.values()) == [CANARY] and CANARY not in trained
     receivers = [path for _, path, body in azure.requests if CANARY in body]
     assert receivers == [f"/secrets/{name}" for name in azure.vault], "only the Key Vault"
     # The run, the nodes' folders, and in Azurite's the snapshot and the store.
     files = [p for folder in (project, azure.folder) for p in folder.rglob("*") if p.is_file()]
-    contents = {path: path.read_bytes() for path in files}
-    assert [path for path, content in contents.items() if CANARY.encode() in content] == []
-    seen = [path for path, content in contents.items() if b"class Witness" in content]
-    assert any(path.is_relative_to(azure.folder / "azurite") for path in seen), "it would be seen"
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    stored = [p for p in (azure.folder / "azurite").rglob("*") if p.is_file()]
+    assert any(b"class Witness" in p.read_bytes() for p in stored), "it would be seen"
 
 
-def test_a_job_in_the_queue(azure: Azure, project: Path, trained: str, here: Command) -> None:
-    """The same cluster and environment are used as they are; the job is seen, and cancelled. A run
-    with a checkpoint from elsewhere takes it along, with its manifest after it.
+def test_a_job_in_the_queue(azure: Azure, project: Path, trained: str, distdl) -> None:
+    """The same cluster and environment are used as they are; the job is listed, and cancelled. A
+    run with a checkpoint from elsewhere takes it along, with its manifest after it.
     """
     name, run = "outputs/default/queued", project / "outputs/default/queued"
     queued = (*SMALL, *TWO_NODES, "name=queued", "follow=false", f"launcher.tags={{{HELD}: 1}}")
-    sent = here(*queued)
+    sent = distdl(*queued)
     assert "note: cluster gpu stays as it is: launcher.tier is low_priority there" in sent.err
     for path in ("^/computes/gpu$", "^/environments/distdl/versions/"):
         assert len(azure.asked("PUT", path)) == 1, "nothing was created again"
     job = job_of(azure, sent.out)
-    assert "state   PENDING" in here("jobs", "status", name).out
-    assert "attempt 1 is pending" in here(*queued, code=2).err
+    assert "state   PENDING" in distdl("jobs", "status", name).out
+    assert "attempt 1 is pending" in distdl(*queued, code=2).err
     azure.jobs["ended"] = Job("ended", job.body, status="Canceled")
     copy = shutil.copytree(run, run.with_name("ended"))
     handle = copy / "attempts/001/job.json"
     handle.write_text(handle.read_text().replace(f"jobs/{job.name}", "jobs/ended"))
     asked = len(azure.asked("GET", "/details$"))
-    listed = {line.split("\t")[0]: line for line in here("jobs", "list").out.splitlines()}
+    listed = {line.split("\t")[0]: line for line in distdl("jobs", "list").out.splitlines()}
     assert "PENDING" in listed[name] and "CANCELLED" in listed["outputs/default/ended"]
     assert len(azure.asked("GET", "^/jobs$")) == 1 and len(azure.asked("GET", "/details$")) == asked
     shutil.rmtree(copy)
     del azure.jobs["ended"]
-    here("jobs", "cancel", name)
+    distdl("jobs", "cancel", name)
     assert job.cancelled
     text = re.search(r"azureml://\S+", sent.out)[0]
-    assert here("jobs", "wait", text, code=130).out == f"CANCELLED  {text}\n"
+    assert distdl("jobs", "wait", text, code=130).out == f"CANCELLED  {text}\n"
 
-    here("jobs", "fetch", "outputs/default/x")
+    distdl("jobs", "fetch", "outputs/default/x")
     shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
-    again = here("jobs", "resubmit", name, "follow=false")
+    again = distdl("jobs", "resubmit", name, "follow=false")
     assert "sent the checkpoint epoch_002.ckpt" in again.err
     folder = f"{CONTAINER}/distdl/default/queued/checkpoints/"
     names = [name.removeprefix(folder) for name in azure.azurite.contents(folder)]
     assert names == ["epoch_002.ckpt", "epoch_002.ckpt.manifest.json"]
 
 
-def test_a_sweep_job_trains_each_frozen_member(
-    azure: Azure, project: Path, trained: str, here: Command
-) -> None:
+def test_a_sweep_job_trains_each_frozen_member(azure: Azure, project: Path, distdl) -> None:
     short = ("trainer.limit_train_batches=1", "trainer.limit_val_batches=1", "trainer.max_epochs=1")
     sweep = ("launcher.sweep=azureml", "trainer.devices=1", "seed=3,4", "name=s")
-    handles = re.findall(r"submitted  (azureml://\S+)", here("-m", *SMALL, *short, *sweep).out)
-    assert len(handles) == 2
+    handles = re.findall(r"submitted  (azureml://\S+)", distdl("-m", *SMALL, *short, *sweep).out)
     for handle in handles:
-        waited = here("jobs", "wait", handle)
-        assert waited.out == f"SUCCEEDED  {handle}\n", here("jobs", "logs", handle).out
+        waited = distdl("jobs", "wait", handle)
+        assert waited.out == f"SUCCEEDED  {handle}\n", distdl("jobs", "logs", handle).out
     assert len(azure.asked("PUT", "^/jobs/default-s-")) == 1
-    assert here("jobs", "status", "outputs/default/s").out.count("state   SUCCEEDED") == 2
-    here("jobs", "fetch", "outputs/default/s")
-    seeds = set()
-    for handle in handles:
-        run = project / "outputs/default/s" / handle.rpartition("/")[2]
-        assert status(run)["state"] == "SUCCEEDED"
-        seeds.add(re.search(r"^seed: (\d+)", (run / "config.yaml").read_text(), re.MULTILINE)[1])
-    assert seeds == {"3", "4"}
+    assert distdl("jobs", "status", "outputs/default/s").out.count("state   SUCCEEDED") == 2
+    distdl("jobs", "fetch", "outputs/default/s")
+    runs = [project / "outputs/default/s" / handle.rpartition("/")[2] for handle in handles]
+    assert [status(run)["state"] for run in runs] == ["SUCCEEDED"] * 2
+    seeds = [re.findall(r"^seed: (\d+)", (r / "config.yaml").read_text(), re.M) for r in runs]
+    assert sorted(seeds) == [["3"], ["4"]]
 
 
-def test_the_files_of_a_dry_run_are_a_job(
-    azure: Azure, project: Path, trained: str, here: Command
-) -> None:
-    """Submitted by the SDK alone, as `az ml job create --file` does; it is held in the queue."""
-    from azure.ai.ml import load_job
+def test_the_files_of_a_dry_run_are_a_job(azure: Azure, project: Path, distdl) -> None:
+    """Submitted by the SDK alone, as `az ml ... create --file` does; it is held in the queue."""
+    from azure.ai.ml import load_compute, load_environment, load_job
 
-    where = ("launcher.compute=gpu", "trainer.devices=1", "launcher.files=outputs/files")
-    shown = here(*SMALL, *where, "name=by_az", "dry_run=true", f"launcher.tags={{{HELD}: 1}}").out
-    file = project / "outputs/files/default/by_az/job.yml"
+    settings = ("launcher.compute=gpu", "launcher.tier=spot", "trainer.devices=1", "name=by_az")
+    files = (*SMALL, *settings, "launcher.files=outputs/files", f"launcher.tags={{{HELD}: 1}}")
+    shown = distdl(*files, "dry_run=true").out
+    folder = project / "outputs/files/default/by_az"
+    names = ["environment.yml", "compute.yml", "job.yml"]
+    assert re.findall(r"^file +\S+/(\S+)$", shown, re.M) == names
+    assert {path.name for path in folder.iterdir()} == {*names, "bundle"}
+    assert not (project / "outputs/default/by_az").exists()
     client = Connection(Workspace(*WORKSPACE.values()), None).client
-    sent = azure.jobs[client.jobs.create_or_update(load_job(file)).name].body["properties"]
+    load_environment(folder / "environment.yml")
+    assert load_compute(folder / "compute.yml").tier == "low_priority"
+    job = client.jobs.create_or_update(load_job(folder / "job.yml"))
+    sent = azure.jobs[job.name].body["properties"]
     assert sent["command"] in shown and sent["computeId"].endswith("/computes/gpu")
-    snapshot = snapshot_of(azure, sent["codeId"])
-    assert snapshot == files_of(file.parent / "bundle")
-    assert {"config.yaml", "code/project/witness.py", "code/distdl/worker/main.py"} <= set(snapshot)
+    snapshot = snapshot_of(azure, sent)
+    assert snapshot == files_of(folder / "bundle")
+    assert {"code/project/witness.py", "code/distdl/worker/main.py"} <= set(snapshot)
+    assert str(project).encode() not in snapshot["config.yaml"]
+    assert "is there already" in distdl(*files, "dry_run=true", code=2).err
+    assert "launcher.files: is for a dry run" in distdl(*files, code=2).err
 
 
-def test_without_a_credential_there_is_one_sentence(
-    here: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch) -> None:
     monkeypatch.setenv("MSI_SECRET", "wrong")
-    sent = here(*SMALL, *TWO_NODES, "name=nobody", code=2)
+    sent = distdl(*SMALL, *TWO_NODES, "name=nobody", code=2)
     assert "Traceback" not in sent.err and "az login" in sent.err
-    assert "Azure knows nobody here who may do this" in sent.err

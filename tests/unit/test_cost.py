@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import date
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,131 +15,94 @@ from distdl.launchers.azureml.settings import AzureSettings
 from tests.conftest import ROOT, check_golden
 
 SIZES = {size.name: size for size in vm_sizes.all()}
-SCALE_UP, INFINIBAND, BLOB, REGISTRY = "scale up", "infiniband", "blob", "registry"
-NC24, NC96, ND96 = "Standard_NC24ads_A100_v4", "Standard_NC96ads_A100_v4", "Standard_ND96asr_v4"
-DATA = {"imagenet": "azureml:x:1"}
+NC24, NC96, ND96 = "NC24ads_A100_v4", "NC96ads_A100_v4", "ND96asr_v4"
+Case = tuple[str, int, int, int]  # size, nodes, devices (0: on the CPU), members of the sweep
+SPREAD, FOUR, EIGHT = (NC24, 4, 1, 1), (ND96, 4, 8, 1), (NC24, 1, 1, 8)
+ONE, PAIR, SLOW = (NC24, 1, 1, 1), (ND96, 2, 8, 1), (NC96, 2, 4, 1)
 
 
-def job(size: str, nodes: int, devices: int, node: dict[str, Any]) -> tuple[Any, Resources]:
-    accelerator = "gpu" if devices else "cpu"
-    return AzureSettings(vm_size=size, **node), Resources(nodes, devices, accelerator)
+def job(size: str, nodes: int, devices: int, jobs: int, **node: Any) -> tuple[Any, Resources, int]:
+    settings = AzureSettings(vm_size=f"Standard_{size}", **node)
+    return settings, Resources(nodes, devices, "gpu" if devices else "cpu"), jobs
 
 
-# Size, nodes, devices (0: on the CPU), members of the sweep, settings; topic -> what it says of
-# that. None: it says nothing.
-ADVICE: list[tuple[str, int, int, int, dict[str, Any], str, str | None]] = [
-    (NC24, 4, 1, 1, {}, SCALE_UP, "1 x Standard_NC96ads_A100_v4 (14.69 USD per hour, 4 x A100"),
-    (NC24, 4, 1, 1, {}, SCALE_UP, "instead of 4 x Standard_NC24ads_A100_v4 (14.69 USD)"),
+DATA, BASIC = {"inputs": {"imagenet": "azureml:x:1"}}, {"registry_sku": "basic"}
+IDLE, DAY = {"compute": "gpu", "min_nodes": 2}, {"walltime": 24}
+STANDARD, PREMIUM = {"storage_sku": "standard"}, {"storage_sku": "premium"}
+# A job, its settings; topic -> what the advice says of that. Golden files have the rest.
+ADVICE: list[tuple[Case, dict[str, Any], str, str]] = [
+    (SPREAD, {}, "scale up", "1 x Standard_NC96ads_A100_v4 (14.69 USD per hour, 4 x A100"),
     # Eight nodes become one at a price that is similar, not the same.
-    (NC24, 8, 1, 1, {}, SCALE_UP, "Standard_ND96amsr_A100_v4 (32.77 USD"),
-    ("Standard_NC6s_v3", 4, 1, 1, {}, SCALE_UP, "1 x Standard_NC96ads_A100_v4"),
-    # Four times the price is not advice, nor is a weaker GPU or a size that is gone.
-    ("Standard_NC4as_T4_v3", 2, 1, 1, {}, SCALE_UP, None),
-    ("Standard_ND96isr_H100_v5", 2, 8, 1, {}, SCALE_UP, None),
-    (NC96, 2, 4, 1, {}, INFINIBAND, "_A100_v4 (8 x A100, 1600 Gb/s, 32.77 USD per hour)"),
-    (NC96, 2, 4, 1, {}, INFINIBAND, "no r in its name"),
-    (NC96, 1, 4, 1, {}, INFINIBAND, None),
-    ("Standard_ND96amsr_A100_v4", 2, 8, 1, {}, INFINIBAND, None),
-    ("Standard_NC24r", 2, 4, 1, {}, INFINIBAND, "InfiniBand of Standard_NC24r has no SR-IOV"),
-    (ND96, 2, 8, 1, {"storage_sku": "standard"}, BLOB, "put the training data on premium block"),
-    (ND96, 2, 8, 1, {"inputs": DATA}, BLOB, "if the data lie on standard Blob storage"),
-    (ND96, 2, 8, 1, {"inputs": DATA, "storage_sku": "premium"}, BLOB, None),
-    (ND96, 2, 8, 1, {}, BLOB, None),
-    (ND96, 1, 8, 1, {"storage_sku": "standard"}, BLOB, None),
-    (ND96, 4, 8, 1, {"registry_sku": "basic"}, REGISTRY, "give the workspace a premium container"),
-    (ND96, 4, 8, 1, {"registry_sku": "basic"}, REGISTRY, "4 nodes pull"),
-    (NC24, 1, 1, 8, {"registry_sku": "basic"}, REGISTRY, "8 nodes pull"),
-    (ND96, 2, 8, 1, {"registry_sku": "basic"}, REGISTRY, None),
-    (ND96, 4, 8, 1, {"registry_sku": "premium"}, REGISTRY, None),
-    (ND96, 4, 8, 1, {}, REGISTRY, None),
-    (NC24, 1, 1, 1, {"compute": "gpu", "min_nodes": 2}, "idle", "launcher.min_nodes=0"),
-    (NC24, 1, 1, 1, {"compute": "gpu", "min_nodes": 2}, "idle", "5,363 USD"),  # 2 x 3.673 x 730
-    (NC24, 1, 1, 1, {"compute": "gpu", "min_nodes": 1, "tier": "spot"}, "idle", "about 324 USD"),
-    (NC24, 1, 1, 1, {"compute": "gpu"}, "idle", None),
-    (NC24, 1, 1, 1, {"min_nodes": 2}, "idle", None),
-    (ND96, 2, 8, 10, {}, "sweep", "train the configurations separately, one VM each"),
-    (ND96, 1, 8, 10, {}, "sweep", None),
-    (ND96, 2, 8, 1, {}, "sweep", None),
-    ("Standard_NC6s_v3", 1, 1, 1, {}, "retired", "retired NCv3 (V100) on 2025-09-30"),
-    ("Standard_NC6s_v3", 1, 1, 1, {}, "retired", NC24),
-    ("Standard_NC24s_v3", 1, 4, 1, {}, "retired", NC96),  # as many GPUs as are asked for
-    (NC96, 1, 1, 1, {}, "unused", "3 of 4 GPUs per node are idle"),
-    (NC24, 1, 0, 1, {}, "unused", "trainer.accelerator=cpu leaves 1 x A100"),
+    ((NC24, 8, 1, 1), {}, "scale up", "Standard_ND96amsr_A100_v4 (32.77 USD"),
+    (("NC6s_v3", 4, 1, 1), {}, "scale up", "1 x Standard_NC96ads_A100_v4"),
+    (SLOW, {}, "infiniband", "32.77 USD per hour) because Standard_NC96ads_A100_v4 has no Infini"),
+    (PAIR, DATA, "blob", "if the data lie on standard Blob storage"),
+    (EIGHT, BASIC, "registry", "8 nodes pull"),
+    (ONE, IDLE, "idle", "5,363 USD"),  # 2 x 3.673 x 730
+    (ONE, {**IDLE, "min_nodes": 1, "tier": "spot"}, "idle", "about 324 USD"),
+    (("NC6s_v3", 1, 1, 1), {}, "retired", "such as Standard_NC24ads_A100_v4 because Azure retired"),
+    (("NC24s_v3", 1, 4, 1), {}, "retired", NC96),  # as many GPUs as are asked for
+    ((NC96, 1, 1, 1), {}, "unused", "3 of 4 GPUs per node are idle"),
+    ((NC24, 1, 0, 1), {}, "unused", "trainer.accelerator=cpu leaves 1 x A100"),
 ]
+# Four times the price is not advice, nor is a weaker GPU or a size that is gone.
+NONE: dict[str, list[tuple[Case, dict[str, Any]]]] = {
+    "scale up": [(("NC4as_T4_v3", 2, 1, 1), {}), (("ND96isr_H100_v5", 2, 8, 1), {})],
+    "infiniband": [((NC96, 1, 4, 1), {}), (("ND96amsr_A100_v4", 2, 8, 1), {})],
+    "blob": [(PAIR, {**DATA, **PREMIUM}), (PAIR, {}), ((ND96, 1, 8, 1), STANDARD)],
+    "registry": [(PAIR, BASIC), (FOUR, {"registry_sku": "premium"}), (FOUR, {})],
+    "idle": [(ONE, {"compute": "gpu"}), (ONE, {"min_nodes": 2})],
+    "sweep": [((ND96, 1, 8, 10), {}), (PAIR, {})],
+}
 
 
-@pytest.mark.parametrize(("size", "nodes", "devices", "jobs", "node", "topic", "fact"), ADVICE)
-def test_advice(
-    size: str, nodes: int, devices: int, jobs: int, node: Any, topic: str, fact: str | None
-) -> None:
-    found = cost.advice(*job(size, nodes, devices, node), jobs)
-    by_topic = {each.topic: f"{each.what} because {each.why}" for each in found}
-    assert len(by_topic) == len(found) and all(each.why for each in found)
-    assert (fact in by_topic[topic]) if fact else topic not in by_topic
+@pytest.mark.parametrize(("case", "node", "topic", "fact"), ADVICE)
+def test_advice(case: Case, node: Any, topic: str, fact: str) -> None:
+    advice = cost.advice(*job(*case, **node))
+    by_topic = {each.topic: f"{each.what} because {each.why}" for each in advice}
+    assert len(by_topic) == len(advice) and fact in by_topic[topic]
 
 
-@pytest.mark.parametrize("case", [(ND96, 2, 8), (NC24, 1, 1), ("Standard_D8s_v5", 4, 0)])
-def test_a_good_choice_needs_none(case: tuple[str, int, int]) -> None:
-    assert cost.advice(*job(*case, {"storage_sku": "premium"})) == []
+@pytest.mark.parametrize("topic", NONE)
+def test_no_advice(topic: str) -> None:
+    for case, node in NONE[topic]:
+        assert topic not in [each.topic for each in cost.advice(*job(*case, **node))]
 
 
-def test_nothing_is_proposed_that_todays_torch_cannot_use() -> None:
-    """CUDA 13 has no code for V100 and older."""
-    for size in ("Standard_NC24r", "Standard_NC24s_v3", "Standard_ND24s"):
-        assert "ND40rs_v2" not in str(cost.advice(*job(size, 2, 4, {})))
-
-
-# Size, nodes, devices, members of the sweep, settings; what the table says.
-TABLES: list[tuple[str, int, int, int, dict[str, Any], str]] = [
-    (ND96, 2, 8, 1, {}, '192 cores of "Standard NDASv4_A100 Family"; spot has a quota of its own'),
-    (ND96, 2, 8, 1, {"tier": "spot"}, "192 cores of the region's low-priority quota"),
-    (ND96, 2, 8, 3, {}, "per job, 576 for all 3 of the sweep at once"),
-    (ND96, 2, 8, 1, {"walltime": 24}, "spot about 5.98 USD, dedicated 54.39 USD (chosen)"),
-    (ND96, 2, 8, 1, {"walltime": 24}, "for 24 h at most"),
-    (ND96, 2, 8, 1, {"walltime": 24}, "dedicated 1,305 USD (chosen)"),
-    (ND96, 2, 8, 1, {}, "prices of 2024: indicative"),
-    ("Standard_ND96isr_H200_v5", 1, 8, 1, {}, "not known here"),
-    ("Standard_ND96isr_H100_v5", 1, 8, 1, {}, "spot unknown, dedicated 98.32 USD (chosen)"),
-    ("Standard_DS3_v2", 2, 0, 1, {}, "each            4 cores, 14 GB\nquota needed    8 cores"),
-    ("Standard_X1", 1, 1, 1, {}, "unknown here, as distdl does not know Standard_X1"),
-]
-
-
-@pytest.mark.parametrize(("size", "nodes", "devices", "jobs", "node", "fact"), TABLES)
-def test_table(size: str, nodes: int, devices: int, jobs: int, node: Any, fact: str) -> None:
-    text = cost.table(*job(size, nodes, devices, node), jobs)
-    assert fact in text
-    assert ("h at most" in text) == ("walltime" in node)
-
-
-OLD = {"tier": "low_priority", "compute": "old", "min_nodes": 1, "walltime": 12.5}
-SKUS = {"storage_sku": "standard", "registry_sku": "basic"}
+def test_a_good_choice_needs_none_and_no_old_gpu_is_proposed() -> None:
+    for case in (PAIR, ONE, ("D8s_v5", 4, 0, 1)):
+        assert cost.advice(*job(*case, **PREMIUM)) == []
+    for size in ("NC24r", "NC24s_v3", "ND24s"):  # CUDA 13 has no code for V100 and older
+        assert "ND40rs_v2" not in str(cost.advice(*job(size, 2, 4, 1)))
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "nodes", "devices", "jobs", "node"),
+    ("case", "fact"),
     [
-        ("advice_good", ND96, 2, 8, 1, {"walltime": 24}),
-        ("advice_everything", "Standard_NC24r", 4, 2, 3, {**OLD, **SKUS}),
+        (("ND96isr_H200_v5", 1, 8, 1), "not known here"),
+        (("ND96isr_H100_v5", 1, 8, 1), "spot unknown, dedicated 98.32 USD (chosen)"),
+        (("DS3_v2", 2, 0, 1), "each            4 cores, 14 GB\nquota needed    8 cores"),
+        (("X1", 1, 1, 1), "unknown here, as distdl does not know Standard_X1"),
     ],
 )
-def test_golden(
-    name: str, size: str, nodes: int, devices: int, jobs: int, node: Any, pytestconfig: Any
-) -> None:
-    text = cost.table(*job(size, nodes, devices, node), jobs) + "\n"
-    check_golden(pytestconfig, ROOT / f"tests/golden/launchers/{name}.txt", text)
+def test_table(case: Case, fact: str) -> None:
+    text = cost.table(*job(*case))
+    assert fact in text and "h at most" not in text
+
+
+OLD = {"tier": "low_priority", "compute": "old", "min_nodes": 1, "walltime": 12.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "node"),
+    [("good", PAIR, DAY), ("everything", ("NC24r", 4, 2, 3), {**OLD, **STANDARD, **BASIC})],
+)
+def test_golden(name: str, case: Case, node: Any, pytestconfig: pytest.Config) -> None:
+    text = cost.table(*job(*case, **node)) + "\n"
+    check_golden(pytestconfig, ROOT / f"tests/golden/launchers/advice_{name}.txt", text)
 
 
 # The table of sizes
-
-
-def test_every_series_of_the_architecture_is_there() -> None:
-    ends = "6 12 24 6s_v2 12s_v2 24s_v2 6s_v3 12s_v3 24s_v3 24r 24rs_v2 24rs_v3 24ads_A100_v4"
-    ends += " 48ads_A100_v4 96ads_A100_v4 40ads_H100_v5 80adis_H100_v5"
-    series = [f"Standard_NC{end}" for end in ends.split()]
-    ends = "6s 12s 24s 24rs 40rs_v2 96asr_v4 96amsr_A100_v4 96isr_H100_v5 96isr_H200_v5"
-    series += [f"Standard_ND{end}" for end in ends.split()]
-    assert {*series, "Standard_DS3_v2", "Standard_D8s_v5"} <= set(SIZES)
 
 
 def row(size: vm_sizes.VmSize) -> str:
@@ -154,7 +118,7 @@ def row(size: vm_sizes.VmSize) -> str:
 
 
 def test_facts_agree_with_the_name_and_the_page() -> None:
-    """Azure's names say vCPUs, and by an r whether there is InfiniBand.
+    """Azure's names have the vCPUs, and by an r whether there is InfiniBand.
 
     learn.microsoft.com/azure/virtual-machines/vm-naming-conventions
     """
@@ -173,24 +137,21 @@ def test_facts_agree_with_the_name_and_the_page() -> None:
         assert dedicated is None or (size.price_date and dedicated > 0), name
         assert low is None or (dedicated is not None and 0 < low < dedicated), name
         assert not size.retired or date.fromisoformat(size.retired) < date(2026, 11, 21), name
-        assert row(size) in page, f"docs/azure_vm_sizes.md lacks this line:\n{row(size)}"
+    assert {line for line in page if line.startswith("| `")} == {row(s) for s in SIZES.values()}
 
 
 def test_prices_grow_with_the_gpus() -> None:
-    series: dict[str, list[vm_sizes.VmSize]] = {}
-    for size in vm_sizes.all():
-        if size.gpus and size.price_per_hour:
-            series.setdefault(size.series, []).append(size)
-    for sizes in series.values():
-        ordered = sorted(sizes, key=lambda size: (size.gpus, size.cores, size.infiniband))
-        prices = [size.price_per_hour for size in ordered]
+    priced = [size for size in SIZES.values() if size.gpus and size.price_per_hour]
+    order = sorted(priced, key=lambda s: (s.series, s.gpus, s.cores, s.infiniband))
+    for _, sizes in groupby(order, key=lambda s: s.series):
+        prices = [size.price_per_hour for size in sizes]
         assert prices == sorted(prices)
 
 
 def test_find_and_suggest() -> None:
     assert vm_sizes.find("STANDARD_nc24RS_v3") == SIZES["Standard_NC24rs_v3"]
     assert vm_sizes.find("Standard_NC24rs_v9") is None
-    assert vm_sizes.suggest("NC6s_v3") == "did you mean Standard_NC6s_v3?"
-    assert vm_sizes.suggest("Standard_ND96isr_H100") == "did you mean Standard_ND96isr_H100_v5?"
+    for wrong, right in (("NC6s_v3", "NC6s_v3"), ("Standard_ND96isr_H100", "ND96isr_H100_v5")):
+        assert vm_sizes.suggest(wrong) == f"did you mean Standard_{right}?"
     known = vm_sizes.suggest("p4d.24xlarge")
     assert "Standard_ND96asr_v4" in known and "Standard_NC6," not in known

@@ -1,85 +1,167 @@
-"""launcher=sagemaker: what is sent, and what is refused before.
+"""launcher=sagemaker: what is sent, what is refused before, jobs on AWS (moto), hosts of a job.
 
-Request bodies are checked by botocore's Stubber against the service's own model. What happens to
-them on AWS and in the container: test_sagemaker_jobs.py, and for real tests/cluster.
+What happens in the containers for real: tests/cluster/test_sagemaker.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
+import sys
+import tarfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from distdl.job import Resources
-from distdl.launchers.sagemaker import SageMakerLauncher
+from distdl.job import JobSpec, JobState, Resources
+from distdl.launch import jobs
+from distdl.launchers.sagemaker import SageMakerLauncher, heartbeat, sagemaker_job, uploads
+from distdl.launchers.sagemaker.aws import Aws
+from distdl.launchers.sagemaker.entry import Hosts
+from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
+from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
 from tests.conftest import ROOT, check_golden
-from tests.unit import sagemaker_account as account
-from tests.unit.sagemaker_account import EVERYTHING, NODE, REGION, spec
 
-aws, moto, run = account.aws, account.moto, account.run  # fixtures
+botocore = pytest.importorskip("botocore.session")
+REGION = "eu-west-1"
+NODE: dict[str, Any] = yaml.safe_load("""
+{role: "arn:aws:iam::123456789012:role/train", bucket: my-bucket, region: eu-west-1,
+ image: "123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1", instance_type: ml.g5.12xlarge}
+""")
+EVERYTHING: dict[str, Any] = NODE | yaml.safe_load("""
+{instance_type: ml.p4d.24xlarge, prefix: team/vision, volume_gb: 500, walltime: "2-00:00:00",
+ spot: true, max_wait: "4-00:00:00", retries: 3, subnets: [subnet-0123, subnet-4567],
+ security_groups: [sg-0123], encrypt_traffic: true,
+ kms_key: "arn:aws:kms:eu-west-1:123456789012:key/1234", tags: {team: vision},
+ env: {NCCL_DEBUG: INFO}, forward_env: [WANDB_API_KEY], inputs: {
+   imagenet: {path: "s3://data/imagenet", mode: FastFile}, labels: "s3://data/labels",
+   scratch: {path: "fsx://fs-0123456789abcdef0/abcdefgh/scratch", mode: rw},
+   shared: "efs://fs-0123456789abcdef0/shared"}}
+""")
+STORE = "distdl/resnet50_ddp/x/store"
 
-ONE_GPU = {"num_nodes": 1, "devices": 1, "accelerator": "gpu"}
+
+def spec(run: Path | str = "RUN", *size: Any, **fields: Any) -> JobSpec:
+    values = {"name": "resnet50_ddp/x", "bundle": f"{run}/attempts/001/bundle", "store": str(run)}
+    size = size or (2, 4, "gpu")
+    return JobSpec(**{**values, "attempt": 1, "resources": Resources(*size), **fields})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with the bundle of its first attempt."""
+    bundle = tmp_path / "run/attempts/001/bundle"
+    (bundle / "code/distdl").mkdir(parents=True)
+    (bundle / "config.yaml").write_text("seed: 0\n")
+    (bundle / "code/distdl/__init__.py").write_text("")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """AWS on this machine."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def aws(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Aws:
+    """Clients of an account with nothing but our bucket in it."""
+    urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST"))
+    variables = {"ENDPOINT_URL": moto, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
+    for name, value in {**variables, "CONFIG_FILE": f"{tmp_path}/none"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    clients = Aws(REGION)
+    location = {"LocationConstraint": REGION}
+    clients("s3").create_bucket(Bucket="my-bucket", CreateBucketConfiguration=location)
+    return clients
+
+
+def launcher_with(aws: Aws, **changes: Any) -> SageMakerLauncher:
+    launcher = SageMakerLauncher(**{**NODE, **changes})
+    vars(launcher)["aws"] = aws
+    return launcher
+
+
+@pytest.fixture
+def launcher(aws: Aws) -> SageMakerLauncher:
+    return launcher_with(aws, forward_env=["SAMPLE_KEY"])
+
+
+@pytest.fixture
+def submitted(launcher: SageMakerLauncher, run: Path) -> SageMakerJob:
+    return launcher.submit(launcher.request(spec(run)))
+
+
+def keys(aws: Aws) -> set[str]:
+    return {key for key, _ in uploads.objects(aws("s3"), "my-bucket", "")}
+
+
+def put(aws: Aws, key: str, body: bytes) -> None:
+    aws("s3").put_object(Bucket="my-bucket", Key=key, Body=body)
+
+
+def service() -> Any:
+    return botocore.Session().get_service_model("sagemaker")
+
+
+# The request
 
 
 @pytest.mark.parametrize("name", ["sagemaker", "sagemaker_everything"])
 def test_the_request_as_printed_and_as_the_services_own_model_takes_it(
     name: str, run, aws, monkeypatch, pytestconfig: pytest.Config
 ) -> None:
-    """Stubber checks names and types of all members; patterns are checked here."""
-    import boto3
-    from botocore.stub import Stubber
-
+    """boto3 checks names and types of all members before it sends; patterns are checked here."""
     node = EVERYTHING if name.endswith("everything") else NODE
     names = tuple(node.get("forward_env", ()))
     monkeypatch.setenv("WANDB_API_KEY", "canary-7c1")
-    launcher = SageMakerLauncher(**node)
-    vars(launcher)["aws"] = aws
+    launcher = launcher_with(aws, **node)
     text = launcher.request(spec(forward_env=names)).render() + "\n"
     check_golden(pytestconfig, ROOT / f"tests/golden/launchers/{name}.txt", text)
     assert text == launcher.request(spec(forward_env=names)).render() + "\n"
 
-    request = launcher.request(spec(run, forward_env=names))
-    aws.clients["sagemaker"] = client = boto3.client("sagemaker", region_name=REGION)
-    with Stubber(client) as stub:
-        absent = ("describe_training_job", "ValidationException", "Requested resource not found.")
-        stub.add_client_error(*absent)
-        arn = f"arn:aws:sagemaker:{REGION}:123456789012:training-job/{request.name}"
-        stub.add_response("create_training_job", {"TrainingJobArn": arn}, request.body())
-        submitted = launcher.submit(request)
-        stub.assert_no_pending_responses()
+    submitted = launcher.submit(request := launcher.request(spec(run, forward_env=names)))
     assert submitted.handle == f"sagemaker://{REGION}/{request.name}"
     assert submitted.url.endswith(f"?region={REGION}#/jobs/{request.name}")
     assert "canary" not in json.dumps(request.body()) + request.render()
-    shape = client.meta.service_model.operation_model("CreateTrainingJob").input_shape
-    assert matched(shape, request.body()) > 10
+    shape = service().operation_model("CreateTrainingJob").input_shape
+    patterns = 0
+    for kind, text in strings(shape, request.body()):
+        limit, pattern = kind.metadata.get("max"), kind.metadata.get("pattern") or ""
+        assert (limit is None or len(text) <= limit) and text in (kind.enum or [text]), (kind, text)
+        if pattern and r"\p" not in pattern:  # Python knows no \p{L}
+            assert re.fullmatch(pattern, text), (kind.name, text)
+            patterns += 1
+    assert patterns > 10
 
 
-def matched(shape: Any, value: Any) -> int:
-    """Checks every string against what the model states; returns how many had a pattern."""
-    if shape.type_name == "structure":
-        return sum(matched(shape.members[key], item) for key, item in value.items())
-    if shape.type_name == "list":
-        return sum(matched(shape.member, item) for item in value)
-    if shape.type_name == "map":
-        return sum(matched(shape.key, k) + matched(shape.value, v) for k, v in value.items())
-    if shape.type_name != "string":
-        return 0
-    limit, pattern = shape.metadata.get("max"), shape.metadata.get("pattern")
-    assert limit is None or len(value) <= limit, (shape.name, value)
-    assert not shape.enum or value in shape.enum, (shape.name, value)
-    if not pattern or r"\p" in pattern:  # Python knows no \p{L}
-        return 0
-    assert re.fullmatch(pattern, value), (shape.name, value)
-    return 1
+def strings(shape: Any, value: Any) -> Iterator[tuple[Any, str]]:
+    """Every string of a request, with its shape in the service's model."""
+    if shape.type_name == "string":
+        yield shape, value
+    for key, item in value.items() if isinstance(value, dict) else ():
+        if shape.type_name == "map":
+            yield shape.key, key
+        yield from strings(shape.value if shape.type_name == "map" else shape.members[key], item)
+    for item in value if isinstance(value, list) else ():
+        yield from strings(shape.member, item)
 
 
-@pytest.mark.parametrize("run_id", ["a/b", "x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
+@pytest.mark.parametrize("run_id", ["x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
 def test_job_names_obey_the_rules_and_differ(run_id: str) -> None:
     launcher, other = SageMakerLauncher(**NODE), SageMakerLauncher(**{**NODE, "bucket": "other"})
     tries = [(launcher, 1, 0), (launcher, 2, 0), (launcher, 1, 1), (other, 1, 0)]
@@ -88,18 +170,30 @@ def test_job_names_obey_the_rules_and_differ(run_id: str) -> None:
     assert len(set(names)) == 4
 
 
-def test_a_variable_that_is_too_long_is_refused() -> None:
-    with pytest.raises(UserError, match="LONG: 513 characters"):
-        SageMakerLauncher(**NODE, env={"LONG": "x" * 513}).request(spec())
+def test_devices_are_counted_by_the_type_and_waste_is_noted() -> None:
+    known = {"p4d.24xlarge": (8, "gpu"), "m5.large": (1, "cpu"), "trn1.32xlarge": None}
+    for name, devices in known.items():
+        assert SageMakerLauncher.devices({"instance_type": f"ml.{name}"}) == devices
+
+    def notes(*size: Any, **changes: Any) -> list[str]:
+        return [*SageMakerLauncher(**{**NODE, **changes}).request(spec("", *size)).notes()]
+
+    assert notes(1, 2, "gpu") == ["ml.g5.12xlarge has 4 GPUs, and 2 of them are used"]
+    (note,) = notes(4, 1, "gpu", instance_type="ml.g5.xlarge")
+    assert "no EFA" in note and "one host would do: ml.g5.12xlarge (4 GPUs)" in note
+    assert notes(2, 4, "gpu") == []
+
+
+# What is refused
 
 
 def refusals(**changes: Any) -> dict[str, str]:
-    context = {**ONE_GPU, **changes.pop("context", {})}
-    found = list(SageMakerLauncher.check({**NODE, **changes}, context))
-    return {problem.path: f"{problem.what} | {problem.remedy}" for problem in found}
+    context = {"num_nodes": 1, "devices": 1, "accelerator": "gpu", **changes.pop("context", {})}
+    problems = SageMakerLauncher.check({**NODE, **changes}, context)
+    return {problem.path: f"{problem.what} | {problem.remedy}" for problem in problems}
 
 
-def test_what_is_right_is_not_refused() -> None:
+def test_valid_settings_are_accepted() -> None:
     assert refusals() == refusals(**EVERYTHING) == {}
     assert refusals(instance_type="ml.m5.large", context={"accelerator": "cpu"}) == {}
     assert "ml.trn1.32xlarge" not in instances()
@@ -109,24 +203,20 @@ def test_what_is_right_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "text"),
     [
-        *(({key: None}, key, "missing | launcher.") for key in ("image", "instance_type")),
-        *(({key: None}, key, "missing | launcher.") for key in ("role", "bucket")),
+        *(({k: None}, k, "missing | launcher.") for k in ("image", "instance_type", "role")),
+        ({"bucket": None}, "bucket", "missing | launcher."),
         ({"role": "train"}, "role", "not the ARN"),
         ({"bucket": "s3://my-bucket/x"}, "bucket", "launcher.bucket=my-bucket"),
         ({"instance_type": "ml.g5.12xlarg"}, "instance_type", "did you mean ml.g5.12xlarge?"),
-        ({"instance_type": "p4d.24xlarge"}, "instance_type", "did you mean ml.p4d.24xlarge?"),
         ({"instance_type": "ml.m5.large"}, "instance_type", "has no GPU"),
         ({"context": {"devices": 8}}, "instance_type", "has 4 A10G, and trainer.devices=8 | trai"),
         ({"context": {"devices": 8}}, "instance_type", "launcher.instance_type=ml.g5.48xlarge"),
         ({"walltime": 700}, "walltime", "28 days"),
-        ({"walltime": None}, "walltime", "None is not a time"),
         ({"max_wait": 48}, "max_wait", "only spot jobs wait"),
         ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime is 86400 s already"),
         ({"spot": True, "max_wait": 24 * 31}, "max_wait", "more than 30 days"),
         ({"spot": True, "keep_alive": 600}, "keep_alive", "cannot be kept warm"),
         ({"keep_alive": 30000}, "keep_alive", "less than or equal to 21600"),
-        ({"retries": 31}, "retries", "less than or equal to 30"),
-        ({"volume_gb": 0}, "volume_gb", "greater than"),
         ({"subnets": ["subnet-1"]}, "security_groups", "launcher.subnets is set"),
         ({"security_groups": ["sg-1"]}, "subnets", "launcher.security_groups is set"),
         ({"inputs": {"a": "/data/x"}}, "inputs.a", "aws s3 sync /data/x s3://"),
@@ -135,46 +225,278 @@ def test_what_is_right_is_not_refused() -> None:
         ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not an input name"),
         ({"inputs": {"a": "efs://x/y"}}, "inputs.a", "names no file system"),
         ({"inputs": {"a": "efs://fs-01234567/y"}}, "inputs.a", "launcher.subnets=[subnet-...]"),
-        (
-            {"inputs": {"a": {"path": "s3://b/x", "mode": "FastFil"}}},
-            "inputs.a.mode",
-            "no mode 'FastFil' | did you mean FastFile? one of File, FastFile, Pipe",
-        ),
-        ({"inputs": {"a": {"path": "s3://b/x", "mode": "ro"}}}, "inputs.a.mode", "one of File"),
+        ({"inputs": {"a": {"path": "s3://b/x", "mode": "FastFil"}}}, "inputs.a.mode", "FastFile?"),
         ({"inputs": {"a": {"path": "s3://b", "mod": 1}}}, "inputs.a.mod", "did you mean mode?"),
         ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "takes 19"),
     ],
 )
 def test_refusals(changes, path, text) -> None:
-    found = refusals(**changes)
-    assert list(found) == [path] and text in found[path]
+    problems = refusals(**changes)
+    assert list(problems) == [path] and text in problems[path]
 
 
 def test_the_file_of_instance_types_holds_names_that_exist() -> None:
-    from botocore.session import Session
-
-    enum = Session().get_service_model("sagemaker").shape_for("TrainingInstanceType").enum
-    assert set(instances()) <= set(enum)
+    types = set(service().shape_for("TrainingInstanceType").enum)
+    assert set(instances()) <= types
     families = ("ml.p3.", "ml.p4d.", "ml.p5.", "ml.g4dn.", "ml.g5.", "ml.g6.")
-    assert {name for name in enum if name.startswith(families)} <= set(instances())
+    assert {name for name in types if name.startswith(families)} <= set(instances())
 
 
-def test_devices_are_counted_by_the_type_and_waste_is_noted() -> None:
-    assert SageMakerLauncher.devices({"instance_type": "ml.p4d.24xlarge"}) == (8, "gpu")
-    assert SageMakerLauncher.devices({"instance_type": "ml.m5.large"}) == (1, "cpu")
-    assert SageMakerLauncher.devices({"instance_type": "ml.trn1.32xlarge"}) is None
-    few = SageMakerLauncher(**NODE).request(spec(resources=Resources(1, 2, "gpu")))
-    assert [*few.notes()] == ["ml.g5.12xlarge has 4 GPUs, and 2 of them are used"]
-    slow = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
-    (note,) = slow.request(spec(resources=Resources(4, 1, "gpu"))).notes()
-    assert "no EFA" in note and "one host would do: ml.g5.12xlarge (4 GPUs)" in note
-    assert not [*SageMakerLauncher(**NODE).request(spec()).notes()]
+# What fails, and the Problem's path
 
 
-def test_the_command_line_shows(command, without_stage_2, tmp_path) -> None:
-    arguments = [f"launcher.{key}={value}" for key, value in NODE.items()]
-    said = command("launcher=sagemaker", *arguments, "dry_run=true", "trainer.num_nodes=2")
-    assert said.code == 0, said
-    assert "resources  2 x 4 gpu" in said.out  # trainer.devices=auto
-    assert "TrainingJobName: default-" in said.out
-    assert os.listdir(tmp_path) == []
+def submit_anything(**changes: Any) -> Any:
+    launcher = SageMakerLauncher(**{**NODE, **changes})
+    return launcher.submit(launcher.request(spec()))
+
+
+@pytest.mark.parametrize(
+    ("do", "path", "text"),
+    [
+        (submit_anything, "launcher", r"no AWS credentials: .*\n.*AWS_PROFILE"),
+        (lambda: submit_anything(region=None), "launcher.region", "specify a region"),
+        (lambda: submit_anything(profile="nobody"), "launcher.profile", "nobody"),
+        (lambda: submit_anything(env={"LONG": "x" * 513}), "LONG", "513 characters"),
+        (lambda: SageMakerLauncher().attach("slurm://1"), "slurm://1", "is not a SageMaker job"),
+    ],
+)
+def test_without_credentials(do, path, text, monkeypatch, tmp_path) -> None:
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match=text) as error:
+        do()
+    assert error.value.problems[0].path == path
+
+
+def test_without_boto3(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(UserError, match=r"pip install 'distdl\[sagemaker\]'"):
+        submit_anything()
+
+
+def test_a_bucket_that_does_not_exist_and_a_run_of_another_config(aws, launcher, run) -> None:
+    with pytest.raises(UserError, match="NoSuchBucket"):
+        other = launcher_with(aws, bucket="other-bucket")
+        other.submit(other.request(spec(run)))
+    put(aws, f"{STORE}/config.yaml", b"seed: 1\n")
+    with pytest.raises(UserError, match="holds a run of the same name and another config"):
+        launcher.submit(launcher.request(spec(run)))
+    put(aws, f"{STORE}/config.yaml", b"seed: 0\n")
+    launcher.submit(launcher.request(spec(run)))
+
+
+# A job
+
+
+def test_the_archive_depends_on_nothing_but_the_files(run, tmp_path) -> None:
+    bundle, archives = run / "attempts/001/bundle", (tmp_path / "one", tmp_path / "two")
+    for archive in archives:
+        uploads.pack(bundle, archive)
+        os.utime(bundle / "config.yaml", (1, 1))
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+    with tarfile.open(archives[0]) as tar:
+        assert tar.getnames() == ["code/distdl/__init__.py", "config.yaml"]
+
+
+def test_submit_uploads_the_bundle_and_hides_secrets(launcher, aws, run, monkeypatch) -> None:
+    """The next attempt is a job of its own with the same store and the newest value."""
+    handles, stores = set(), set()
+    for attempt in (1, 2):
+        monkeypatch.setenv("SAMPLE_KEY", f"canary-{attempt}")
+        request = launcher.request(spec(run, attempt=attempt, forward_env=("SAMPLE_KEY",)))
+        submitted = launcher.submit(request)
+        key = f"distdl/resnet50_ddp/x/bundles/{request.name}/bundle.tar.gz"
+        aws("s3").download_file("my-bucket", key, f"{run}/uploaded")
+        uploads.pack(run / "attempts/001/bundle", run / "packed")
+        assert (run / "uploaded").read_bytes() == (run / "packed").read_bytes()
+        secret = aws("secretsmanager").get_secret_value(SecretId="distdl/resnet50_ddp/x/SAMPLE_KEY")
+        assert secret["SecretString"] == f"canary-{attempt}"
+        described = submitted.describe()
+        assert "canary" not in json.dumps(described, default=str)
+        handles.add(submitted.handle)
+        stores.add(described["CheckpointConfig"]["S3Uri"])
+    assert len(keys(aws)) == len(handles) == 2 and stores == {f"s3://my-bucket/{STORE}"}
+
+
+def test_a_run_that_began_elsewhere_uploads_its_history(launcher, aws, run) -> None:
+    names = {"checkpoints/a.ckpt", "checkpoints/a.ckpt.manifest.json", "logs/metrics.jsonl"}
+    for name in names:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("old")
+    (run / "checkpoints/last.ckpt").symlink_to("a.ckpt")
+    launcher.submit(launcher.request(spec(run)))
+    assert {k.removeprefix(f"{STORE}/") for k in keys(aws) if k.startswith(STORE)} == names
+    # What is there already is the job's own and newer: left alone.
+    (run / "logs/metrics.jsonl").write_text("older")
+    launcher.submit(launcher.request(spec(run, attempt=2)))
+    stored = aws("s3").get_object(Bucket="my-bucket", Key=f"{STORE}/logs/metrics.jsonl")
+    assert stored["Body"].read() == b"old"
+
+
+def test_every_status_of_the_service_has_a_state() -> None:
+    members = service().shape_for("DescribeTrainingJobResponse").members
+    secondary, statuses = (set(members[f"{k}Status"].enum) for k in ("Secondary", "TrainingJob"))
+    assert {*sagemaker_job.FURTHER, "Completed", "Failed", "Stopping"} == secondary
+    assert statuses == {*sagemaker_job.STATES, "InProgress", "Stopped", "Deleting"}
+
+
+STATES = """
+InProgress Interrupted PENDING; InProgress Training RUNNING; Stopping Stopping RUNNING;
+Completed Completed SUCCEEDED; Failed Failed FAILED; Stopped Stopped CANCELLED;
+Stopped MaxRuntimeExceeded PREEMPTED; Stopped MaxWaitTimeExceeded PREEMPTED;
+Deleting Completed UNKNOWN; InProgress SomethingNew UNKNOWN
+"""
+
+
+@pytest.mark.parametrize("words", STATES.split(";"))
+def test_states(words: str) -> None:
+    status, further, state = words.split()
+    described = {"TrainingJobStatus": status, "SecondaryStatus": further}
+    assert sagemaker_job.state_of(described) is JobState(state)
+
+
+def test_states_from_a_later_shell_one_by_one_and_at_once(launcher, run, monkeypatch) -> None:
+    submitted = [launcher.submit(launcher.request(spec(run))) for _ in range(3)]
+    assert submitted[1].name == f"{submitted[0].name}-1", "a name is never taken twice"
+    later = SageMakerLauncher()
+    handles = [*(job.handle for job in submitted), f"sagemaker://{REGION}/never-was"]
+    attached = [later.attach(handle) for handle in handles]
+    assert attached[0].wait() is JobState.SUCCEEDED  # moto: completed at once
+    described, describe = [], SageMakerJob.describe
+    recorded = lambda job: (described.append(job.name), describe(job))[1]  # noqa: E731
+    monkeypatch.setattr(SageMakerJob, "describe", recorded)
+    jobs.ask(attached)
+    assert [job.state() for job in attached] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
+    assert described == ["never-was"] and len({id(job.aws) for job in attached}) == 1
+    assert "knows no such job" in attached[3].why
+    with pytest.raises(UserError, match="knows no such job"):
+        attached[3].wait()
+    # AWS cannot be reached.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    assert SageMakerLauncher().attach(handles[0]).state() is JobState.UNKNOWN
+
+
+def put_log(aws: Aws, name: str, host: str, *lines: str) -> None:
+    client, group = aws("logs"), {"logGroupName": sagemaker_job.LOG_GROUP}
+    stream = {**group, "logStreamName": f"{name}/{host}-1700"}
+    for create, names in ((client.create_log_group, group), (client.create_log_stream, stream)):
+        with contextlib.suppress(client.exceptions.ResourceAlreadyExistsException):
+            create(**names)
+    now = int(time.time() * 1000)
+    client.put_log_events(**stream, logEvents=[{"timestamp": now, "message": m} for m in lines])
+
+
+def test_logs_of_all_hosts_and_until_the_end(submitted, aws, monkeypatch) -> None:
+    assert list(submitted.logs()) == []
+    put_log(aws, submitted.name, "algo-1", "one", "two")
+    put_log(aws, submitted.name, "algo-2", "three")
+    put_log(aws, "somebody-else", "algo-1", "four")
+    assert list(submitted.logs()) == ["one", "two", "[algo-2] three"]
+
+    states = iter([JobState.PENDING, JobState.RUNNING, JobState.FAILED])
+
+    def state(_: Any) -> JobState:
+        state = next(states)
+        if state is not JobState.PENDING:
+            put_log(aws, submitted.name, "algo-1", f"while {state}")
+        return state
+
+    submitted.poll_seconds = 0.01
+    monkeypatch.setattr(SageMakerJob, "state", state)
+    monkeypatch.setattr(SageMakerJob, "failure", lambda _: "rank 1: ValueError")
+    lines = list(submitted.logs(follow=True))
+    assert lines[3:] == ["while RUNNING", "while FAILED", "SageMaker: rank 1: ValueError"]
+
+
+def test_cancel_asks_the_service(aws) -> None:
+    from botocore.stub import Stubber
+
+    job, stop = SageMakerJob("a-job", aws), "stop_training_job"
+    ended = yaml.safe_load("""
+    {TrainingJobName: a-job, ModelArtifacts: {S3ModelArtifacts: "s3://b/x"}, CreationTime: 0,
+     TrainingJobArn: "arn:aws:sagemaker:eu-west-1:123456789012:training-job/a-job",
+     AlgorithmSpecification: {TrainingInputMode: File}, StoppingCondition: {},
+     TrainingJobStatus: Stopped, SecondaryStatus: Stopped}
+    """)
+    with Stubber(aws("sagemaker")) as stub:
+        stub.add_response(stop, {}, {"TrainingJobName": "a-job"})
+        job.cancel()
+        # Twice, or too late: no error.
+        stub.add_client_error(stop, "ValidationException", "is not InProgress")
+        stub.add_response("describe_training_job", ended)
+        job.cancel()
+        stub.assert_no_pending_responses()
+        stub.add_client_error(stop, "AccessDeniedException", "no")
+        with pytest.raises(UserError, match="AccessDeniedException"):
+            job.cancel()
+
+
+def test_fetch_copies_the_store(submitted, aws, tmp_path) -> None:
+    good, to = {"config.yaml", "attempts/001/status.json"}, tmp_path / "to"
+    for key in (*good, "../outside"):
+        put(aws, f"{STORE}/{key}", key.encode())
+    put(aws, f"{STORE}-of-another/x", b"x")
+    submitted.fetch(to)
+    assert {p.relative_to(to).as_posix() for p in to.rglob("*") if p.is_file()} == good
+    put(aws, f"{STORE}/attempts/001/status.json", b"{}")
+    submitted.fetch(to)
+    assert (to / "attempts/001/status.json").read_text() == "{}"
+
+
+# The hosts of a job, in their containers
+
+
+def test_hosts_are_counted_the_same_everywhere(tmp_path: Path) -> None:
+    config = {"current_host": "algo-2", "hosts": ["algo-10", "algo-2", "algo-1"]}
+    (tmp_path / "input/config").mkdir(parents=True)
+    for more, variables in (
+        ({"network_interface_name": "eth0"}, ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]),
+        ({"current_instance_type": "ml.p4d.24xlarge"}, ["FI_PROVIDER"]),
+    ):
+        file = tmp_path / "input/config/resourceconfig.json"
+        file.write_text(json.dumps({**config, **more}))
+        hosts = Hosts.read(tmp_path)
+        assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
+        values = {"FI_PROVIDER": "efa"}
+        assert hosts.environment() == {name: values.get(name, "eth0") for name in variables}
+
+
+def until(condition: Callable[[], Any], timeout: float = 240) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_hosts_report_how_they_end_and_notice_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "PATIENCE_SECONDS", 0.5)
+
+    def connected() -> tuple[Heartbeat, Heartbeat]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        second = Heartbeat(("localhost", "other"), "other", port)  # before the primary host's
+        first = Heartbeat(("localhost", "other"), "localhost", port)
+        until(lambda: first.links and second.links)
+        return first, second
+
+    first, second = connected()
+    with socket.create_connection(("localhost", first.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert stranger.recv(10) == b""
+    time.sleep(0.7)  # longer than the patience: the heartbeat keeps the link
+    assert first.ends() == second.ends() == {}
+    second.report_end(HostEnd(0))
+    until(lambda: first.ends() == {"other": HostEnd(0)})
+    failed = HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)
+    first.report_end(failed)
+    until(lambda: second.ends() == {"localhost": failed})
+
+    first, second = connected()
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 600)
+    until(lambda: second.ends() == {"localhost": HostEnd(VANISHED, "localhost vanished")})
+    until(lambda: first.ends() == {"other": HostEnd(VANISHED, "other vanished")})

@@ -22,11 +22,8 @@ POLLING_INTERVAL = 5  # seconds between two polls of a running operation
 
 
 class Arm:
-    """A client of Azure's resource manager.
-
-    Args:
-        endpoint: Its https address.
-        credential: A TokenCredential of azure-identity; None for the signed-in user.
+    """A client of Azure's resource manager at an https address, with a TokenCredential of
+    azure-identity (None: of the signed-in user).
 
     Raises:
         UserError: Azure's packages are not installed. From the methods: Azure rejects the request,
@@ -48,19 +45,14 @@ class Arm:
 
     def list(self, path: str, api: str) -> Iterator[dict[str, Any]]:
         """Every item of a list, from all its pages."""
-        page = self.get(path, api) or {}
-        yield from page.get("value", [])
-        while address := page.get("nextLink"):  # which contains the API version
-            page = self.get(address, "") or {}
+        while path:
+            page = self.get(path, api) or {}
             yield from page.get("value", [])
+            path, api = page.get("nextLink", ""), ""  # the link contains the API version
 
     def send(self, method: str, path: str, api: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Creates (PUT) or changes (PUT, PATCH) a resource, and waits until Azure has finished.
-
-        Returns:
-            The resource as it is afterwards.
-        """
-        assert method in ("PUT", "PATCH")
+        """Creates (PUT) or changes (PUT, PATCH) a resource, waits until Azure has finished, and
+        returns the resource as it is then."""
         with azure_errors(path, REMEDIES):
             from azure.core.polling import LROPoller
             from azure.mgmt.core.polling.arm_polling import ARMPolling

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.client import code_of, from_environment
+from distdl.launchers.azureml.provision import diff
 from distdl.launchers.azureml.provision import settings as all_settings
 from distdl.launchers.azureml.provision.arm import Arm
-from distdl.launchers.azureml.provision.diff import Action, ResourceStep, replaced, step
+from distdl.launchers.azureml.provision.diff import Action, ResourceStep, replaced
 from distdl.launchers.azureml.provision.resources import resources
 from distdl.launchers.azureml.provision.settings import ProvisionSettings
 from distdl.launchers.azureml.provision.values import Ids, Ref
@@ -19,14 +21,8 @@ from distdl.util.errors import Problem, UserError
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
-    """Runs the command.
-
-    Args:
-        overrides: Dotted key -> value; provision.yaml lists all keys.
-        credential: The credential to use, None for the signed-in user's.
-
-    Returns:
-        0 if everything is as wanted; 1 if a step failed or the user did not answer yes.
+    """Runs the command with the user's dotted keys, which provision.yaml lists, and a credential
+    (None: the signed-in user's). Returns 1 if a step failed or the user did not answer yes, else 0.
 
     Raises:
         UserError: Settings, sign-in or existing resources forbid it; nothing was created.
@@ -50,7 +46,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
         if not sys.stdin.isatty():
             what = "nobody can be asked here, there is no terminal"
             raise UserError.at("confirm", what, "write confirm=true")
-        if input("Go on? Type yes: ").strip().lower() != "yes":
+        if input("Continue? Type yes: ").strip().lower() != "yes":
             print("Nothing was done.")
             return 1
     if not apply(todo, known, arm):
@@ -75,7 +71,6 @@ def render(settings: ProvisionSettings) -> str:
 
 
 def only_subscription(arm: Arm) -> str:
-    """The one subscription that the user can see."""
     visible = list(arm.list("/subscriptions", "2022-12-01"))
     if len(visible) == 1:
         return str(visible[0]["subscriptionId"])
@@ -88,12 +83,8 @@ def only_subscription(arm: Arm) -> str:
 def look(
     settings: ProvisionSettings, arm: Arm
 ) -> tuple[list[ResourceStep], dict[str, Any], list[str]]:
-    """Queries what exists.
-
-    Returns:
-        A step per resource, Azure's answers by ARM id, and the names of the group's other
-        resources.
-    """
+    """Queries what exists. Returns a step per resource, Azure's answers by ARM id, and the names of
+    the group's other resources."""
     ids = Ids(settings)
     subscription = arm.get(ids.subscription, "2022-12-01")
     if subscription is None:
@@ -106,32 +97,27 @@ def look(
     for resource in wanted:
         # Nothing else can exist without the group.
         actual = arm.get(resource.id, resource.api) if exists else None
-        if actual is not None:
-            known[resource.id] = actual
-        steps.append(step(resource, actual, known))
+        if actual is None:
+            steps.append(ResourceStep(resource, None))
+            continue
+        known[resource.id] = actual
+        wrong = diff.differences(diff.resolve(resource.body, known), actual)
+        steps.append(ResourceStep(resource, actual, tuple(wrong)))
     ours = {resource.id.casefold() for resource in wanted}
     listed = arm.list(f"{ids.group}/resources", "2021-04-01") if exists else ()
-    others = [
-        f"{each['type'].rpartition('/')[2]} {each['name']}"
-        for each in listed
-        if each["id"].casefold() not in ours
-    ]
-    return steps, known, others
+    others = [each for each in listed if each["id"].casefold() not in ours]
+    return steps, known, [f"{each['type'].rpartition('/')[2]} {each['name']}" for each in others]
 
 
 def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Sequence[str]) -> str:
-    """The plan as text."""
-    text = [
-        f"Workspace {settings.workspace} in resource group {settings.resource_group}, "
-        f"{settings.location}, subscription {settings.subscription}",
-        "",
-    ]
+    place = f"{settings.resource_group}, {settings.location}, subscription {settings.subscription}"
+    text = [f"Workspace {settings.workspace} in resource group {place}", ""]
     width = max(len(s.resource.kind) for s in steps)
     for each in steps:
         resource = each.resource
         text.append(f"  {each.action:<13}  {resource.kind:<{width}}  {resource.name}")
         text += [f"  {'':<13}  {difference}" for difference in each.differences]
-    count = {action: sum(s.action is action for s in steps) for action in Action}
+    count = Counter(s.action for s in steps)
     text += [
         "",
         f"{count[Action.CREATE]} to create, {count[Action.CHANGE] + count[Action.FIXED]} that "
@@ -167,24 +153,23 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
         replaced(body, unknown.append)
         try:
             if unknown:
-                raise UserError(f"Azure did not say what is {unknown[0]}")
+                raise UserError(f"Azure did not report {unknown[0]}")
             known[resource.id] = arm.send(method, resource.id, resource.api, body)
         except UserError as error:
             # The role was granted by hand, under another GUID.
             if code_of(error.__cause__) == "RoleAssignmentExists":
-                print(" is there already")
+                print(" exists already")
                 continue
             print(" failed")
             print(f"{resource}: {error}", file=sys.stderr)
             done = f"{number - 1} of {len(todo)} are done and stay"
-            print(f"{done}; the same command goes on from here.", file=sys.stderr)
+            print(f"{done}; the same command resumes here.", file=sys.stderr)
             return False
         print(f" done, {time.monotonic() - started:.0f} s")
     return True
 
 
 def next_command(settings: ProvisionSettings) -> str:
-    """The command to run next."""
     text = f"""\
 Everything is as wanted. Data go to the container data, which jobs read as
 azureml://datastores/distdl_data/paths/FOLDER. Next, in the same environment:

@@ -38,23 +38,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class ResourceStep:
-    """What to do about one resource.
+    """What to do about one resource."""
 
-    Args:
-        resource: The wanted resource.
-        actual: The existing resource as Azure describes it, None if it does not exist.
-        differences: The differences between the two, of the keys that distdl names.
-    """
-
-    resource: Resource
-    actual: Mapping[str, Any] | None
-    differences: tuple[Difference, ...] = ()
+    resource: Resource  # the wanted one
+    actual: Mapping[str, Any] | None  # as Azure describes it; None if it does not exist
+    differences: tuple[Difference, ...] = ()  # between the two, in the keys that distdl names
 
     @property
     def fixed(self) -> list[Difference]:
         """Differences that Azure cannot change."""
-        fixed = [tuple(path.split(".")) for path in self.resource.fixed]
-        return [d for d in self.differences if any(d.path[: len(p)] == p for p in fixed)]
+        fixed = tuple(f"{path}." for path in self.resource.fixed)
+        return [d for d in self.differences if f"{'.'.join(d.path)}.".startswith(fixed)]
 
     @property
     def action(self) -> Action:
@@ -65,13 +59,10 @@ class ResourceStep:
         return Action.CHANGE if self.differences else Action.UNCHANGED
 
     def request(self, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The request's method and body.
+        """The request's method and body; `known` has Azure's answers by ARM id, for references.
 
         To create a resource, the body is the wanted one. A change keeps settings made by others:
         PATCH sends the sections that differ, PUT the existing body, each merged with our values.
-
-        Args:
-            known: ARM id -> Azure's answer about it, to resolve references.
         """
         wanted = resolve(self.resource.body, known)
         if self.actual is None:
@@ -87,16 +78,6 @@ class ResourceStep:
             else:
                 body[section] = merged[section]
         return "PATCH", body
-
-
-def step(
-    resource: Resource, actual: Mapping[str, Any] | None, known: Mapping[str, Any]
-) -> ResourceStep:
-    """Compares one resource with what exists."""
-    if actual is None:
-        return ResourceStep(resource, None)
-    wanted = resolve(resource.body, known)
-    return ResourceStep(resource, actual, tuple(differences(wanted, actual)))
 
 
 def resolve(body: Any, known: Mapping[str, Any]) -> Any:
@@ -125,17 +106,15 @@ def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterato
 
     Each item of a wanted list must be in the actual list, which may have more items.
     """
-    if isinstance(wanted, Mapping):
-        if isinstance(actual, Mapping):
-            for key, value in wanted.items():
-                yield from differences(value, actual.get(_spelling(actual, key)), (*path, key))
-        elif wanted:
-            yield Difference(path, actual, wanted)
-    elif isinstance(wanted, list):
+    if isinstance(wanted, Mapping) and isinstance(actual, Mapping):
+        for key, value in wanted.items():
+            yield from differences(value, actual.get(_spelling(actual, key)), (*path, key))
+        return
+    equal = not wanted if isinstance(wanted, Mapping) else same(wanted, actual)
+    if isinstance(wanted, list):
         items = actual if isinstance(actual, list) else []
-        if not all(_contains(items, item) for item in wanted):
-            yield Difference(path, actual, wanted)
-    elif not same(wanted, actual):
+        equal = all(_contains(items, item) for item in wanted)
+    if not equal:
         yield Difference(path, actual, wanted)
 
 
@@ -152,11 +131,8 @@ def merge(actual: Any, wanted: Any) -> Any:
     if wanted == {}:  # a marker, such as an identity: its content is Azure's own
         return {}
     if isinstance(wanted, Mapping) and isinstance(actual, Mapping):
-        merged = dict(actual)
-        for key, value in wanted.items():
-            spelling = _spelling(actual, key)
-            merged[spelling] = merge(actual.get(spelling), value)
-        return merged
+        spelled = {_spelling(actual, key): value for key, value in wanted.items()}
+        return {**actual, **{key: merge(actual.get(key), spelled[key]) for key in spelled}}
     if isinstance(wanted, list) and isinstance(actual, list):
         items = list(actual)
         for item in wanted:

@@ -1,8 +1,10 @@
 """The resources of a workspace, in the order in which they must be created. Pure and offline.
 
 Bodies contain only what distdl decides; all other settings stay as they are in Azure.
-Sources: learn.microsoft.com/azure/templates (bodies), and for access without keys
-learn.microsoft.com/azure/machine-learning/how-to-identity-based-service-authentication.
+Sources: learn.microsoft.com/azure/templates (bodies); below learn.microsoft.com/azure, for access
+without keys: machine-learning/how-to-identity-based-service-authentication; for the network:
+machine-learning/how-to-secure-training-vnet (no public address, outbound),
+machine-learning/how-to-configure-private-link and private-link/private-endpoint-dns.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from distdl.launchers.azureml.provision import network
 from distdl.launchers.azureml.provision.settings import Compute, ProvisionSettings
-from distdl.launchers.azureml.provision.values import Ids, Ref, Resource
+from distdl.launchers.azureml.provision.values import NETWORK, Ids, Ref, Resource
 from distdl.launchers.azureml.vm_sizes import SPOT
 
 # learn.microsoft.com/azure/role-based-access-control/built-in-roles
@@ -31,15 +32,14 @@ ROLES = {
 def resources(settings: ProvisionSettings) -> list[Resource]:
     """All resources, each after those that it needs."""
     s, ids = settings, Ids(settings)
-    group = Resource("resource group", ids.group, "2024-03-01", {"location": s.location})
     return [
-        group,
-        *(network.network(ids, s) if s.private else ()),
+        Resource("resource group", ids.group, "2024-03-01", {"location": s.location}),
+        *(network(ids, s) if s.private else ()),
         *accounts(ids, s),
         *storage(ids, s),
-        *(network.dependencies(ids, s) if s.private else ()),
+        *(dependencies(ids, s) if s.private else ()),
         workspace(ids, s),
-        *(network.of_workspace(ids, s) if s.private else ()),
+        *(endpoint(ids, s, ids.workspace, "amlworkspace", *ML_ZONES) if s.private else ()),
         *datastores(ids),
         *roles(ids, s),
         *clusters(ids, s),
@@ -153,30 +153,24 @@ def roles(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     ):
         yield _role(ids, scope, role, ids.identity, jobs, "ServicePrincipal")
     for user in settings.users:
-        for scope, role in (
-            (ids.data, "Storage Blob Data Contributor"),
-            (ids.results, "Storage Blob Data Contributor"),
-            (ids.vault, "Key Vault Secrets Officer"),
-            (ids.workspace, "AzureML Data Scientist"),
-        ):
-            yield _role(ids, scope, role, user, user, "User")
+        for scope in (ids.data, ids.results):
+            yield _role(ids, scope, "Storage Blob Data Contributor", user, user, "User")
+        yield _role(ids, ids.vault, "Key Vault Secrets Officer", user, user, "User")
+        yield _role(ids, ids.workspace, "AzureML Data Scientist", user, user, "User")
 
 
 def _role(ids: Ids, scope: str, role: str, who: str, principal: Ref | str, kind: str) -> Resource:
     # Azure requires a GUID as the name; here the same grant always gets the same GUID.
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{scope}|{role}|{who}".lower())
-    definitions = f"{ids.subscription}/providers/Microsoft.Authorization/roleDefinitions"
-    properties = {
-        "roleDefinitionId": f"{definitions}/{ROLES[role]}",
-        "principalId": principal,
-        "principalType": kind,
-    }
+    authorization = "providers/Microsoft.Authorization"
+    definition = f"{ids.subscription}/{authorization}/roleDefinitions/{ROLES[role]}"
+    fixed = {"roleDefinitionId": definition, "principalId": principal}
     return Resource(
         "role",
-        f"{scope}/providers/Microsoft.Authorization/roleAssignments/{name}",
+        f"{scope}/{authorization}/roleAssignments/{name}",
         "2022-04-01",
-        {"properties": properties},
-        ("properties.roleDefinitionId", "properties.principalId"),
+        {"properties": {**fixed, "principalType": kind}},
+        tuple(f"properties.{key}" for key in fixed),
         label=f"{role}: {who.rpartition('/')[2]} on {scope.rpartition('/')[2]}",
     )
 
@@ -210,3 +204,75 @@ def _cluster(ids: Ids, settings: ProvisionSettings, compute: Compute, named_by: 
     fixed = ("location", *(f"properties.properties.{key}" for key in set_once))
     made = f"{ids.workspace}/computes/{compute.name}"
     return Resource("cluster", made, "2024-10-01", body, fixed, named_by)
+
+
+# The virtual network, its NAT gateway, and private endpoints with their DNS zones
+
+BLOB = "privatelink.blob.core.windows.net"
+ML_ZONES = ("privatelink.api.azureml.ms", "privatelink.notebooks.azure.net")
+
+
+def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
+    """A network with one subnet for nodes and one for endpoints."""
+    wanted, location = settings.network, {"location": settings.location}
+    outbound: dict[str, Any] = {}
+    if wanted.nat_gateway:
+        address = ids.of(f"{NETWORK}/publicIPAddresses", f"{settings.workspace}-nat-ip")
+        gateway = ids.of(f"{NETWORK}/natGateways", f"{settings.workspace}-nat")
+        standard = {**location, "sku": {"name": "Standard"}}
+        static = {"properties": {"publicIPAllocationMethod": "Static"}}
+        yield Resource("public address", address, "2024-05-01", {**standard, **static})
+        addresses = {"properties": {"publicIpAddresses": [{"id": address}]}}
+        yield Resource("NAT gateway", gateway, "2024-05-01", {**standard, **addresses})
+        outbound = {"natGateway": {"id": gateway}}
+    space = {"addressSpace": {"addressPrefixes": [wanted.address_space]}}
+    body = {**location, "properties": space}
+    yield Resource("virtual network", ids.network, "2024-05-01", body, named_by="network.name")
+    # Subnets are separate resources here: the network's own body lists no subnets, and so cannot
+    # remove any.
+    subnets = {"compute": {"addressPrefix": wanted.compute_subnet, **outbound}}
+    subnets["endpoints"] = {"addressPrefix": wanted.endpoint_subnet}
+    for name, properties in subnets.items():
+        body = {"properties": properties}
+        yield Resource("subnet", f"{ids.network}/subnets/{name}", "2024-05-01", body, ())
+
+
+def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
+    """Endpoints of the resources that the workspace needs; they are created before it."""
+    yield from endpoint(ids, settings, ids.data, "blob", BLOB)
+    # The zone of blobs has just been created.
+    yield from endpoint(ids, settings, ids.results, "blob", BLOB, new=False)
+    yield from endpoint(ids, settings, ids.results, "file", "privatelink.file.core.windows.net")
+    yield from endpoint(ids, settings, ids.vault, "vault", "privatelink.vaultcore.azure.net")
+    yield from endpoint(ids, settings, ids.registry, "registry", "privatelink.azurecr.io")
+
+
+def endpoint(
+    ids: Ids, settings: ProvisionSettings, target: str, group: str, *zones: str, new: bool = True
+) -> Iterator[Resource]:
+    """A private endpoint, and (new) private DNS zones that resolve the target's name to it."""
+    zone_ids = [ids.of(f"{NETWORK}/privateDnsZones", zone) for zone in zones]
+    for zone in zone_ids if new else ():
+        yield Resource("private DNS zone", zone, "2020-06-01", {"location": "global"})
+        link = {"virtualNetwork": {"id": ids.network}, "registrationEnabled": False}
+        yield Resource(
+            "DNS zone link",
+            f"{zone}/virtualNetworkLinks/{ids.network.rpartition('/')[2]}",
+            "2020-06-01",
+            {"location": "global", "properties": link},
+            ("location", "properties.virtualNetwork.id"),
+        )
+    name = f"{target.rpartition('/')[2]}-{group}"
+    link = {"name": name, "properties": {"privateLinkServiceId": target, "groupIds": [group]}}
+    subnet = {"id": f"{ids.network}/subnets/endpoints"}
+    properties = {"subnet": subnet, "privateLinkServiceConnections": [link]}
+    made = ids.of(f"{NETWORK}/privateEndpoints", name)
+    body = {"location": settings.location, "properties": properties}
+    fixed = ("location", "properties.subnet.id")
+    yield Resource("private endpoint", made, "2024-05-01", body, fixed)
+    configs = [
+        {"name": zone.replace(".", "-"), "properties": {"privateDnsZoneId": zone_id}}
+        for zone, zone_id in zip(zones, zone_ids, strict=True)
+    ]
+    body = {"properties": {"privateDnsZoneConfigs": configs}}
+    yield Resource("DNS zone group", f"{made}/privateDnsZoneGroups/default", "2024-05-01", body, ())

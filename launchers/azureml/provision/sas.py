@@ -42,11 +42,8 @@ class SasSettings(BaseModel, extra="forbid", strict=True):
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
-    """Prints the address on stdout, and a description on stderr.
-
-    Args:
-        overrides: Keys of `HELP`.
-        credential: The credential to sign with, None for the signed-in user's.
+    """Prints the address on stdout, and a description on stderr. `overrides` are keys of `HELP`,
+    `credential` signs (None: the signed-in user's).
 
     Raises:
         UserError: A setting is wrong, nobody is signed in, or Azure rejects the request.
@@ -71,21 +68,17 @@ def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, 
     """The signed address, and when it expires."""
     from datetime import UTC, datetime, timedelta
 
-    from azure.storage.blob import (
-        BlobServiceClient,
-        ContainerSasPermissions,
-        generate_container_sas,
-    )
+    from azure.storage import blob
 
     now = datetime.now(UTC)
     # Clocks differ: a server whose clock is a second behind rejects a link that starts now.
     start, expiry = now - timedelta(minutes=5), now + timedelta(days=settings.days)
-    client = BlobServiceClient(endpoint, credential=credential)
-    signature = generate_container_sas(
+    client = blob.BlobServiceClient(endpoint, credential=credential)
+    signature = blob.generate_container_sas(
         settings.account,
         settings.container,
         user_delegation_key=client.get_user_delegation_key(start, expiry),
-        permission=ContainerSasPermissions(read=True, list=True),
+        permission=blob.ContainerSasPermissions(read=True, list=True),
         start=start,
         expiry=expiry,
         protocol="https",

@@ -56,7 +56,7 @@ Sku = Literal["Premium_LRS", "Premium_ZRS", "Standard_LRS", "Standard_ZRS", "Sta
 
 
 class Section(BaseModel, extra="forbid", strict=True):
-    """A model with no other keys than its fields, and without type conversion."""
+    """No other keys than its fields, and no type conversion."""
 
 
 class Network(Section):
@@ -147,13 +147,8 @@ class ProvisionSettings(Section):
 
     def unique_name(self, given: str | None, suffix: str, limit: int) -> str:
         """The given name; else one that should be unique in all of Azure, in lower-case letters and
-        digits: the workspace's name, the suffix, and six digits of a hash of the workspace's path.
-
-        Args:
-            given: The setting.
-            suffix: What the resource is for.
-            limit: Azure's maximum length of the name.
-        """
+        digits, `limit` at most: the workspace's name, the suffix (what the resource is for), and
+        six digits of a hash of the workspace's path."""
         if given:
             return given
         path = f"{self.subscription}/{self.resource_group}/{self.workspace}".lower()
@@ -169,10 +164,7 @@ def text() -> str:
 
 
 def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
-    """Reads the settings of a command.
-
-    Args:
-        overrides: Dotted key -> value, from the user.
+    """Reads the settings of a command, with the user's dotted keys.
 
     Raises:
         UserError: With everything that is wrong with them.

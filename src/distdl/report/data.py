@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import yaml
@@ -37,13 +40,12 @@ class ReportedAttempt:
     ended: float | None
     changed: dict[str, Any]
     error: str
-    metrics: dict[str, float]
     parameters: dict[str, Any]
 
 
 @dataclass
 class ReportedRun:
-    """A whole run. `series` holds the latest attempt's value of each step."""
+    """A complete run. `series` holds the latest attempt's value of each step."""
 
     path: Path
     run_id: str
@@ -64,19 +66,17 @@ class ReportedRun:
     @property
     def unit(self) -> str:
         """The unit of `perf/images_per_second`."""
-        return unit_of(mapping(_parsed(self.config).get("data")).get("_target_"))
+        return unit_of(mapping(_parsed(self.config, yaml.safe_load).get("data")).get("_target_"))
 
 
 def load(path: Path) -> ReportedRun:
-    """Reads a run directory."""
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
-    launches = [_parsed(_read(folder / "launch.yaml", path)) for folder in folders]
-    absolute = path.absolute()
-    run_id = next((str(x["run_id"]) for x in reversed(launches) if x.get("run_id")), "")
+    launches = {f: _parsed(_read(f / "launch.yaml", path), yaml.safe_load) for f in folders}
+    run_ids = [str(launch["run_id"]) for launch in launches.values() if launch.get("run_id")]
     return ReportedRun(
         path=path,
-        run_id=run_id or f"{absolute.parent.name}/{absolute.name}",
-        attempts=[_attempt(f, launch, path) for f, launch in zip(folders, launches, strict=True)],
+        run_id=run_ids[-1] if run_ids else "/".join(path.absolute().parts[-2:]),
+        attempts=[_attempt(folder, launch, path) for folder, launch in launches.items()],
         provenance=read_json(path / "provenance.json", path),
         config=_read(path / "config.yaml", path),
         series=_series(path),
@@ -86,17 +86,15 @@ def load(path: Path) -> ReportedRun:
 
 def _damage(run: RunDirectory) -> list[str]:
     """What is wrong with each existing file."""
-    checks: list[tuple[Path, Callable[[], object]]] = [
-        (run.path / "config.yaml", run.check_config)
-        if run.exists
-        else (run.path / "provenance.json", run.provenance)
-    ]
+    checks: dict[Path, Callable[[], object]] = {run.path / "config.yaml": run.check_config}
+    if not run.exists:
+        checks = {run.path / "provenance.json": run.provenance}
     for attempt in run.attempts():
-        checks.append((attempt.path / "launch.yaml", attempt.check_launch))
-        checks.append((attempt.path / "status.json", attempt.status))
-        checks.append((attempt.path / "job.json", attempt.job))
+        checks[attempt.path / "launch.yaml"] = attempt.check_launch
+        checks[attempt.path / "status.json"] = attempt.status
+        checks[attempt.path / "job.json"] = attempt.job
     damage = []
-    for path, check in checks:
+    for path, check in checks.items():
         if _is_of(path, run.path):
             try:
                 check()
@@ -110,18 +108,15 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
     error = status.get("error") or ""
     if isinstance(error, dict):
         error = error.get("message") or json.dumps(error)
-    metrics = mapping(status.get("metrics"))
-    task = mapping(mapping(launch.get("where")).get("task"))
-    target = str(task.get("_target_") or TRAIN)
+    task = mapping(mapping(launch.get("where")).get("task")).get("_target_") or TRAIN
     return ReportedAttempt(
         number=int(folder.name),
-        task="" if target == TRAIN else target.rpartition(".")[2],
+        task="" if task == TRAIN else str(task).rpartition(".")[2],
         state=str(status.get("state") or "UNKNOWN"),
         started=_moment(status.get("started")),
         ended=_moment(status.get("ended")),
         changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
         error=str(error),
-        metrics={k: v for k, v in metrics.items() if _number(v) is not None},
         parameters=mapping(status.get("parameters")),
     )
 
@@ -142,13 +137,14 @@ def _series(run: Path) -> dict[str, MetricSeries]:
     series = {}
     for name, attempts in logged.items():
         kept: list[tuple[int, float, float]] = []
+        by_time = name.startswith("system/")
         for _, points in sorted(attempts.items()):
-            if not name.startswith("system/"):
+            if not by_time:
                 points = list({point[0]: point for point in points}.values())
                 first, last = min(points)[0], max(points)[0]
                 kept = [point for point in kept if not first <= point[0] <= last]
             kept += points
-        kept.sort(key=lambda point: point[1] if name.startswith("system/") else point[0])
+        kept.sort(key=itemgetter(1 if by_time else 0))
         series[name] = MetricSeries(*map(list, zip(*kept, strict=True)))
     return series
 
@@ -179,9 +175,8 @@ def _end(run: ReportedRun, attempt: ReportedAttempt) -> float | None:
     """When an attempt ended; if it recorded no end, when it last logged."""
     if attempt.ended or attempt.state == "RUNNING":
         return attempt.ended or time.time()
-    times = [t for s in run.series.values() for t in s.times[-1:]]
-    last = max(times, default=None)
-    return last if last and attempt.started and last > attempt.started else None
+    last = max((s.times[-1] for s in run.series.values()), default=0)
+    return last if attempt.started and last > attempt.started else None
 
 
 def duration(seconds: float) -> str:
@@ -191,14 +186,12 @@ def duration(seconds: float) -> str:
 
 
 def _shown(name: str, value: float) -> str:
-    if "acc" in name and 0 <= value <= 1:
-        return f"{100 * value:.2f} %"
-    return f"{value:.4g}"
+    return f"{100 * value:.2f} %" if "acc" in name and 0 <= value <= 1 else f"{value:.4g}"
 
 
 def _median(values: list[float]) -> float:
-    finite = sorted(v for v in values if v == v)
-    return finite[len(finite) // 2] if finite else float("nan")
+    finite = [v for v in values if v == v]
+    return median_high(finite) if finite else math.nan
 
 
 def _number(value: Any) -> float | None:
@@ -217,15 +210,12 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def read_json(path: Path, run: Path) -> dict[str, Any]:
     """A JSON mapping of a run; empty if there is none."""
-    try:
-        return mapping(json.loads(_read(path, run)))
-    except (ValueError, RecursionError):
-        return {}
+    return _parsed(_read(path, run), json.loads)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        return mapping(yaml.safe_load(text))
+        return mapping(parse(text))
     except (ValueError, RecursionError, yaml.YAMLError):
         return {}
 

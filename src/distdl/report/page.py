@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,7 @@ class ReportTable:
 
     def __post_init__(self) -> None:
         used = [any(column) for column in zip(*self.rows, strict=True)]
-        self.head, *self.rows = (
-            [cell for cell, keep in zip(row, used, strict=False) if keep]
-            for row in (self.head, *self.rows)
-        )
+        self.head, *self.rows = (list(compress(row, used)) for row in (self.head, *self.rows))
 
 
 @dataclass
@@ -51,28 +49,21 @@ class ReportFigure:
 
 
 def write(name: str, to: str | None) -> tuple[Path, list[str]]:
-    """Writes the page of a run.
-
-    Args:
-        name: The run's folder.
-        to: Another file than RUN/report.html, or a folder.
-
-    Returns:
-        The page's file, and a text for each damaged file of the run.
+    """Writes the page of the run in the folder `name`, to RUN/report.html, or to the file or folder
+    `to`. Returns the page's file, and a text for each damaged file of the run.
 
     Raises:
         UserError: There is no such run, or the output is a file that no report wrote.
     """
     run = find_run(name)
-    output = Path(to).expanduser() if to else run / "report.html"
+    output = Path(to).expanduser() if to else run
     if output.is_dir():
         output = output / "report.html"
     if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
         what = "exists and is not a report: it is left as it is"
         raise UserError.at(str(output), what, "choose another name: --output FILE")
     contents = data.load(run)
-    page = render(contents)
-    write_text(output, page)
+    write_text(output, render(contents))
     return output, contents.damage
 
 
@@ -106,15 +97,13 @@ def render(run: data.ReportedRun) -> str:
 
 def _openers(run: Path) -> list[str]:
     """Commands that show all curves."""
-    commands = []
-    outbox = Outbox(run)
+    commands, outbox = [], Outbox(run)
     if outbox.found:
         from distdl.tracking.mlflow import how_to_open
 
         commands += how_to_open(outbox.state.server or outbox.database(), outbox)
-    if (run / "logs" / "tensorboard").is_dir():
-        folder = os.path.relpath(run / "logs" / "tensorboard")
-        commands.append(f"tensorboard --logdir {shlex.quote(folder)}")
+    if (folder := run / "logs" / "tensorboard").is_dir():
+        commands.append(f"tensorboard --logdir {shlex.quote(os.path.relpath(folder))}")
     return commands
 
 
@@ -137,8 +126,7 @@ def _attempts(run: data.ReportedRun) -> ReportTable:
     for a in run.attempts:
         took = data.duration(a.ended - a.started) if a.started and a.ended else ""
         changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
-        # The first line of an error; the attempt's own folder has all of it.
-        error = a.error.strip().split("\n")[0][:300]
+        error = a.error.strip().split("\n")[0][:300]  # the attempt's own folder has all of it
         times = (_clock(a.started), _clock(a.ended), took)
         rows.append((str(a.number), a.task, a.state, *times, changed, error))
     head = ("", "task", "state", "start", "end", "took", "changed", "error")

@@ -37,31 +37,20 @@ STYLE: Any = {
 
 @dataclass
 class Chart:
-    """One chart with its axes.
-
-    Args:
-        title: Shown above it.
-        lines: Label to metric.
-        unit: The label of the vertical axis.
-        scale: Values are multiplied by this.
-        by_time: Minutes since the start instead of optimizer steps.
-        second: A metric on its own axis at the right: label, series, unit, scale.
-    """
+    """One chart with its axes."""
 
     title: str
-    lines: dict[str, MetricSeries]
-    unit: str = ""
-    scale: float = 1.0
-    by_time: bool = False
+    lines: dict[str, MetricSeries]  # by label
+    unit: str = ""  # the label of the vertical axis
+    scale: float = 1.0  # values are multiplied by this
+    by_time: bool = False  # over minutes since the start instead of optimizer steps
+    # A metric on its own axis at the right: label, series, unit, scale.
     second: tuple[str, MetricSeries, str, float] | None = None
 
 
 def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
-    """Puts every metric into one chart: known ones first, then the user's own, by prefix.
-
-    Args:
-        series: By name.
-        unit: Of the throughput.
+    """Puts every metric, by name, into one chart: known ones first, then the user's own, by prefix.
+    `unit` is that of the throughput.
     """
     # A benchmark's single points have their own section.
     names = [n for n in sorted(series) if not re.match(r"epoch$|val/samples$|benchmark/", n)]
@@ -130,11 +119,7 @@ def picture(title: str, height: float) -> Iterator[tuple[Any, Callable[[], str]]
 
 def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
     """One `<svg>` element, and its legend as (label, colour), since text wraps in HTML but not in
-    SVG.
-
-    Args:
-        chart: What to draw.
-        start: Time zero, in seconds since 1970.
+    SVG. `start` is time zero, in seconds since 1970.
     """
     times_from = start if chart.by_time else None
     with picture(chart.title, height=3.2) as (axes, finish):
@@ -169,9 +154,8 @@ def _line(
         x = (np.array(series.times) - times_from) / 60
     y = scale * np.array(series.values)
     y[~np.isfinite(y)] = math.nan
-    marker = "o" if len(y) < 40 else ""
-    size = math.ceil(len(y) / POINTS)
-    if size == 1:
+    if (size := math.ceil(len(y) / POINTS)) == 1:
+        marker = "o" if len(y) < 40 else ""
         axes.plot(x, y, label=label, marker=marker, markersize=3, linewidth=1.4)
         return
     # A row for each bucket; the last one is padded with NaN.
@@ -192,7 +176,5 @@ def _for_page(svg: str, title: str) -> str:
     name = re.sub(r"\W", "", title)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
-    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', svg)
-    if size:
-        svg = svg.replace(size.group(0), f'role="img" aria-label="{name}"', 1)
-    return svg
+    size = r'width="[\d.]+pt" height="[\d.]+pt"'
+    return re.sub(size, f'role="img" aria-label="{name}"', svg, count=1)
