@@ -1,9 +1,6 @@
 """Through the real sbatch and mpirun a value arrives byte for byte. No torch is needed."""
 
-from __future__ import annotations
-
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,13 +8,13 @@ import pytest
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.slurm import SlurmLauncher
-from tests.cluster.slurm_cluster import SlurmCluster, slurm
+from tests.cluster.slurm_cluster import slurm
 from tests.cluster.test_mpi import MISSING, MPIRUN
+from tests.waiting import until
 
 __all__ = ["slurm"]
 
 pytestmark = pytest.mark.xdist_group("slurm")
-
 VALUES = {
     "NEWLINES": "a\n\n\n\nb\n",
     "DIRECTIVE": "\r\n#SBATCH --array=0-9\r\n",
@@ -27,55 +24,30 @@ VALUES = {
 }
 
 
-@pytest.fixture
-def probe(tmp_path: Path) -> Path:
-    """In place of the interpreter: says which variables a rank has."""
-    file = tmp_path / "probe"
-    file.write_text('#!/bin/sh\nenv -0 > "$SEEN.part" && mv "$SEEN.part" "$SEEN"\n')
-    file.chmod(0o755)
-    return file
+def check_values(launcher, folder, **settings):
+    """In place of the interpreter, a script writes down which variables a rank has."""
+    probe, seen, store = folder / "probe", folder / "seen", folder / "runs/e/first"
+    probe.write_text('#!/bin/sh\nenv -0 > "$SEEN.part" && mv "$SEEN.part" "$SEEN"\n')
+    probe.chmod(0o755)
+    bundle = store / "attempts/001/bundle"
+    Path(bundle).mkdir(parents=True)
+    spec = JobSpec("e/first", str(bundle), str(store), 1, Resources(), VALUES)
+    made = launcher(python=str(probe), env={"SEEN": str(seen)}, **settings)
+    job = made.submit(made.request(spec))
+    until(seen.exists)
+    words = os.fsdecode(seen.read_bytes()).split("\0")[:-1]
+    variables = dict(word.split("=", 1) for word in words)
+    assert {name: variables[name] for name in VALUES} == VALUES
+    assert job.wait() is JobState.SUCCEEDED
 
 
-def spec(folder: Path) -> JobSpec:
-    store = folder / "runs/e/first"
-    made = JobSpec(
-        name="e/first",
-        bundle=str(store / "attempts/001/bundle"),
-        store=str(store),
-        attempt=1,
-        resources=Resources(1, 1, "cpu"),
-        env=VALUES,
-    )
-    Path(made.bundle).mkdir(parents=True)
-    return made
-
-
-def seen(file: Path) -> dict[str, str]:
-    deadline = time.monotonic() + 120
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    words = os.fsdecode(file.read_bytes()).split("\0")[:-1]
-    found = dict(word.split("=", 1) for word in words)
-    return {name: found[name] for name in VALUES}
-
-
-def test_sbatch(
-    slurm: SlurmCluster, probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sbatch(slurm, tmp_path, monkeypatch):
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm.env[name])
-    env = {"SEEN": str(tmp_path / "seen")}
-    launcher = SlurmLauncher(python=str(probe), env=env, poll_seconds=0.5)
-    job = launcher.submit(launcher.request(spec(tmp_path)))
-    assert seen(tmp_path / "seen") == VALUES
-    assert not isinstance(job, list) and job.wait() is JobState.SUCCEEDED
+    check_values(SlurmLauncher, tmp_path, poll_seconds=0.5)
 
 
 @pytest.mark.skipif(bool(MISSING), reason="apt-get install openmpi-bin mpich")
 @pytest.mark.parametrize("mpirun", MPIRUN.values(), ids=MPIRUN)
-def test_mpirun(mpirun: str, probe: Path, tmp_path: Path) -> None:
-    env = {"SEEN": str(tmp_path / "seen")}
-    launcher = MpiLauncher(mpirun=mpirun, python=str(probe), env=env)
-    job = launcher.submit(launcher.request(spec(tmp_path)))
-    assert seen(tmp_path / "seen") == VALUES
-    assert job.wait() is JobState.SUCCEEDED
+def test_mpirun(mpirun, tmp_path):
+    check_values(MpiLauncher, tmp_path, mpirun=mpirun)
