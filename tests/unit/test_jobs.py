@@ -226,7 +226,7 @@ def test_a_damaged_run_hides_no_other_in_the_list(capsys):
         path = f"{name}/{name}" if name in FROZEN else f"{name}/attempts/001/{name}"
         assert "DAMAGED" in table[f"outputs/e/{name}"], table
         assert f"outputs/e/{path} is damaged" in table[f"outputs/e/{name}"]
-        with pytest.raises(Damaged):
+        with pytest.raises(UserError, match=rf"{name}: is damaged"):
             status(jobs.targets(f"outputs/e/{name}", None))
         if name in FROZEN:
             assert "SUCCEEDED" in capsys.readouterr().out
@@ -235,10 +235,9 @@ def test_a_damaged_run_hides_no_other_in_the_list(capsys):
 
 
 def test_a_missing_status_and_a_platform_out_of_reach(attempt, monkeypatch, capsys):
-    (attempt.path / "job.json").unlink()
-    (attempt.path / "status.json").unlink()
-    assert "status.json is missing" in rows(capsys)["outputs/e/r"]
-    assert status(jobs.targets("outputs/e/r", None)) == 1
+    (new_run("e/bare").begin_attempt(LAUNCH).path / "status.json").unlink()
+    assert "status.json is missing" in rows(capsys)["outputs/e/bare"]
+    assert status(jobs.targets("outputs/e/bare", None)) == 1
     output = capsys.readouterr().out
     assert "status.json is missing" in output and "UNKNOWN" in output
     assert "1970" not in output and "?" not in output
@@ -261,11 +260,11 @@ def test_the_text_of_a_refusal_or_a_kill_fits_also_a_copy(kind, attempt, capsys)
     text = f"killed by it\n    distdl resume {run} x=1, not {run}2"
     attempt.record_error(1, kind, text, "", 137 if kind == "Killed" else 2)
     attempt.conclude(JobState.FAILED, 2)
-    run.rename("copy")
-    status(jobs.targets("copy", None))
+    copy = run.rename(run.with_name("copy"))
+    status(jobs.targets(str(copy), None))
     output = capsys.readouterr().out
     assert "error   rank 1: killed by it\n" in output
-    assert f"distdl resume copy x=1, not {run}2" in output
+    assert f"distdl resume {copy} x=1, not {run}2" in output
 
 
 def test_the_advice_for_a_damaged_launch_works(without_stage_2, capsys):

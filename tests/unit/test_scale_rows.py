@@ -81,7 +81,7 @@ CAUSE = "without communication being the cause"
 ADVICE = [
     ([], "more than one device", "most efficient"),
     ([bench(2, bound="data-bound")], "input first", CAUSE),
-    ([bench(2, rate=190), bench(4, nodes=2, rate=250)], UP_FIRST, CAUSE),
+    ([bench(2, rate=190), bench(4, nodes=2, rate=250)], UP_FIRST, "input first"),
     ([bench(2, communication=0.04)], "communicates 25 % of a step: do this", CAUSE),
     ([bench(2, rate=120)], CAUSE, "communicates"),
     ([bench(2, rate=120, trace=None)], "ddp on 1 x 2 (weak): do this", CAUSE),
