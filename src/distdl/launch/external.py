@@ -46,11 +46,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def main(planner: Planner) -> int:
-    """What each rank runs. Returns the worker's exit code.
-
-    Args:
-        planner: Makes the plan; only rank 0 calls it.
-    """
+    """What each rank runs; only rank 0 calls the planner. Returns the worker's exit code."""
     os.environ[environments.LAUNCHER_VARIABLE] = "external"
     here = environments.resolve()
     here.export()
@@ -65,12 +61,7 @@ def main(planner: Planner) -> int:
 
 
 def place(where: DictConfig, here: environments.Environment, asked: Any) -> None:
-    """Writes the number of started ranks into a config.
-
-    Raises:
-        UserError: The config asks for another size or for certain GPUs, or the nodes have different
-            numbers of ranks.
-    """
+    """Writes the number of started ranks into a config."""
     per_node = here.local_world_size
     nodes, rest = divmod(here.world_size, per_node)
     what, remedy = "", "leave it out: the number of processes says it"
