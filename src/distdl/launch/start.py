@@ -83,10 +83,9 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
 
     Nothing is written before the launcher has made the request and asked its platform.
     """
-    (submitted,) = (
-        _submit([planned], command, lambda launcher, specs: launcher.request(*specs)) or ()
-    )
-    return submitted
+    submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
+    assert submitted is not None
+    return submitted[0]
 
 
 def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
