@@ -29,17 +29,8 @@ from tests.waiting import until
 
 SWITCH = "switch"
 NUMBERS = itertools.count(1)
-SSHD_CONFIG = """\
-Port 22
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/key.pub
-AcceptEnv *
-UsePAM no
-StrictModes no
-PidFile none
-UseDNS no
-MaxStartups 100
-"""
+SSHD_OPTIONS = ("AcceptEnv=*", "UsePAM=no", "StrictModes=no", "PidFile=none", "UseDNS=no")
+SSHD_OPTIONS += ("MaxStartups=100", "Port=22")
 SSH_CONFIG = """\
 Host *
   User root
@@ -166,13 +157,14 @@ class Hosts:
         for key in ("host_key", "key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
             subprocess.run(command, check=True)
-        (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         addresses = "".join(f"{self.address(name)} {name}\n" for name in self.names)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's separation of privileges needs it
         sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or "sshd"
-        daemon = [sshd, "-D", "-e", "-f", str(folder / "sshd_config")]
+        keys = (f"HostKey={folder}/host_key", f"AuthorizedKeysFile={folder}/key.pub")
+        options = [f"-o{option}" for option in (*SSHD_OPTIONS, *keys)]
+        daemon = [sshd, "-D", "-e", "-f", "/dev/null", *options]
         for name in self.names:
             # nsenter and not `ip netns exec`, which hides /sys/fs/cgroup: slurmd would exit.
             enter = ["nsenter", f"--net=/run/netns/{self.id}-{name}", "unshare", "--uts", "--mount"]

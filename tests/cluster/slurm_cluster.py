@@ -23,7 +23,7 @@ from tests.waiting import until
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
-# A job that has ended is known for MinJobAge seconds; KillWait is what a checkpoint has time for.
+# KillWait is what a checkpoint has time for.
 # config_overrides: two cores each, whatever this machine has.
 CONFIG = """
 ClusterName=distdl
@@ -31,7 +31,6 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -43,13 +42,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
 ReturnToService=2
 KillWait=20
-MinJobAge=300
-JobRequeue=1
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

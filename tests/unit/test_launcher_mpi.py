@@ -226,12 +226,6 @@ def errors(job):
     return {f.stem: json.loads(f.read_text()) for f in (job.folder / "errors").glob("*.json")}
 
 
-def record_error(store, rank, **more):
-    (store / "attempts/001/errors").mkdir(parents=True)
-    error = {"time": 5.0, "rank": rank, "type": "Oops", "message": "", **more}
-    (store / f"attempts/001/errors/rank_{rank}.json").write_text(json.dumps(error))
-
-
 def test_a_job_from_its_start_to_a_later_shell(start, tmp_path):
     go = tmp_path / "go"
     job = start(f"echo hello; while [ ! -e {go} ]; do sleep 0.05; done; env | cut -d= -f1")
@@ -252,44 +246,39 @@ def test_a_job_from_its_start_to_a_later_shell(start, tmp_path):
     later.cancel()  # too late, and allowed
 
 
-def test_the_failing_rank_is_recorded_before_its_consequences(start, tmp_path):
-    record_error(tmp_path, 0, message="connection closed")
-    first = "distdl: rank 2 on node2 ended with exit code 3: Oops: no"
-    job = start(f"echo '{first}'; echo 'distdl: rank 1 on node2 ended with signal 9'; exit 3")
+AGENT = {"hosts": ["node8", "node2"], "ssh": "sh -c true", "agent": True}
+CAUSES = [
+    ({}, "2 on node2 ended with exit code 3: Oops: no", 3, "no"),
+    (AGENT, "1 on node2 ended with exit code 1", 1, ""),  # a rank of its host has recorded it
+    (AGENT, "1 on node2 ended with exit code 137", 137, "ended with exit code 137 on node2"),
+]
+
+
+@pytest.mark.parametrize("node, line, code, message", CAUSES)
+def test_the_cause_is_recorded_before_its_consequences(start, tmp_path, node, line, code, message):
+    """An agent ends as its rank did; for a rank that was killed the host's first rank stands."""
+    consequence = {"time": 5.0, "rank": 3, "type": "Oops", "host": "node2", "exit_code": 1}
+    (tmp_path / "attempts/001/errors").mkdir(parents=True)
+    (tmp_path / "attempts/001/errors/rank_3.json").write_text(json.dumps(consequence))
+    later = "distdl: rank 1 on node2 ended with signal 9"
+    job = start(f"echo 'distdl: rank {line}'; echo '{later}'; exit {code}", Resources(2, 2), **node)
     assert job.wait() is JobState.FAILED
-    result = errors(job)
-    assert set(result) == {"rank_0", "rank_2"} and result["rank_0"]["message"]
-    assert result["rank_2"]["time"] < 5.0
-    assert (result["rank_2"]["message"], result["rank_2"]["exit_code"]) == ("no", 3)
+    first = {"time": 9.9, "message": "", "exit_code": code} | errors(job).get("rank_2", {})
+    assert errors(job)["rank_3"] == consequence and len(errors(job)) == 1 + bool(message)
+    assert first["exit_code"] == code and message in first["message"]
+    assert first["time"] < 5.0 or not message
 
 
-@pytest.mark.parametrize("code", [1, 137])
-def test_an_agent_ends_as_its_rank_did(start, tmp_path, code):
-    """A rank that failed has recorded it; for one that was killed the host's first rank stands."""
-    record_error(tmp_path, 3, host="node2", exit_code=1)
-    node = {"hosts": ["node8", "node2"], "ssh": "sh -c true", "agent": True}
-    script = f"echo 'distdl: rank 1 on node2 ended with exit code {code}'; exit {code}"
-    job = start(script, Resources(2, 2), **node)
-    job.wait()
-    assert set(errors(job)) == {"rank_3"} | ({"rank_2"} if code == 137 else set())
-    if code == 137:
-        first = errors(job)["rank_2"]
-        assert first["time"] < 5.0 and "exit code 137 on node2" in first["message"]
-
-
-@pytest.mark.parametrize("reaction, logged", [("exit 0", "saved"), (":", "no")])
-def test_cancel_asks_for_a_checkpoint_and_kills_after_the_grace(start, reaction, logged):
-    script = f"trap 'echo {logged}; {reaction}' USR1; echo up; while :; do sleep 0.05; done"
-    job = start(script, grace_seconds=1)
+def test_a_cancelled_mpirun_and_what_one_leaves_are_killed(start):
+    """After the signal for a checkpoint and the grace; tests/cluster has the checkpoint."""
+    job = start("trap 'echo no' USR1; echo up; while :; do sleep 0.05; done", grace_seconds=1)
     until(lambda: list(job.logs()) == ["up"])
     began = time.monotonic()
     job.cancel()
     job.cancel()
-    assert job.wait() is JobState.CANCELLED and list(job.logs()) == ["up", logged]
-    assert reaction == "exit 0" or time.monotonic() - began > 0.9
-
-
-def test_processes_that_mpirun_leaves_are_killed(start):
+    assert job.wait() is JobState.CANCELLED and list(job.logs()) == ["up", "no"]
+    assert time.monotonic() - began > 0.9
+    (job.folder / "logs/mpirun.log").unlink()
     job = start("setsid sleep 600 & echo $!; exit 1")
     assert job.wait() is JobState.FAILED
     assert supervisor.start_time(int(next(iter(job.logs())))) == ""
