@@ -159,12 +159,12 @@ def unknown_keys(
 
 
 def problems(
-    error: ValidationError, given: Mapping[str, Any], known: Iterable[str]
+    error: ValidationError, values: Mapping[str, Any], known: Iterable[str]
 ) -> Iterator[Problem]:
     """One Problem for each value that pydantic rejects; a union's errors become one sentence."""
     reasons: dict[str, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
-        reasons.setdefault(_path(given, item["loc"]), []).append(dict(item))
+        reasons.setdefault(_path(values, item["loc"]), []).append(dict(item))
     for path, items in reasons.items():
         first, value = items[0], items[0]["input"]
         cause = next((i["ctx"]["error"] for i in items if i["type"] == "value_error"), None)
@@ -176,11 +176,9 @@ def problems(
             yield Problem(path, "no such setting", did_you_mean(path, known))
         else:
             expected = " or ".join(dict.fromkeys(_expected(i["msg"]) for i in items))
-            remedy = ""
+            remedy = f"launcher.{path}=[{value}]" if first["type"] == "list_type" else ""
             if first["type"] == "literal_error":
                 remedy = did_you_mean(value, re.findall("'([^']*)'", expected))
-            elif first["type"] == "list_type":
-                remedy = f"launcher.{path}=[{value}]"
             yield Problem(path, f"{value!r} is not {expected}", remedy)
 
 

@@ -113,7 +113,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
         raise UserError.at("name", what, f"choose another name, or resume that run: {resume}")
     if not member:  # a member is refused when its turn comes, so that the others train
         refuse_second(planned)
-    return proceed(planned, given=())
+    return proceed(planned, chosen=())
 
 
 def _resumed(planned: Plan, stored: DictConfig) -> str:
@@ -151,9 +151,9 @@ def refuse_second(planned: Plan) -> None:
         planned.run.refuse_under_way()
 
 
-def proceed(planned: Plan, given: Sequence[str]) -> Plan:
+def proceed(planned: Plan, chosen: Sequence[str]) -> Plan:
     """The next attempt of an existing run. If the world size changes, the global batch is kept,
-    except where the user set the paths `given`."""
+    except where the user set the paths `chosen`."""
     last = planned.run.last_attempt()
     if last is None:
         return planned
@@ -165,7 +165,7 @@ def proceed(planned: Plan, given: Sequence[str]) -> Plan:
         configs.merge(planned.recipe, where, changes),
         planned.resources,
         before.get("global_batch_size"),
-        given,
+        chosen,
         batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
     )
     planned.changes = changes | keeps.changes

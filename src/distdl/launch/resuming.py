@@ -36,26 +36,26 @@ def plan(
         parsed = compose.parse_overrides(overrides)
         groups = {o.key_or_group for o in parsed if compose.is_group(o.key_or_group)}
     changes = apply(parsed, groups, recipe, where, earlier)
-    given = [override.key_or_group for override in parsed]
+    typed_paths = [override.key_or_group for override in parsed]
     if started is not None:
-        asked = where.trainer.devices if "trainer.devices" in given else None
+        asked = where.trainer.devices if "trainer.devices" in typed_paths else None
         external.place(where, started, asked)
     elif where.launcher["_target_"] == external.TARGET:  # no ranks were started this time
         where.launcher = compose.compose([]).launcher
     config, so_far = (configs.merge(recipe, where, each) for each in (changes, earlier))
     select = OmegaConf.select
-    new = [p for p in changes if p in given and select(config, p) != select(so_far, p)]
+    new = [p for p in changes if p in typed_paths and select(config, p) != select(so_far, p)]
     # Setting the same value again is not a change: a finished run stays finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
     with missing_code_located(config, before["where"]):
         size = planning.size_of(config, run)
-    refuse_programs(config, given)
+    refuse_programs(config, typed_paths)
     notes = [] if last else [start_on_record(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
-    planning.proceed(planned, given)
+    planning.proceed(planned, typed_paths)
     with missing_code_located(config, before["where"]):
         planning.check_classes(planned)
     return planned
@@ -149,15 +149,14 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         raise type(error)(Problem("project.root", what, remedy), *others) from None
 
 
-def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:
+def refuse_programs(config: DictConfig, typed_paths: Sequence[str]) -> None:
     """Keeps a dry run from starting a program that only the run's files name."""
     launcher = planning.launcher_class(config)
-    if not config.dry_run or "launcher" in given:
+    if not config.dry_run or "launcher" in typed_paths:
         return
-    names = [name for name in getattr(launcher, "programs", ()) if f"launcher.{name}" not in given]
-    for name in names:
-        value, default = config.launcher.get(name), launcher.programs[name]
-        if value not in (None, default):
+    for name, default in getattr(launcher, "programs", {}).items():
+        value = config.launcher.get(name)
+        if value not in (None, default) and f"launcher.{name}" not in typed_paths:
             what = f"launch.yaml of the run names the program {value}: a dry run does not start it"
             remedy = f"if it is yours: launcher.{name}={value}"
             raise UserError.at(f"launcher.{name}", what, remedy)

@@ -84,11 +84,10 @@ def every(
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name(item))
     if problems:
-        everywhere = {p for p, names in problems.items() if len(names) == len(items)}
-        named = {
-            p: replace(p, what=f"{p.what}, in the member {of[0]}") for p, of in problems.items()
+        where = {
+            p: f", in the member {of[0]}" for p, of in problems.items() if len(of) < len(items)
         }
-        raise kind(*(p if p in everywhere else named[p] for p in problems))
+        raise kind(*(replace(p, what=p.what + where.get(p, "")) for p in problems))
     return answers
 
 
