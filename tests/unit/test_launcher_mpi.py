@@ -141,7 +141,8 @@ def test_refused_settings(node, size, expected, tmp_path, monkeypatch):
         assert text.startswith(start)
 
 
-NO_ROUTE, NO_CODE = "sh -c 'echo no route >&2; exit 255'", "sh -c 'echo no code'"
+# Called as ssh is: one that fails, and one that runs its command on this machine.
+NO_ROUTE, RUNS = "sh -c 'echo no route >&2; exit 255'", "sh -c 'eval \"$1\"'"
 UNREADY = [
     ({"mpirun": "absent"}, "launcher.mpirun", ""),
     ({"python": "/absent"}, "launcher.python", "there is no /absent here"),
@@ -150,7 +151,8 @@ UNREADY = [
     ({"hosts": ["node1:2:3"]}, "launcher.hosts", ""),
     ({"hostfile": "absent"}, "launcher.hostfile", ""),
     ({"hosts": ["n"], "ssh": NO_ROUTE}, "launcher.hosts", "n cannot be reached: no route"),
-    ({"hosts": ["n"], "ssh": NO_CODE}, "launcher.copy_bundle", "n does not see "),
+    ({"hosts": ["n"], "ssh": RUNS, "python": "/absent"}, "launcher.python", "n has no /absent"),
+    ({"hosts": ["n"], "ssh": RUNS}, "launcher.copy_bundle", "n does not see "),
 ]
 
 

@@ -1,6 +1,7 @@
 """launcher=slurm without a cluster: scripts, refusals, what a job inherits. The scripts run for
 real, on a cluster of two nodes, in tests/cluster/test_slurm.py."""
 
+import os
 import shlex
 import subprocess
 
@@ -27,9 +28,9 @@ SCRIPTS = {"cpu": {"python": "python"}, "everything": EVERYTHING, "array": EVERY
 SCRIPTS |= {"pyxis": PYXIS, "apptainer": APPTAINER}
 
 
-def spec(member="", size=GPUS, root="/shared/runs"):
+def spec(member="", size=GPUS, root="/shared/runs", **env):
     name = f"resnet50_ddp/first{member}"
-    store, env = f"{root}/{name}", {} if member else {"OMP_NUM_THREADS": "12"}
+    store, env = f"{root}/{name}", env if member or env else {"OMP_NUM_THREADS": "12"}
     return JobSpec(name, f"{store}/attempts/001/bundle", store, 1, size, env, ("HF_TOKEN",))
 
 
@@ -58,14 +59,22 @@ def test_the_template_is_a_script_to_read():
     assert shlex.split(text, comments=True)  # its quotes are in pairs
 
 
-def test_a_path_with_special_characters():
-    strange = spec(size=CPU, root="/shared/my $runs/50%a'b")
+VALUES = {"NEWLINES": "a\n\n\n\nb\n", "DIRECTIVE": "\r\n#SBATCH --array=0-9\r\n", "EMPTY": ""}
+VALUES |= {"SHELL": "$(exit 3) `exit 4` \"'\\ \\n %s %% $HOME ~ * @env@ a,b;c"}
+VALUES |= {"UNICODE": "Grüße 日本\u2028\x85 🎉"}
+
+
+def test_paths_and_values_with_special_characters_arrive_byte_for_byte():
+    strange = spec(size=CPU, root="/shared/my $runs/50%a'b", **VALUES)
+    text = SlurmLauncher().request(strange).text
     output = f"#SBATCH --output=\"/shared/my $runs/50%%a'b/{strange.name}/attempts/001/logs"
-    assert f'{output}/slurm-%j.log"' in SlurmLauncher().request(strange).text
+    assert f'{output}/slurm-%j.log"' in text and "\n#SBATCH --array" not in text
     lines = "\n".join(script.member(strange))
-    shell = f'{lines}\nprintf "%s\\n" "$attempt" "$bundle" "${{worker[@]}}"'
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str(strange.folder), strange.bundle, *strange.worker()]
+    shell = f'{lines}\nprintf "%s\\0" "$attempt" "$bundle" "${{worker[@]}}"; env -0'
+    words = os.fsdecode(subprocess.check_output(["bash", "-c", shell])).split("\0")[:-1]
+    paths = [str(strange.folder), strange.bundle, *strange.worker()]
+    assert words[: len(paths)] == paths
+    assert VALUES.items() <= dict(word.split("=", 1) for word in words[len(paths) :]).items()
 
 
 REFUSED = [
