@@ -9,9 +9,8 @@
         hosts.unmount("node2", folder)           # undoes `hide` and `bind`
 
 A host has its own network, host name, /etc/hosts and mounts; files and process ids are shared with
-this machine, on which nothing is changed. The namespaces carry the pid of the test process in their
-names. All of it ends with the test process, even with kill -9: a reaper, which waits for the end of
-a pipe, kills what runs on the hosts and removes them. It takes about 0.3 s to set up.
+this machine, on which nothing is changed. All of it ends with the test process, even with kill -9:
+a reaper, which waits for the end of a pipe, kills what runs on the hosts and removes them.
 """
 
 import contextlib

@@ -71,16 +71,13 @@ STATES = [  # of the run, of the platform, of both
     ("PENDING", "PENDING", "PENDING"),
     ("PENDING", "RUNNING", "RUNNING"),
     ("PENDING", "SUCCEEDED", "SUCCEEDED"),  # the store is on another machine
-    ("PENDING", "FAILED", "FAILED"),
     ("PENDING", "CANCELLED", "CANCELLED"),
     ("RUNNING", "PENDING", "PENDING"),  # requeued
     ("RUNNING", "SUCCEEDED", "FAILED"),  # ended without recording it
     ("RUNNING", "UNKNOWN", "UNKNOWN"),
     ("SUCCEEDED", "UNKNOWN", "SUCCEEDED"),  # forgotten by the scheduler
-    ("SUCCEEDED", "SUCCEEDED", "SUCCEEDED"),
     ("PREEMPTED", "SUCCEEDED", "PREEMPTED"),  # ranks end with 0 under mpirun
     ("PREEMPTED", "CANCELLED", "CANCELLED"),  # scancel: the same signal
-    ("PREEMPTED", "PENDING", "PENDING"),
     ("CANCELLED", "FAILED", "CANCELLED"),
 ]
 
@@ -93,7 +90,7 @@ def test_the_state_of_run_and_platform(attempt, recorded, platform, both):
         assert attempt.status()["state"] == both  # and on record
 
 
-def test_the_error_of_a_rank_counts_and_a_restart_removes_it(attempt):
+def test_errors_restarts_and_second_attempts(attempt, monkeypatch):
     attempt.update(state="RUNNING")
     attempt.record_error(1, "ValueError", "the cause", "", exit_code=7)
     assert jobs.state(attempt, Platform("SUCCEEDED")) is JobState.FAILED
@@ -104,9 +101,6 @@ def test_the_error_of_a_rank_counts_and_a_restart_removes_it(attempt):
     attempt.begin()  # its scheduler restarts it: the same attempt
     assert attempt.status()["restarts"] == 1 and attempt.first_error() is None
     assert list((attempt.path / "errors-001").iterdir())
-
-
-def test_a_run_is_not_submitted_twice(attempt, monkeypatch):
     run = RunDirectory(attempt.path.parents[1])
     monkeypatch.setattr(jobs, "of", lambda _: Platform("PENDING"))
     with pytest.raises(UserError, match="attempt 1 is pending"):
@@ -182,11 +176,15 @@ def test_a_reader_that_has_ended_does_not_end_the_training(monkeypatch):
         monkeypatch.undo()
 
 
+STAYS = """
+import threading, time; from distdl.ranks import process_exit
+process_exit.name_who_stays(0.05)
+threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()
+"""
+
+
 def test_a_thread_that_keeps_the_process_is_named():
-    code = "import threading, time; from distdl.ranks import process_exit as it\n"
-    code += "it.name_who_stays(0.05)\n"
-    code += "threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", STAYS], capture_output=True, text=True)
     assert done.returncode == 0 and "waits for threads of your code: my-pump (" in done.stderr
 
 

@@ -28,37 +28,30 @@ def test_validation_reports_keys_types_ranges_and_misfits_at_once():
     assert "did you mean launcher.gpus?" in str(problems["gpuss"])
 
 
-HOURS = [(12, 12), (0.5, 0.5), ("90", 90), (" 0.5 ", 0.5), ("1:30:00", 1.5), ("0:00:01", 1 / 3600)]
-HOURS += [("2-12", 60), ("1-00", 24), ("1-00:30", 24.5), ("1-00:00:30", 24 + 1 / 120)]
+HOURS = {12: 12, 0.5: 0.5, "90": 90, " 0.5 ": 0.5, "1:30:00": 1.5, "0:00:01": 1 / 3600, "2-12": 60}
+HOURS |= {"1-00": 24, "1-00:30": 24.5, "1-00:00:30": 24 + 1 / 120}
+NO_TIMES = {
+    "is no time at all": [0, "0:00:00", "0-00", -1],
+    "minutes and seconds go from 00 to 59": ["1:90:00", "1:00:60", "1:3:00"],
+    "hours go from 0 to 23": ["1-24"],
+    "is minutes and seconds for Slurm, and hours and minutes for others": ["1:30"],
+    "5400 would be 5400 hours; did YAML read 1:30:00": [5400],
+    "is not a time": ["a day", "", "-1", "1_0", float("nan"), float("inf"), True, [12]],
+}
 
 
-@pytest.mark.parametrize("text, hours", HOURS)
-def test_valid_walltime(text, hours):
-    assert walltime.seconds(text) == round(3600 * hours)
-
-
-NO_TIMES = [
-    (0, "0 is no time at all"),
-    ("1:90:00", "minutes and seconds go from 00 to 59"),
-    ("1-24", "hours go from 0 to 23"),
-    ("1:30", "is minutes and seconds for Slurm, and hours and minutes for others"),
-    (5400, "5400 would be 5400 hours; did YAML read 1:30:00"),
-    ("a day", "'a day' is not a time"),
-]
-NO_TIMES += [(text, "no time at all") for text in ("0:00:00", "0-00", -1)]
-NO_TIMES += [(text, "from 00 to 59") for text in ("1:00:60", "1:3:00")]
-NO_TIMES += [(value, "not a time") for value in ("", "-1", "1_0", float("nan"), float("inf"), True)]
-NO_TIMES += [([12], "not a time")]
-
-
-@pytest.mark.parametrize("value, message", NO_TIMES)
-def test_refused_walltime(value, message):
-    with pytest.raises(ValueError) as error:
-        walltime.seconds(value)
-    assert message in str(error.value)
-    for launcher in (SlurmLauncher, AzureMLLauncher, SageMakerLauncher):
-        problems = [p for p in launcher.check({"walltime": value}, CONTEXT) if p.path == "walltime"]
-        assert [(p.what, p.remedy) for p in problems] == [(str(error.value), walltime.FORMS)]
+@pytest.mark.parametrize("message", NO_TIMES)
+def test_walltime_is_the_same_for_all_launchers(message):
+    for text, hours in HOURS.items():
+        assert walltime.seconds(text) == round(3600 * hours)
+    for value in NO_TIMES[message]:
+        with pytest.raises(ValueError, match=message) as error:
+            walltime.seconds(value)
+        assert str(error.value).startswith(repr(value))
+        for launcher in (SlurmLauncher, AzureMLLauncher, SageMakerLauncher):
+            problems = launcher.check({"walltime": value}, CONTEXT)
+            texts = [(p.what, p.remedy) for p in problems if p.path == "walltime"]
+            assert texts == [(str(error.value), walltime.FORMS)]
 
 
 class Asked(AskedJob):

@@ -2,7 +2,6 @@
 real, on a cluster of two nodes, in tests/cluster/test_slurm.py."""
 
 import os
-import shlex
 import subprocess
 
 import pytest
@@ -50,13 +49,8 @@ def test_script(case, pytestconfig):
     # Every setting changes a script, or is about the submitting side.
     settings = {"poll_seconds", "forward_env"}.union(*SCRIPTS.values())
     assert set(SlurmLauncher.model_fields) == settings
-
-
-def test_the_template_is_a_script_to_read():
-    text = script.TEMPLATE.read_text()
-    assert text.startswith("#!/bin/bash\n@directives@\n")
-    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 100
-    assert shlex.split(text, comments=True)  # its quotes are in pairs
+    template = script.TEMPLATE.read_text()
+    assert template.startswith("#!/bin/bash\n@directives@\n") and len(template.splitlines()) < 60
 
 
 VALUES = {"NEWLINES": "a\n\n\n\nb\n", "DIRECTIVE": "\r\n#SBATCH --array=0-9\r\n", "EMPTY": ""}
@@ -112,12 +106,6 @@ def test_refused_settings(node, message):
     with pytest.raises(UserError) as error:
         SlurmLauncher(**node).request(spec())
     assert error.value.problems[0].path == f"launcher.{problem.path}"
-
-
-def test_all_problems_at_once_and_unknown_settings():
-    node = {"mem": 1, "walltime": "2 h", "requeue": False, "requeue_at_time_limit": True}
-    paths = {problem.path for problem in SlurmLauncher.check(node, {})}
-    assert paths == {"mem", "walltime", "requeue_at_time_limit"}
     with pytest.raises(UserError, match=r"launcher.partion: no such(.|\n)*did you mean partition"):
         SlurmLauncher(partion="gpu")
 

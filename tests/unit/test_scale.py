@@ -17,12 +17,10 @@ NAME, RUN = "single-1x1-batch12", Path("outputs/default/mine/single-1x1-batch12"
 HOOKED = ("ddp", "ddp strategy.comm_hook=bf16")
 
 
-def test_sizes_fill_a_node_before_the_next_one():
-    assert members.sizes([4, 1, 2], [2, 1]) == [(1, 1), (1, 2), (1, 4), (2, 4)]
-
-
-def test_batches_follow_the_mode_and_one_device_is_measured_once(tmp_path, monkeypatch):
+def test_sizes_and_batches_of_members(tmp_path, monkeypatch):
+    """A node is filled before the next one, and one device is measured once."""
     monkeypatch.chdir(tmp_path)
+    assert members.sizes([4, 1, 2], [2, 1]) == [(1, 1), (1, 2), (1, 4), (2, 4)]
     result = members.members(TINY, HOOKED, [(1, 1), (1, 2), (2, 2)], ("weak", "strong"))
     assert len({m.name for m in result}) == len(result) == 1 + 2 * 2 * 2
     alone = [(m.strategy, m.modes) for m in result if m.world_size == 1]
@@ -107,11 +105,17 @@ def test_a_missing_or_damaged_result_is_measured_again(command, started, left):
     assert not left or damaged.read_text() == left
 
 
-def test_a_result_in_a_remote_store_is_not_measured_again(command, started, monkeypatch):
+def test_a_run_under_way_or_with_a_remote_store_is_not_measured_again(
+    command, started, monkeypatch
+):
     assert command(*ONE).code == 0
+    change_status(state="RUNNING", host="another")
+    result = command(*ONE)
+    assert result.code == 0 and len(started.names) == 1 and "not measured" not in result.out
+    assert f"under way: {NAME}; once they have ended" in result.out
     (RUN / "benchmark.json").unlink()
     (RUN / "attempts/001/job.json").write_text('{"handle": "far://1"}')
-    change_status(concluded=True)
+    change_status(state="SUCCEEDED", concluded=True)
     remote = type("Remote", (), {"fetch": lambda self, to: None})
     monkeypatch.setattr(jobs, "of", lambda attempt: remote())
     result = command(*ONE)
@@ -120,14 +124,6 @@ def test_a_result_in_a_remote_store_is_not_measured_again(command, started, monk
     assert f"not here: {NAME}; fetch them" in result.out
     monkeypatch.setattr(jobs, "of", lambda attempt: object())  # shares our store: nothing to fetch
     assert command(*ONE).code == 0 and len(started.names) == 2
-
-
-def test_a_running_measurement_is_no_failure(command, started):
-    assert command(*ONE).code == 0
-    change_status(state="RUNNING", host="another")
-    result = command(*ONE)
-    assert result.code == 0 and len(started.names) == 1 and "not measured" not in result.out
-    assert f"under way: {NAME}; once they have ended" in result.out
 
 
 def test_what_was_measured_before_stays_in_the_table(command, started):

@@ -97,14 +97,6 @@ def test_advice(measured, present, absent):
     assert "cheapest: single" in "\n".join(results.advise(rented))
 
 
-def test_more_than_there_is_was_disturbed():
-    """Neither advice nor a prediction is compared with it."""
-    rows = weak(member(bench(2, rate=230)))
-    (note,) = results.disturbed(rows)
-    assert note.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
-    assert printing.gaps(rows, {}) == []
-
-
 def test_published_numbers_are_shown_beside_their_own_model_only(draw, capsys):
     two, prefix = member(bench(2)), "torchvision.models"
     for target in (f"{prefix}.resnet50", f"{prefix}.wide_resnet50_2", "mine.seresnet50"):
@@ -127,7 +119,12 @@ def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys):
         assert left_out.isdisjoint(words) and ("compute-bound" in words) is (width == "100")
 
 
-def test_a_refuted_prediction_is_reported():
+def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
+    disturbed = weak(member(bench(2, rate=230)))
+    (note,) = results.disturbed(disturbed)
+    assert note.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
+    assert printing.gaps(disturbed, {}) == []
+
     def rows(efficiency):
         return weak(member(bench(2, rate=200 * efficiency)))
 

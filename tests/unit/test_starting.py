@@ -212,20 +212,18 @@ def test_another_run_has_its_own_rate_and_a_resumed_one_keeps_it(ours, tmp_path,
     assert rates(ours("first", file, lr=0.001))[0] == approx(0.01 / 100)
 
 
-def test_another_rate_without_a_schedule(ours, tmp_path):
+def test_another_rate_without_a_schedule_and_the_advice_at_the_end(ours, tmp_path, capsys):
     """The rate in the file is not used, which a module may have set by hand."""
-    tasks.train(ours("first", None, "trainer.max_epochs=2", kind="bare"))
+    for dry in (True, False):
+        built = ours(
+            "first", None, "trainer.max_epochs=2", f"trainer.fast_dev_run={dry}", kind="bare"
+        )
+        tasks.train(built)
+        summary.print_end(built, {}, [], 0)
+        assert ("distdl resume" in capsys.readouterr().out) is not dry
     file = tmp_path / "first/checkpoints/last.ckpt"
     for lr in (0.001, 0.01):
         assert rates(ours(f"second-{lr}", file, kind="bare", lr=lr))[0] == approx(lr)
-
-
-@pytest.mark.parametrize("dry", [True, False])
-def test_the_end_advises_to_resume_a_real_run_only(ours, dry, capsys):
-    built = ours("run", None, f"trainer.fast_dev_run={dry}")
-    tasks.train(built)
-    summary.print_end(built, {}, [], 0)
-    assert ("distdl resume" in capsys.readouterr().out) is not dry
 
 
 # To Lightning
