@@ -8,11 +8,11 @@ asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
@@ -148,14 +148,10 @@ class Unasked:
     def state(self) -> JobState:
         return JobState.UNKNOWN
 
-    def wait(self) -> JobState:
+    def logs(self, follow: bool = False) -> NoReturn:
         raise UserError(self.problem)
 
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        raise UserError(self.problem)
-
-    def cancel(self) -> None:
-        raise UserError(self.problem)
+    wait = cancel = logs
 
 
 def named(handle: str) -> Job:
