@@ -124,10 +124,11 @@ class Reach:
             why = done.stderr.strip() or f"exit code {done.returncode}"
             remedy = f"this must work without a password: {self.ssh} {host} true"
             return Problem("launcher.hosts", f"{host} cannot be reached: {why}", remedy)
-        if "no python" in done.stdout:
+        lacks = done.stdout.splitlines()
+        if "no python" in lacks:
             remedy = "install the same environment there, or write launcher.python=<path of it>"
             return Problem("launcher.python", f"{host} has no {self.python}", remedy)
-        if "no code" not in done.stdout:
+        if "no code" not in lacks:
             return None
         if self.copy:
             return self.copy_bundle(host)

@@ -120,7 +120,7 @@ def _submit(
         submitted: Any = launcher.submit(request)
     submitted = submitted if isinstance(submitted, list) else [submitted]
     pairs: list[tuple[Attempt, Job]] = list(zip(attempts, submitted, strict=True))
-    for attempt, job in pairs if code else ():
+    for attempt, job in pairs if code is not None else ():
         jobs.record(attempt, job)
     return pairs
 
