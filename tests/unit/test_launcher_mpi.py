@@ -142,7 +142,8 @@ def test_refused_settings(node, size, expected, tmp_path, monkeypatch):
 
 
 # Called as ssh is: one that fails, and one that runs its command on this machine.
-NO_ROUTE, RUNS = "sh -c 'echo no route >&2; exit 255'", "sh -c 'eval \"$1\"'"
+NO_ROUTE = "sh -c 'echo no route >&2; exit 255'"
+RUNS = "sh -c 'for last; do :; done; eval \"$last\"'"
 UNREADY = [
     ({"mpirun": "absent"}, "launcher.mpirun", ""),
     ({"python": "/absent"}, "launcher.python", "there is no /absent here"),
