@@ -119,7 +119,7 @@ def test_the_order_of_the_data_is_that_of_the_epoch(ours, file, kind, epochs, mo
         TrainBatches, "__iter__", lambda self: used.append(self.position.epoch) or iterate(self)
     )
     train(ours("run", file, kind=kind))
-    assert used == epochs
+    assert used[1:] == epochs  # the first one is made before the checkpoint is read
 
 
 UNFIT = [
