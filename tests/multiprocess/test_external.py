@@ -78,9 +78,6 @@ def test_rank_0_speaks_for_all(tmp_path, typed, code):
     assert other == ("", "") and list(tmp_path.iterdir()) == []
 
 
-# One rank of torchrun's in this process; its worker is only written down
-
-
 @pytest.fixture
 def torchrun(command, without_stage_2, monkeypatch):
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

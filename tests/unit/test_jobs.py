@@ -188,9 +188,6 @@ def test_a_thread_that_keeps_the_process_is_named():
     assert done.returncode == 0 and "waits for threads of your code: my-pump (" in done.stderr
 
 
-# Lists and reports
-
-
 def rows(capsys, folder="outputs"):
     capsys.readouterr()
     assert list_runs(Path(folder).absolute()) == 0
@@ -279,9 +276,6 @@ def test_the_advice_for_a_damaged_launch_works(without_stage_2, capsys):
     assert resume.main([resumes.removeprefix("python -m distdl resume "), "dry_run=true"]) == 0
     assert "was started by: python -m distdl launcher=mpi" in capsys.readouterr().out
     assert resuming.plan(run, ["dry_run=true"]).run_id == "default/r"
-
-
-# A request is made once: before anything is written, for the attempt that then is
 
 
 class Counting:

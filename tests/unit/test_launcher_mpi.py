@@ -170,9 +170,6 @@ def test_refused_at_submission(node, path, what, tmp_path, monkeypatch):
     assert not (tmp_path / "attempts/001" / supervisor.RECORD).exists()
 
 
-# The parent of a rank
-
-
 def parent(folder, script, **options):
     command = [sys.executable, rank.__file__, str(folder), "sh", "-c", script]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -207,9 +204,6 @@ def test_how_ranks_end_with_and_without_their_parent(tmp_path):
     orphaned.kill()
     orphaned.wait()
     until(lambda: supervisor.start_time(child) == "")
-
-
-# The supervisor, with a shell script as mpirun
 
 
 @pytest.fixture

@@ -31,8 +31,6 @@ def a_setting(**changes):
     return Setting(**{**DEFAULTS, **changes})
 
 
-# Collectives
-
 HIERARCHY = 6 * (1e-6 + 1e9 / 10e9)  # inside a node, for 4e9 bytes
 COLLECTIVES = [
     # 3 + 3 messages of a quarter each, over 10 GB/s; over two nodes each waits for the network.
@@ -62,9 +60,6 @@ def test_what_is_exposed_is_what_a_simulation_finds(parts, each, window):
     for part in range(1, parts + 1):  # piece by piece: ready, then sent when the link is free
         free = max(free, part / parts * window) + each
     assert exposed(parts, each, window) == approx(free - window, abs=1e-9)
-
-
-# Predictions
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "pipeline"])
@@ -165,9 +160,6 @@ def test_a_share_that_is_never_worse_on_a_better_link(strategy, devices, size, s
     assert better.step_seconds <= result.step_seconds * (1 + 1e-12)
 
 
-# The fit
-
-
 def measured(setting, *counts):
     return {n: predict(setting, n).step_seconds for n in counts}
 
@@ -197,9 +189,6 @@ def test_what_cannot_be_fitted_keeps_the_hardwares_value():
     one_size = fit(no_bytes, {1: 0.1, 4: 0.12})
     assert one_size.setting.overhead_seconds == approx(0.02)
     assert any("cannot tell" in note for note in one_size.notes)
-
-
-# Published numbers, and the page
 
 
 def test_no_published_point_is_left_out():

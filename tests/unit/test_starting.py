@@ -99,9 +99,6 @@ def logged(caplog):
     return logged
 
 
-# From Lightning
-
-
 @pytest.mark.parametrize("name", ["a.ckpt", "steps/epoch=1-step=7.ckpt"])
 def test_a_training_resumes_as_lightning_would(ours, file, name, logged):
     built = train(ours("run", file.parent / name))
@@ -190,9 +187,6 @@ def test_hyperparameters_may_be_configs_and_objects_that_need_trust(ours, tmp_pa
     assert same(again, built.module)
 
 
-# From another run
-
-
 def rates(built):
     (group,) = train(built).trainer.optimizers[0].param_groups
     return group["lr"], group["weight_decay"]
@@ -224,9 +218,6 @@ def test_another_rate_without_a_schedule_and_the_advice_at_the_end(ours, tmp_pat
     file = tmp_path / "first/checkpoints/last.ckpt"
     for lr in (0.001, 0.01):
         assert rates(ours(f"second-{lr}", file, kind="bare", lr=lr))[0] == approx(lr)
-
-
-# To Lightning
 
 
 def test_lightning_loads_the_average(ours, tmp_path):
