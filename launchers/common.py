@@ -35,12 +35,7 @@ __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 
 
 class Refused(ValueError):
-    """Raised when a settings validator rejects a value.
-
-    Args:
-        what: What is wrong, as a sentence that begins with the value.
-        remedy: What to write instead.
-    """
+    """Raised when a settings validator rejects a value; `what` begins with the value."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what)
@@ -98,57 +93,50 @@ class LauncherSettings(BaseModel):
     inputs: Inputs = {}
     forward_env: ListOf[str] = []
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**given)
+            super().__init__(**values)
         except ValidationError as error:
-            refuse(problems(error, given, type(self).model_fields))
+            refuse(problems(error, values, type(self).model_fields))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         # The config validation compares key names with this signature. Only `check` reports types
         # and ranges, all at once.
-        own = inspect.signature(cls)
-        untyped = [p.replace(annotation=Any) for p in own.parameters.values()]
-        cls.__signature__ = own.replace(parameters=untyped)
+        signature = inspect.signature(cls)
+        untyped = [p.replace(annotation=Any) for p in signature.parameters.values()]
+        cls.__signature__ = signature.replace(parameters=untyped)
 
     @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yields every problem of a node, with paths relative to the node.
-
-        Args:
-            node: The `launcher` node of a config, resolved.
-            context: The size of the run: `num_nodes`, `devices` (per node), `accelerator`.
-        """
-        given = {key: value for key, value in node.items() if key in cls.model_fields}
+        """Yields every problem of a `launcher` node, with paths relative to it. The context is the
+        size of the run: `num_nodes`, `devices` (per node), `accelerator`."""
+        values = {key: value for key, value in node.items() if key in cls.model_fields}
         wrong: list[Problem] = []
         try:
-            settings = cls(**given)
+            settings = cls(**values)
         except UserError as error:
-            wrong = [replace(p, path=p.path.removeprefix("launcher.")) for p in error.problems]
+            wrong = relative(error.problems)
             keys = {problem.path.partition(".")[0] for problem in wrong}
-            settings = cls(**{key: given[key] for key in given if key not in keys})
+            settings = cls(**{key: values[key] for key in values if key not in keys})
         reported = {problem.path for problem in wrong}
         yield from wrong
         yield from (p for p in settings.misfits(context) if p.path not in reported)
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         """Problems of settings that are each valid, but not in combination, for the size of this
-        run, or on this machine.
-
-        Args:
-            context: See `check`.
-        """
+        run, or on this machine; see `check`."""
         return iter(())
 
 
-def refuse(found: Iterable[Problem]) -> None:
-    """Raises the problems, if there are any. Their paths are relative to `launcher`.
+def relative(problems: Iterable[Problem]) -> list[Problem]:
+    """Problems with paths relative to `launcher`."""
+    return [replace(p, path=p.path.removeprefix("launcher.")) for p in problems]
 
-    Raises:
-        UserError: With all problems.
-    """
-    if wrong := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in found]:
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raises the problems, if there are any. Their paths are relative to `launcher`."""
+    if wrong := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in problems]:
         raise UserError(*wrong)
 
 
@@ -171,12 +159,12 @@ def unknown_keys(
 
 
 def problems(
-    error: ValidationError, given: Mapping[str, Any], known: Iterable[str]
+    error: ValidationError, values: Mapping[str, Any], known: Iterable[str]
 ) -> Iterator[Problem]:
     """One Problem for each value that pydantic rejects; a union's errors become one sentence."""
     reasons: dict[str, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
-        reasons.setdefault(_path(given, item["loc"]), []).append(dict(item))
+        reasons.setdefault(_path(values, item["loc"]), []).append(dict(item))
     for path, items in reasons.items():
         first, value = items[0], items[0]["input"]
         cause = next((i["ctx"]["error"] for i in items if i["type"] == "value_error"), None)
@@ -188,11 +176,9 @@ def problems(
             yield Problem(path, "no such setting", did_you_mean(path, known))
         else:
             expected = " or ".join(dict.fromkeys(_expected(i["msg"]) for i in items))
-            remedy = ""
+            remedy = f"launcher.{path}=[{value}]" if first["type"] == "list_type" else ""
             if first["type"] == "literal_error":
                 remedy = did_you_mean(value, re.findall("'([^']*)'", expected))
-            elif first["type"] == "list_type":
-                remedy = f"launcher.{path}=[{value}]"
             yield Problem(path, f"{value!r} is not {expected}", remedy)
 
 
@@ -252,12 +238,8 @@ def digest(text: str, length: int) -> str:
 
 
 def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
-    """Yields at once, and then again after each pause.
-
-    Args:
-        shortest: The first pause, in seconds.
-        longest: The pauses grow up to this many seconds; by default they do not grow.
-    """
+    """Yields at once, and then again after each pause. The pauses, in seconds, grow from `shortest`
+    up to `longest`; by default they do not grow."""
     pause = shortest
     yield
     while True:
@@ -285,28 +267,19 @@ class AskedJob(ABC):
 
     why = ""  # the reason if the last `state` was UNKNOWN
     poll_seconds: float = 5.0
-    # `wait` tolerates an outage of this many seconds.
     patience: ClassVar[float] = math.inf
     _answer: Any = None  # stored by `ask` for the next `state`
 
     @abstractmethod
     def _look(self) -> Any:
-        """The platform's answer about this job.
-
-        Raises:
-            Forgotten: It does not know the job.
-            UserError: It cannot be queried.
-        """
+        """The platform's answer about this job; raises Forgotten if it does not know the job, and
+        another UserError if it cannot be queried."""
 
     @classmethod
     @abstractmethod
     def _listed(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
         """Queries several jobs at once. A job without an answer is queried on its own later. If the
-        answer is an exception, the job's next `state` is UNKNOWN.
-
-        Raises:
-            UserError: The platform cannot answer such a query.
-        """
+        answer is an exception, the job's next `state` is UNKNOWN."""
 
     @abstractmethod
     def _meaning(self, answer: Any) -> JobState: ...
@@ -328,12 +301,7 @@ class AskedJob(ABC):
             return JobState.UNKNOWN
 
     def wait(self) -> JobState:
-        """Waits until the job has ended.
-
-        Raises:
-            Forgotten: The platform does not know the job.
-            UserError: The platform has not answered for `patience` seconds.
-        """
+        """Waits until the job has ended, also through an outage of up to `patience` seconds."""
         answered = time.monotonic()
         for _ in pace(self.poll_seconds):
             try:
@@ -341,10 +309,8 @@ class AskedJob(ABC):
                 answered = time.monotonic()
                 if state.ended:
                     return state
-            except Forgotten:
-                raise
-            except UserError:
-                if time.monotonic() - answered > self.patience:
+            except UserError as error:
+                if isinstance(error, Forgotten) or time.monotonic() - answered > self.patience:
                     raise
         raise AssertionError
 
@@ -352,13 +318,9 @@ class AskedJob(ABC):
 def from_pages(
     jobs: Mapping[str, T], pages: Iterable[Iterable[tuple[str, Any]]]
 ) -> Iterator[tuple[T, Any]]:
-    """Pairs jobs with their entries in a platform's list, which has the newest jobs first. It reads
-    no more pages than there are jobs: beyond that, one query per job needs fewer requests.
-
-    Args:
-        jobs: Jobs by name.
-        pages: Pages of (name, answer) pairs.
-    """
+    """Pairs jobs, by name, with their (name, answer) entries in a platform's list, which has the
+    newest jobs first. It reads no more pages than there are jobs: beyond that, one query per job
+    needs fewer requests."""
     missing = dict(jobs)
     for page in islice(pages, len(jobs)):
         for name, answer in page:
@@ -387,26 +349,17 @@ def manifests_last(names: Iterable[str]) -> list[str]:
 def fetch_files(
     to: Path, files: Mapping[str, FarFile], download: Callable[[str, Path], object]
 ) -> int:
-    """Copies a run's files into a folder. It skips a file that exists with the same size and is not
-    older, and the run's own files (`OWN` in `distdl.util.safe_paths`).
-
-    Args:
-        to: The folder.
-        files: Remote files by name, relative to the store.
-        download: Downloads the file with a name to a path.
-
-    Returns:
-        The number of files copied.
-    """
+    """Copies a run's files, named relative to its store, into a folder, and returns their number.
+    It skips a file that exists with the same size and is not older, and the run's own files (`OWN`
+    in `distdl.util.safe_paths`)."""
     from distdl.util.safe_paths import places
 
     copied = 0
     for name, path in places(to, manifests_last(files)).items():
         far = files[name]
-        if path.is_file():
-            near = path.stat()
-            if near.st_size == far.size and near.st_mtime >= far.modified:
-                continue
+        near = path.stat() if path.is_file() else None
+        if near and near.st_size == far.size and near.st_mtime >= far.modified:
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.part")
         temporary.unlink(missing_ok=True)

@@ -36,10 +36,8 @@ class LocalRequest:
     def render(self) -> str:
         command = shlex.join(["python", *self.spec.worker()])
         variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in self.env.items())
-        if self.in_process:
-            return f"# in this process\n{variables} {command}"
-        count = self.spec.resources.devices
-        return f"# {count} processes under torch's elastic agent, each:\n{variables} {command}"
+        several = f"{self.spec.resources.devices} processes under torch's elastic agent, each:"
+        return f"# {'in this process' if self.in_process else several}\n{variables} {command}"
 
 
 class LocalLauncher(LauncherSettings):
@@ -88,7 +86,8 @@ class LocalJob:
         if self._request is None:
             return wait_until_ended(self, 0.5)
         try:
-            return self._here() if self._request.in_process else self._under_agent()
+            run = _in_this_process if self._request.in_process else self._under_agent
+            return self._ended(run(self._request))
         except KeyboardInterrupt as interrupt:  # before the job had installed its own handlers
             from distdl.ranks import stopping
 
@@ -97,8 +96,7 @@ class LocalJob:
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.util.tail import tail
 
-        path = self._attempt.logs / "rank_0.log"
-        if path.exists() or follow:
+        if (path := self._attempt.logs / "rank_0.log").exists() or follow:
             yield from tail(path, lambda: follow and not self.state().ended)
 
     def cancel(self) -> None:
@@ -108,31 +106,28 @@ class LocalJob:
         if isinstance(pid, int) and pid > 1 and self.state() is JobState.RUNNING:
             os.kill(pid, signal.SIGINT)
 
-    def _here(self) -> JobState:
-        from distdl.ranks import process_exit
-        from distdl.worker import main
-
-        assert self._request is not None
-        process_exit.name_who_stays()
-        os.environ.update(self._request.env)
-        return self._ended(main.main(self._request.spec.worker()[2:]))
-
-    def _under_agent(self) -> JobState:
+    def _under_agent(self, request: LocalRequest) -> int:
         from distdl.worker import agent
 
-        assert self._request is not None
-        spec = self._request.spec
-        code = agent.run(
-            spec.worker(),
-            name=spec.name,
-            devices=spec.resources.devices,
+        return agent.run(
+            request.spec.worker(),
+            name=request.spec.name,
+            devices=request.spec.resources.devices,
             attempt=self._attempt,
-            grace_seconds=self._request.grace_seconds,
-            env=self._request.env,
+            grace_seconds=request.grace_seconds,
+            env=request.env,
         )
-        return self._ended(code)
 
     def _ended(self, code: int) -> JobState:
         from distdl.ranks import stopping
 
         return self._attempt.conclude(stopping.state_of(code), code)
+
+
+def _in_this_process(request: LocalRequest) -> int:
+    from distdl.ranks import process_exit
+    from distdl.worker import main
+
+    process_exit.name_who_stays()
+    os.environ.update(request.env)
+    return main.main(request.spec.worker()[2:])

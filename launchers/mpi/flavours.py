@@ -34,17 +34,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Start:
-    """What mpirun starts, independent of its flavour.
-
-    Args:
-        mpirun: The program.
-        hosts: The hosts in rank order; each runs as many processes as it has slots.
-        ssh: A script that is called like ssh and reaches a host.
-        variables: Names of the variables that every process inherits.
-        interface: The network interface, None for mpirun's own choice.
-        as_root: Whether root starts it, for which Open MPI needs an option.
-        extra: The user's own arguments.
-    """
+    """What mpirun starts: a process for each slot of its hosts, in rank order. `ssh` is a script
+    that is called like ssh and reaches a host; every process inherits the variables. Without an
+    interface mpirun chooses one; for root Open MPI needs an option."""
 
     mpirun: str
     hosts: tuple[Host, ...]
@@ -60,12 +52,7 @@ class Start:
 
     def command(self, flavour: str) -> list[list[str]]:
         """mpirun's command line, in groups of related words, without that of the processes."""
-        groups = {
-            "openmpi4": self._openmpi4,
-            "openmpi5": self._openmpi5,
-            "mpich": self._mpich,
-            "intel": self._intel,
-        }[flavour]()
+        groups = getattr(self, f"_{flavour}")()
         return [group for group in [[self.mpirun], *groups, list(self.extra)] if group]
 
     def _openmpi4(self) -> list[list[str]]:
@@ -121,23 +108,13 @@ def environment(flavour: str) -> dict[str, str]:
 
 
 def find(mpirun: str) -> str:
-    """The path of mpirun.
-
-    Raises:
-        UserError: It is not installed.
-    """
-    path = shutil.which(mpirun)
-    if path is None:
-        raise UserError.at("launcher.mpirun", f"there is no {mpirun} here", INSTALL)
-    return path
+    if path := shutil.which(mpirun):
+        return path
+    raise UserError.at("launcher.mpirun", f"there is no {mpirun} here", INSTALL)
 
 
 def ask(mpirun: str) -> str:
-    """The flavour of an mpirun, from the output of `mpirun --version`.
-
-    Raises:
-        UserError: It is not installed, cannot be run, or is not a known flavour.
-    """
+    """The flavour of an mpirun, from the output of `mpirun --version`."""
     command = [find(mpirun), "--version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -150,7 +127,7 @@ def ask(mpirun: str) -> str:
         return "mpich"
     # "mpirun (Open MPI) 5.0.11"; Debian's 4 prints "mpirun.openmpi (OpenRTE) 4.1.4".
     version = re.search(r"\((?:Open ?MPI|OpenRTE)\) ([45])\.", printed)
-    if version is not None:
+    if version:
         return f"openmpi{version[1]}"
     first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
     what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,39 +39,24 @@ exit $code
 
 
 def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
-    """Parses hosts, in rank order.
-
-    Args:
-        entries: `node1` or `node1:4`.
-        slots: The slots of a host without a number.
-
-    Raises:
-        UserError: An entry is not a host.
-    """
+    """Parses hosts (`node1`, or `node1:4` for 4 slots instead of `slots`), in rank order."""
     hosts: dict[str, int] = {}
     for entry in entries:
         match = ENTRY.fullmatch(str(entry).strip())
         if match is None:
-            raise UserError.at("hosts", f"{entry!r} is not a host", "write node1 or node1:4")
+            what, remedy = f"{entry!r} is not a host", "write node1 or node1:4"
+            raise UserError.at("launcher.hosts", what, remedy)
         hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or slots)
     return tuple(Host(*pair) for pair in hosts.items())
 
 
 def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
-    """Reads a hostfile in the format of Open MPI (`node1 slots=4`) or MPICH (`node1:4`).
-
-    Args:
-        path: The file; `#` begins a comment.
-        slots: The slots of a host without a number.
-
-    Raises:
-        UserError: The file cannot be read or names no host, or a line is not a host.
-    """
+    """Reads a hostfile of Open MPI (`node1 slots=4`) or MPICH (`node1:4`); see `parse`."""
     try:
         lines = Path(path).expanduser().read_text().splitlines()
     except OSError as error:
         remedy = "a file with a line per host: node1 slots=4; or launcher.hosts=[node1:4,node2:4]"
-        raise UserError.at("hostfile", f"{path}: {error.strerror}", remedy) from None
+        raise UserError.at("launcher.hostfile", f"{path}: {error.strerror}", remedy) from None
     entries, problems = [], []
     for number, line in enumerate(lines, 1):
         name, *options = line.partition("#")[0].split() or [""]
@@ -81,9 +67,9 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
             entries.append(entry)
         elif name:
             what = f"{path}, line {number}: {line.strip()!r} is not a host"
-            problems.append(Problem("hostfile", what, "node1 slots=4, or node1:4"))
+            problems.append(Problem("launcher.hostfile", what, "node1 slots=4, or node1:4"))
     if not entries and not problems:
-        problems = [Problem("hostfile", f"{path} names no host")]
+        problems = [Problem("launcher.hostfile", f"{path} names no host")]
     if problems:
         raise UserError(*problems)
     return parse(entries, slots)
@@ -100,25 +86,16 @@ def is_here(name: str) -> bool:
         return False
     for address in addresses:
         family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
-        try:
-            with socket.socket(family) as probe:
-                probe.bind(address)
-                return True
-        except OSError:
-            continue
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.bind(address)
+            return True
     return False
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Checks and prepares the hosts, in parallel.
-
-    Args:
-        ssh: The ssh command line.
-        bundle: The folder that each host needs; empty if it does not exist yet.
-        python: The interpreter that each host needs.
-        copy: Whether to copy the bundle to hosts that lack it.
-    """
+    """Checks and prepares the hosts, in parallel. Each needs the interpreter and the bundle (empty:
+    there is none yet), which is copied to those that lack it if `copy` is set."""
 
     ssh: str
     bundle: str
@@ -126,11 +103,6 @@ class Reach:
     copy: bool
 
     def prepare(self, hosts: Sequence[Host]) -> None:
-        """Checks every host, and copies the bundle to it if `copy` is set.
-
-        Raises:
-            UserError: With one problem for each host that is not ready.
-        """
         others = [host.name for host in hosts if not is_here(host.name)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             problems = [problem for problem in pool.map(self.problem, others) if problem]
@@ -148,31 +120,33 @@ class Reach:
             done = self.run(host, ask, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return Problem("launcher.hosts", f"{host} does not answer within {SECONDS:.0f} s")
-        lacks = done.stdout.splitlines()
         if done.returncode:
             why = done.stderr.strip() or f"exit code {done.returncode}"
             remedy = f"this must work without a password: {self.ssh} {host} true"
             return Problem("launcher.hosts", f"{host} cannot be reached: {why}", remedy)
+        lacks = done.stdout.splitlines()
         if "no python" in lacks:
             remedy = "install the same environment there, or write launcher.python=<path of it>"
             return Problem("launcher.python", f"{host} has no {self.python}", remedy)
-        if "no code" in lacks and not self.copy:
-            what = f"{host} does not see {self.bundle}: the hosts share no file system there"
-            remedy = "choose another output_dir, or write launcher.copy_bundle=true"
-            return Problem("launcher.copy_bundle", what, remedy)
-        return self.give(host) if "no code" in lacks else None
+        if "no code" not in lacks:
+            return None
+        if self.copy:
+            return self.copy_bundle(host)
+        what = f"{host} does not see {self.bundle}: the hosts share no file system there"
+        remedy = "choose another output_dir, or write launcher.copy_bundle=true"
+        return Problem("launcher.copy_bundle", what, remedy)
 
-    def give(self, host: str) -> Problem | None:
+    def copy_bundle(self, host: str) -> Problem | None:
         """Copies the bundle to the same path on a host: completely, or not at all."""
         target, part = shlex.quote(self.bundle), shlex.quote(f"{self.bundle}.part")
         unpack = f"mkdir -p {part} && tar -xf - -C {part} && mv {part} {target}"
         pack = ["tar", "-cf", "-", "-C", self.bundle, "."]
         with subprocess.Popen(pack, stdout=subprocess.PIPE) as tar:
             done = self.run(host, unpack, stdin=tar.stdout)
-        if done.returncode or tar.returncode:
-            what = f"the bundle could not be copied to {host}: {done.stderr.strip()}"
-            return Problem("launcher.copy_bundle", what)
-        return None
+        if not done.returncode and not tar.returncode:
+            return None
+        what = f"the bundle could not be copied to {host}: {done.stderr.strip()}"
+        return Problem("launcher.copy_bundle", what)
 
     def run(self, host: str, script: str, **options: object) -> subprocess.CompletedProcess[str]:
         """Runs a line of sh on a host, independent of the login shell there."""

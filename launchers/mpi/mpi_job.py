@@ -17,33 +17,22 @@ from distdl.launchers.mpi.supervisor import LOG, RECORD
 from distdl.util.errors import UserError
 from distdl.util.processes import is_alive
 
-INTERVAL = 0.2  # seconds between two polls
-
 
 class MpiJob:
-    """One attempt whose mpirun has a supervisor. Its state is read from the attempt's folder.
-
-    Args:
-        folder: The attempt's folder.
-    """
+    """One attempt whose mpirun has a supervisor. Its state is read from the attempt's folder."""
 
     url = None
     # A command on this machine started it; a SIGTERM to that command also cancels the job.
     ends_with_shell = True
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.why = ""
+        self.folder, self.why = folder, ""
         self.exit_code: int | None = None
         self.killed = ""  # what ended mpirun from outside, if anything did
 
     @classmethod
     def attach(cls, handle: str) -> MpiJob:
-        """The job of a handle `mpi://<host>/<attempt folder>`.
-
-        Raises:
-            UserError: It is not such a handle, or no job on that host was started in that folder.
-        """
+        """The job of a handle `mpi://<host>/<attempt folder>`."""
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
             raise UserError.at(handle, "is not a job of mpirun", "mpi://<host>/<attempt folder>")
@@ -89,7 +78,7 @@ class MpiJob:
         return JobState.FAILED
 
     def wait(self) -> JobState:
-        return wait_until_ended(self, INTERVAL)
+        return wait_until_ended(self, 0.2)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.util.tail import tail
@@ -97,11 +86,7 @@ class MpiJob:
         yield from tail(self.folder / LOG, lambda: follow and not self.state().ended)
 
     def cancel(self) -> None:
-        """Asks every rank for a checkpoint, and ends what still runs after `grace_seconds`.
-
-        Raises:
-            UserError: It was started on another machine.
-        """
+        """Asks every rank for a checkpoint, and ends what still runs after `grace_seconds`."""
         record = self.record()
         if "exit_code" in record or not record:
             return
@@ -113,7 +98,5 @@ class MpiJob:
 
     def _is_supervised(self, record: dict[str, Any]) -> bool:
         """Whether the supervisor runs: that same process, not a later one with the same pid."""
-        pid = record["pid"]
-        if not isinstance(pid, int) or pid <= 1:  # 0 and below would address process groups
-            return False
-        return is_alive(pid, record.get("birth"))
+        pid = record["pid"]  # 0 and below would address process groups
+        return isinstance(pid, int) and pid > 1 and is_alive(pid, record.get("birth"))

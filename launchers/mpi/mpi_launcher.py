@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from distdl.job import JobSpec, JobState, variables
-from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded
+from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
 from distdl.launchers.mpi.flavours import LOCALHOST, Host, Start
 from distdl.launchers.mpi.hosts import OPTIONS, SSH_SCRIPT, Reach, is_here, parse, read_hostfile
@@ -36,18 +37,9 @@ KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_
 
 @dataclass(frozen=True)
 class MpiRequest:
-    """One mpirun.
-
-    Args:
-        spec: The attempt.
-        flavour: One of FLAVOURS.
-        start: What mpirun starts, and on which hosts.
-        processes: The command line of each process, in groups of related words.
-        env: The processes' variables; none of them is secret.
-        ssh: The ssh command line.
-        python: The interpreter on every host.
-        copy_bundle: Whether the bundle is copied to each host that lacks it.
-    """
+    """One mpirun, of one of FLAVOURS: what it starts and where, the command line of each process in
+    groups of related words, and their variables, none of them secret. `python` is the interpreter
+    on every host; `copy_bundle`: the bundle is copied to each host that lacks it."""
 
     spec: JobSpec
     flavour: str
@@ -68,13 +60,13 @@ class MpiRequest:
 
     def render(self) -> str:
         spec = self.spec
-        lines = [f"# {self.flavour}, in the background; its output: {spec.folder / supervisor.LOG}"]
-        if self.start.hosts[0].name != LOCALHOST:
-            lines.append(f"# hosts are reached by: {self.ssh}")
-        if self.copy_bundle:
-            lines.append(f"# copied first, to each host that lacks it: {spec.bundle}")
-        if spec.forward_env:
-            lines.append(f"# with their values of this shell: {', '.join(spec.forward_env)}")
+        comments = {
+            f"{self.flavour}, in the background; its output: {spec.folder / supervisor.LOG}": True,
+            f"hosts are reached by: {self.ssh}": self.start.hosts[0].name != LOCALHOST,
+            f"copied first, to each host that lacks it: {spec.bundle}": self.copy_bundle,
+            f"with their values of this shell: {', '.join(spec.forward_env)}": spec.forward_env,
+        }
+        lines = [f"# {text}" for text, applies in comments.items() if applies]
         assigned = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return "\n".join([*lines, " \\\n  ".join([*assigned, *map(shlex.join, self.groups)])])
 
@@ -109,7 +101,7 @@ class MpiLauncher(LauncherSettings):
             try:
                 flavours.find(self.mpirun)
             except UserError as error:
-                yield replace(error.problems[0], path="mpirun")
+                yield from relative(error.problems)
         interfaces = sorted(name for _, name in socket.if_nameindex())
         if self.interface and self.interface not in interfaces:
             what = f"this machine has no {self.interface}"
@@ -126,32 +118,26 @@ class MpiLauncher(LauncherSettings):
         try:
             hosts = self.chosen_hosts(devices)
         except UserError as error:
-            yield from error.problems
+            yield from relative(error.problems)
             return
-        key, named = "hostfile" if self.hostfile else "hosts", self.hosts or self.hostfile
-        if len(hosts) != nodes and named:
+        key = "hostfile" if self.hostfile else "hosts"
+        if len(hosts) != nodes and (self.hosts or self.hostfile):
             what = f"names {len(hosts)} hosts, and trainer.num_nodes is {nodes}"
             yield Problem(key, what, f"trainer.num_nodes={len(hosts)}")
         elif len(hosts) != nodes:
             remedy = f"launcher.hosts=[{','.join(f'node{i + 1}' for i in range(min(nodes, 3)))}]"
             yield Problem(key, f"trainer.num_nodes={nodes}, and no hosts are named", remedy)
-        odd = [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]
-        if odd:
+        if odd := [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]:
             what = f"{', '.join(odd)}, and trainer.devices is {devices}"
             yield Problem(key, what, "one rank per device: make the two equal on every host")
 
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
-        """The hosts that a job runs on, in rank order.
-
-        Raises:
-            UserError: The setting or the hostfile is invalid.
-        """
+        """The hosts that a job runs on, in rank order."""
         if self.hostfile:
             return read_hostfile(self.hostfile, devices)
         return parse(self.hosts, devices) or (Host(LOCALHOST, devices),)
 
     def request(self, spec: JobSpec) -> MpiRequest:
-        python = self.python or sys.executable
         spec.refuse(r"\s:", "mpirun splits it there")
         flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
         hosts = self.chosen_hosts(spec.resources.devices)
@@ -180,7 +166,8 @@ class MpiLauncher(LauncherSettings):
             as_root=os.geteuid() == 0,
             extra=tuple(self.extra_args),
         )
-        processes, ssh = self._processes(spec, python), f"{self.ssh} {OPTIONS}"
+        python, ssh = self.python or sys.executable, f"{self.ssh} {OPTIONS}"
+        processes = self._processes(spec, python)
         return MpiRequest(spec, flavour, start, processes, env, ssh, python, self.copy_bundle)
 
     def _processes(self, spec: JobSpec, python: str) -> tuple[tuple[str, ...], ...]:
@@ -188,9 +175,9 @@ class MpiLauncher(LauncherSettings):
         parent = f"{spec.bundle}/code/distdl/launchers/mpi/rank.py"
         if not self.agent:
             return (python, parent, f"{spec.folder}/errors"), (python, *spec.worker())
-        size = f"--nodes {spec.resources.num_nodes} --devices {spec.resources.devices}"
-        options = [*size.split(), "--grace-seconds", str(self.grace_seconds)]
-        agent = (python, "-m", "distdl.agent", *options, "--", *spec.worker()[2:])
+        options = f"--nodes {spec.resources.num_nodes} --devices {spec.resources.devices}"
+        options += f" --grace-seconds {self.grace_seconds} --"
+        agent = (python, "-m", "distdl.agent", *options.split(), *spec.worker()[2:])
         return (python, parent, "-"), agent
 
     def reach(self, request: MpiRequest) -> None:
@@ -241,8 +228,7 @@ class MpiLauncher(LauncherSettings):
 
 
 def derived_port(spec: JobSpec) -> int:
-    """The same port for the same attempt, but (most likely) another one for another run, so that
-    two jobs do not collide."""
+    """The same port for the same attempt, but (most likely) another one for another run."""
     return FIRST_PORT + zlib.crc32(str(spec.folder).encode()) % PORTS
 
 
@@ -251,9 +237,7 @@ def free_port(wanted: int) -> int:
     for port in range(wanted, wanted + 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+            with suppress(OSError):
                 probe.bind(("", port))
                 return port
-            except OSError:
-                continue
     return wanted

@@ -21,6 +21,7 @@ import sys
 import termios
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -59,7 +60,7 @@ def main(errors: str, command: list[str]) -> int:
     threading.Thread(target=watch, args=(child, lost), daemon=True).start()
     code = child.wait()
     if code:
-        print(obituary(errors, code), file=sys.stderr, flush=True)
+        print(report(errors, code), file=sys.stderr, flush=True)
         code = code if code > 0 else 128 - code
         abort(code)
     if lost.is_set() and os.getppid() == parent:
@@ -69,16 +70,12 @@ def main(errors: str, command: list[str]) -> int:
 
 
 def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
-    """Ends the rank when the host that ssh came from stops answering, and sets `lost`.
-
-    Returns at once if ssh did not start us, or if that host cannot be reached from here.
-    """
-    client, port = os.environ.get("SSH_CONNECTION", ""), os.environ.get("DISTDL_KEEPER_PORT", "")
-    if not (client and port):
-        return
+    """Ends the rank when the host that ssh came from stops answering, and sets `lost`. Returns at
+    once if ssh did not start us, or if that host cannot be reached from here."""
     try:
-        connection = socket.create_connection((client.split()[0], int(port)), timeout=END_SECONDS)
-    except OSError:
+        address = (os.environ["SSH_CONNECTION"].split()[0], int(os.environ["DISTDL_KEEPER_PORT"]))
+        connection = socket.create_connection(address, timeout=END_SECONDS)
+    except (OSError, LookupError, ValueError):
         return
     with connection:
         connection.settimeout(None)
@@ -100,7 +97,7 @@ def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
         child.kill()
 
 
-def obituary(errors: str, code: int) -> str:
+def report(errors: str, code: int) -> str:
     """One line on how the rank ended, which the supervisor parses."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
     rank = next((os.environ[name] for name in names if name in os.environ), "0")
@@ -120,10 +117,8 @@ def abort(code: int) -> None:
     """
     if os.environ.get("PMI_FD", "").isdigit():
         await_read()
-        try:
+        with suppress(OSError):  # mpirun has ended, so the other ranks will end too
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
-        except OSError:  # mpirun has ended, so the other ranks will end too
-            return
 
 
 def await_read() -> None:
@@ -136,12 +131,10 @@ def await_read() -> None:
 
 def unread(number: int) -> int:
     """The number of unread bytes in a pipe; 0 if the descriptor is not a pipe."""
-    try:
-        if not stat.S_ISFIFO(os.fstat(number).st_mode):
-            return 0
-        return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
-    except OSError:
-        return 0
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return 0
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 PORT = "DISTDL_KEEPER_PORT"
 MOST_RANKS = 4096  # pending connections; Linux's limit
-OBITUARY = re.compile(
+RANK_END = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
     r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
 )
@@ -79,7 +80,7 @@ class Supervisor:
         if code < 0 and not self.ending:  # its ranks died with it, so no rank is the cause
             killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
         elif code and not self.cancelled:
-            self.blame()
+            self.record_cause()
         code = code if code >= 0 else 128 - code
         self.write(exit_code=code, killed=killed, cancelled=self.cancelled, ended=time.time())
 
@@ -89,13 +90,15 @@ class Supervisor:
     def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
         """Waits for mpirun. After a cancel or a lost host, it also takes the steps that end it."""
         steps: Steps | None = None
-        lost = False
-        deadline = float("inf")
+        lost, deadline = False, 0.0
+        cancel = [(signal.SIGUSR1, float(self.record["grace_seconds"]))]
+        cancel.append((signal.SIGTERM, TERM_SECONDS))
+        kill = repeat((signal.SIGKILL, TERM_SECONDS))
         while mpirun.poll() is None:
             if not lost and (self.folder / LOST).exists():
-                lost, steps, deadline = True, after_loss(), 0.0
+                lost, steps, deadline = True, chain([(None, LOST_SECONDS)], kill), 0.0
             elif self.cancelled and steps is None:
-                steps, deadline = after_cancel(float(self.record["grace_seconds"])), 0.0
+                steps, deadline = chain(cancel, kill), 0.0
             if steps is not None and time.monotonic() >= deadline:
                 number, seconds = next(steps)
                 if number is not None:
@@ -105,11 +108,10 @@ class Supervisor:
             time.sleep(0.1)
         return mpirun.wait()
 
-    def blame(self) -> None:
+    def record_cause(self) -> None:
         """Records the error of the rank that ended the job, unless that rank recorded it. It could
         not if it was killed, if its host vanished, or if its store is on that host."""
-        first = self.obituary() or self.loss()
-        if first is None:
+        if not (first := self.first_report() or self.loss()):
             return
         file = self.folder / "errors" / f"rank_{first['rank']}.json"
         others = [json.loads(other.read_text()) for other in file.parent.glob("rank_*.json")]
@@ -121,10 +123,9 @@ class Supervisor:
         first["time"] = min([time.time(), *(other["time"] - 0.001 for other in others)])
         write_json(file, {**first, "traceback": ""})
 
-    def obituary(self) -> dict[str, Any] | None:
+    def first_report(self) -> dict[str, Any] | None:
         """The first line in the log by which a rank's parent reports its end (see rank.py)."""
-        log = (self.folder / LOG).read_text(errors="replace")
-        first = OBITUARY.search(log)
+        first = RANK_END.search((self.folder / LOG).read_text(errors="replace"))
         if first is None:
             return None
         by_signal, number = first["how"] == "signal", int(first["number"])
@@ -145,11 +146,10 @@ class Supervisor:
 
     def loss(self) -> dict[str, Any] | None:
         """The first host whose connection was lost."""
-        try:
-            host = (self.folder / LOST).read_text().split()[0]
-        except (OSError, IndexError):
+        lost = (self.folder / LOST).read_text().split() if (self.folder / LOST).exists() else []
+        if not lost:
             return None
-        hosts = self.record["hosts"]
+        host, hosts = lost[0], self.record["hosts"]
         return {
             "rank": hosts.index(host) * self.record["ranks_per_host"] if host in hosts else 0,
             "host": host,
@@ -159,7 +159,7 @@ class Supervisor:
         }
 
     def write(self, **fields: Any) -> None:
-        self.record.update(fields)
+        self.record |= fields
         write_json(self.folder / RECORD, self.record)
 
 
@@ -168,19 +168,6 @@ def listen() -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=MOST_RANKS, dualstack_ipv6=both)
-
-
-def after_cancel(grace_seconds: float) -> Steps:
-    yield signal.SIGUSR1, grace_seconds
-    yield signal.SIGTERM, TERM_SECONDS
-    while True:
-        yield signal.SIGKILL, TERM_SECONDS
-
-
-def after_loss() -> Steps:
-    yield None, LOST_SECONDS
-    while True:
-        yield signal.SIGKILL, TERM_SECONDS
 
 
 def remove_orphans(seconds: float = 3.0) -> None:

@@ -54,21 +54,15 @@ class Unreachable(UserError):
 
 
 def forgotten(number: str) -> Forgotten:
-    """The error for an unknown job. Slurm's controller forgets a job MinJobAge seconds after its
-    end; the accounting may keep it longer."""
+    """The controller forgets a job MinJobAge seconds after its end, the accounting maybe later."""
     what = f"Slurm does not know job {number}, or has forgotten it (MinJobAge)"
     return Forgotten(f"{what}; its log is in the run's attempts/NNN/logs/")
 
 
 @dataclass(frozen=True)
 class Look:
-    """The status of a job.
-
-    Args:
-        state: Slurm's state, such as `RUNNING`.
-        reason: Why it waits or ended, such as `Resources`; empty if unknown.
-        log: The file that its output goes to.
-    """
+    """A job's state as Slurm calls it (`RUNNING`), why it waits or ended (`Resources`; empty if
+    unknown), and the file that its output goes to."""
 
     state: str
     reason: str = ""
@@ -81,28 +75,19 @@ class Look:
 def environment(
     forwarded: Iterable[str] = (), settings: SlurmSettings | None = None
 ) -> dict[str, str]:
-    """Variables for Slurm's commands. A job inherits those of its sbatch.
+    """Variables for Slurm's commands, `forwarded` among them. A job inherits those of its sbatch.
 
     sbatch gets a minimal environment instead of a list in `sbatch --export`. That option would also
     pass on the SLURM_* variables of an allocation that this shell may be in, and it starts a login
     shell on the node. Forwarded variables are passed in this way only, so that no script and no
-    command line contains their values.
-
-    Args:
-        forwarded: Names of further variables.
-        settings: The launcher's settings; a user's default is left out if its setting is not null.
-    """
+    command line contains their values."""
     defaults = [name for name, key in DEFAULTS.items() if getattr(settings, key, None) is None]
     names = {*NEEDED, *CLUSTER, *defaults, *forwarded}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def reach() -> None:
-    """Checks that there is a cluster that takes jobs.
-
-    Raises:
-        UserError: Slurm is not installed, or its controller does not answer.
-    """
+    """Checks that there is a cluster that takes jobs."""
     with from_a_login_node():
         done = run("scontrol", "ping")
         if done.returncode != 0:  # "Slurmctld(primary) at head is DOWN", one line per controller
@@ -120,11 +105,7 @@ def from_a_login_node() -> Iterator[None]:
 
 
 def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
-    """Submits a script and returns the job's number.
-
-    Raises:
-        UserError: Slurm is not installed, does not answer, or rejects the job.
-    """
+    """Submits a script and returns the job's number."""
     with from_a_login_node():
         done = run("sbatch", "--parsable", str(path), env=environment(forwarded, settings))
     # A site's plugin may print other lines too; with several clusters ";name" follows the number.
@@ -139,12 +120,7 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
 
 
 def look(number: str) -> Look:
-    """The status of a job.
-
-    Raises:
-        Forgotten: Slurm does not know it.
-        Unreachable: Slurm does not answer.
-    """
+    """The status of a job; raises Forgotten or Unreachable."""
     done = run("scontrol", "show", "job", number)
     state = re.search(r"JobState=(\S+)", done.stdout)
     if done.returncode == 0 and state:
@@ -160,14 +136,10 @@ def look(number: str) -> Look:
 
 
 def look_at(numbers: Sequence[str]) -> dict[str, Look]:
-    """The status of several jobs, queried at once; jobs that Slurm has forgotten are absent.
-
-    Raises:
-        Unreachable: Slurm does not answer.
-    """
+    """The status of several jobs, queried at once; jobs that Slurm has forgotten are absent."""
     looks: dict[str, Look] = {}
-    for some in in_questions(numbers):
-        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ",".join(some))
+    for some in batches(numbers):
+        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", some)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise Unreachable(done.stderr.strip() or "squeue prints nothing")
         for line in done.stdout.splitlines():
@@ -180,9 +152,9 @@ def remembered(numbers: Sequence[str]) -> dict[str, Look]:
     """The accounting's entries for jobs that the controller has forgotten (after MinJobAge, 5
     minutes by default); empty without accounting. Source: https://slurm.schedmd.com/sacct.html"""
     looks = {}
-    for some in in_questions(numbers):
+    for some in batches(numbers):
         try:
-            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", ",".join(some))
+            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", some)
         except Unreachable:
             break
         for line in done.stdout.splitlines() if done.returncode == 0 else ():
@@ -192,28 +164,19 @@ def remembered(numbers: Sequence[str]) -> dict[str, Look]:
     return looks
 
 
-def in_questions(numbers: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Batches of job numbers that fit on a command line."""
-    return (numbers[start : start + 1000] for start in range(0, len(numbers), 1000))
+def batches(numbers: Sequence[str]) -> Iterator[str]:
+    """Job numbers joined by commas, as many as fit on a command line."""
+    return (",".join(numbers[start : start + 1000]) for start in range(0, len(numbers), 1000))
 
 
 def cancel(number: str) -> None:
-    """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default).
-
-    Raises:
-        UserError: Slurm does not answer, or the job belongs to another user.
-    """
+    """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default)."""
     done = run("scancel", number)
     if done.returncode != 0:
         raise UserError.at(f"slurm://{number}", done.stderr.strip())
 
 
 def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs one of Slurm's commands.
-
-    Raises:
-        Unreachable: It is not installed, does not return in time, or reaches no controller.
-    """
     try:
         done = subprocess.run(
             command,

@@ -19,29 +19,31 @@ TEMPLATE = Path(__file__).with_name("job.sh.template")
 PLACEHOLDER = re.compile(r"@(\w+)@")
 # Escapes inside $'...'
 ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t"}
+MODULES = """# The command `module` comes with a login shell.
+type module > /dev/null 2>&1 || source /etc/profile
+module load {} || exit 1"""
+# requeue, requeue_at_time_limit -> the template's word
+REQUEUE = {(False, False): "never", (True, False): "preempted", (True, True): "always"}
 # Variables that a container runtime must pass on, even if the image sets them too.
 CONTAINER_ENV = ("DISTDL_LAUNCHER", "PYTHONPATH", "PYTHONUNBUFFERED", "MASTER_ADDR")
 
 
 def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> str:
-    """The batch script.
-
-    Args:
-        settings: The launcher's settings.
-        specs: One run, or the members of a sweep, all of the same size.
-        array: Whether the specs are the tasks of a job array.
-    """
+    """The batch script of one run, or of the members of a sweep, all of the same size, as the tasks
+    of a job array."""
     values = {
         "directives": "\n".join(f"#SBATCH {line}" for line in directives(settings, specs, array)),
         "name": specs[0].name if not array else f"{sweep_name(specs)}, {len(specs)} runs",
         "forwarded": " ".join(specs[0].forward_env) or "none",
         "members": "\n".join(cases(specs) if array else member(specs[0])),
         "env": "\n".join(exports(variables(settings.env))),
-        "modules": modules(settings.modules),
+        "modules": MODULES.format(" ".join(map(quote, settings.modules)))
+        if settings.modules
+        else "",
         "before_srun": "\n".join(settings.before_srun),
         "srun_args": " \\\n    ".join(map(quote, srun_args(settings, specs[0]))),
         "program": " ".join(map(quote, program(settings, specs[0]))),
-        "requeue": requeue(settings),
+        "requeue": REQUEUE[settings.requeue, settings.requeue_at_time_limit],
     }
     lines = TEMPLATE.read_text(encoding="utf-8").splitlines()
     # Omit a line that consists of a placeholder whose value is empty.
@@ -54,9 +56,7 @@ def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> st
 
 def quote(text: str) -> str:
     """Quotes text for bash, on one line: unprintable characters are escaped byte by byte."""
-    if not unprintable(text):
-        return shlex.quote(text)
-    return "$'" + "".join(map(escaped, text)) + "'"
+    return f"$'{''.join(map(escaped, text))}'" if unprintable(text) else shlex.quote(text)
 
 
 def escaped(character: str) -> str:
@@ -86,8 +86,7 @@ def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -
     if settings.walltime is not None:
         yield f"--time={limit(settings.walltime)}"
     for key in ("mem", "partition", "account", "qos", "constraint"):
-        value = getattr(settings, key)
-        if value is not None:
+        if (value := getattr(settings, key)) is not None:
             yield f"--{key}={value}"
     if array:
         at_a_time = f"%{settings.max_parallel}" if settings.max_parallel else ""
@@ -149,22 +148,6 @@ def cases(specs: Sequence[JobSpec]) -> Iterator[str]:
         yield from (f"    {line}" for line in member(spec))
         yield "    ;;"
     yield "esac"
-
-
-def modules(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    return (
-        "# The command `module` comes with a login shell.\n"
-        "type module > /dev/null 2>&1 || source /etc/profile\n"
-        f"module load {' '.join(map(quote, names))} || exit 1"
-    )
-
-
-def requeue(settings: SlurmSettings) -> str:
-    if not settings.requeue:
-        return "never"
-    return "always" if settings.requeue_at_time_limit else "preempted"
 
 
 def srun_args(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,17 @@ from distdl.launchers.common import AskedJob, Forgotten
 from distdl.launchers.slurm import commands
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
-STATES = {
-    **dict.fromkeys(
-        ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
-        JobState.PENDING,
-    ),
-    "SPECIAL_EXIT": JobState.PENDING,  # requeued and held
-    **dict.fromkeys(
-        ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
-        JobState.RUNNING,
-    ),
-    "COMPLETED": JobState.SUCCEEDED,
-    **dict.fromkeys(
-        ("FAILED", "BOOT_FAIL", "DEADLINE", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-        JobState.FAILED,
-    ),
-    "RECONFIG_FAIL": JobState.FAILED,
-    "TIMEOUT": JobState.FAILED,
-    "CANCELLED": JobState.CANCELLED,
-    "REVOKED": JobState.CANCELLED,
-    "PREEMPTED": JobState.PREEMPTED,
+NAMES = {
+    JobState.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD "
+    "SPECIAL_EXIT",
+    JobState.RUNNING: "RUNNING COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED SUSPENDED",
+    JobState.SUCCEEDED: "COMPLETED",
+    JobState.FAILED: "FAILED BOOT_FAIL DEADLINE LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
+    "RECONFIG_FAIL TIMEOUT",
+    JobState.CANCELLED: "CANCELLED REVOKED",
+    JobState.PREEMPTED: "PREEMPTED",
 }
+STATES = {name: state for state, names in NAMES.items() for name in names.split()}
 # States in which Slurm itself ended the job; a rank sees at most a signal.
 KILLS = ("BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 # Lines in the log: the batch script's line at each start, and after it srun's line for each task
@@ -50,13 +41,8 @@ SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sign
 
 @dataclass
 class SlurmJob(AskedJob):
-    """A job, or one task of an array.
-
-    Args:
-        number: `123`, or `123_0`.
-        poll_seconds: Seconds between two queries to the controller.
-        log: The file that its output goes to; None asks the controller.
-    """
+    """A job `123`, or one task `123_0` of an array. The controller is queried at most every
+    `poll_seconds`, and for the log's path if `log` is None."""
 
     number: str
     poll_seconds: float = 5
@@ -88,16 +74,9 @@ class SlurmJob(AskedJob):
         return STATES.get(answer.state, JobState.UNKNOWN)
 
     def first_end(self, logs: Path) -> tuple[int, int, str] | None:
-        """The rank that failed first, from srun's line in the log. srun then ends the other ranks
-        with SIGKILL, and a killed rank cannot record anything.
-
-        Args:
-            logs: The folder of the log.
-
-        Returns:
-            The rank, its exit code (-N for signal N) and its host; None if the job did not fail by
-            itself, or if the log names no rank.
-        """
+        """The rank that failed first, its exit code (-N for signal N) and host, from srun's line
+        in the log; None if the job did not fail by itself, or the log names no rank. srun then ends
+        the other ranks with SIGKILL, and a killed rank cannot record anything."""
         log = logs / f"slurm-{self.number}.log"
         if not self.failed or not log.is_file():
             return None
@@ -118,11 +97,7 @@ class SlurmJob(AskedJob):
             return JobState.UNKNOWN
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The log; with `follow` also why the job waits, and Slurm's state at its end.
-
-        Raises:
-            UserError: Slurm does not answer, or has forgotten the job.
-        """
+        """The log; with `follow` also why the job waits, and Slurm's state at its end."""
         from distdl.util.tail import tail
 
         shown = ""
@@ -142,19 +117,17 @@ class SlurmJob(AskedJob):
         commands.cancel(self.number)
 
     def _under_way(self) -> Callable[[], bool]:
-        """A function that tells whether the job may still write to its log. It queries the
-        controller at most every `poll_seconds`."""
+        """A function that tells whether the job may still write to its log."""
         asked, ended = time.monotonic(), False
 
         def under_way() -> bool:
             nonlocal asked, ended
             if not ended and time.monotonic() - asked >= self.poll_seconds:
-                try:
-                    ended = self._meaning(self._look()).ended
-                except Forgotten:
-                    ended = True
-                except commands.Unreachable:
-                    pass
+                with suppress(commands.Unreachable):
+                    try:
+                        ended = self._meaning(self._look()).ended
+                    except Forgotten:
+                        ended = True
                 asked = time.monotonic()
             return not ended
 

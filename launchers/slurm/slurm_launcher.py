@@ -17,13 +17,7 @@ from distdl.util.errors import UserError
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The script for sbatch.
-
-    Args:
-        specs: The run; or the members of a sweep, each one a task of the array.
-        text: The script's text.
-        array: Whether the specs are the tasks of an array.
-    """
+    """The script for sbatch, of a run or of the members of a sweep, each a task of an array."""
 
     specs: Sequence[JobSpec]
     text: str
@@ -63,14 +57,7 @@ class SlurmLauncher(SlurmSettings):
         commands.reach()
 
     def submit(self, request: SlurmRequest) -> SlurmJob | list[SlurmJob]:
-        """Writes the script into the attempt and submits it.
-
-        Returns:
-            The job; for an array a list of jobs, one for each spec.
-
-        Raises:
-            UserError: Slurm is not installed, or it rejects the job.
-        """
+        """Writes the script into the attempt and submits it; an array has a job for each spec."""
         logs = [spec.folder / "logs" for spec in request.specs]
         for folder in logs:
             folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +74,8 @@ class SlurmLauncher(SlurmSettings):
 
     def attach(self, handle: str) -> SlurmJob:
         match = re.fullmatch(r"slurm://(\d+(?:_\d+)?)", handle)
-        if match is None:
-            remedy = "such as slurm://123 or slurm://123_0"
-            raise UserError.at(handle, "is not a job of Slurm's", remedy)
-        return SlurmJob(match[1], self.poll_seconds)
+        if match:
+            return SlurmJob(match[1], self.poll_seconds)
+        raise UserError.at(
+            handle, "is not a job of Slurm's", "such as slurm://123 or slurm://123_0"
+        )

@@ -55,28 +55,18 @@ def _not_owned(option: str) -> str:
 
 
 _OPTION = r"--?[A-Za-z].*"
-SbatchOption = Annotated[
-    str,
-    matching(_OPTION, "an option of sbatch, such as --exclusive"),
-    AfterValidator(_not_owned),
-]
-SrunOption = Annotated[
-    str, matching(_OPTION, "an option of srun, such as --label"), AfterValidator(_not_owned)
-]
 _WORD = r"""[^\s"'\\#]+"""  # needs no quotes in a #SBATCH line
+_MOUNT = r"/[^\s,:]*(:/[^\s,:]*(:[\w+]+)?)?"
+_SBATCH = matching(_OPTION, "an option of sbatch, such as --exclusive")
+_SRUN = matching(_OPTION, "an option of srun, such as --label")
+_MEMORY = matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes; "0" is all of a node')
+SbatchOption = Annotated[str, _SBATCH, AfterValidator(_not_owned)]
+SrunOption = Annotated[str, _SRUN, AfterValidator(_not_owned)]
 Word = Annotated[str, matching(_WORD, "one word without quotes")]
 Line = Annotated[str, matching(r".*\S.*", "one line of text")]
 Module = Annotated[str, matching(_WORD, "the name of a module")]
-Memory = Annotated[
-    str, matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes; "0" is all of a node')
-]
-Mount = Annotated[
-    str,
-    matching(
-        r"/[^\s,:]*(:/[^\s,:]*(:[\w+]+)?)?",
-        "a folder, as /data or /here:/there or /here:/there:ro",
-    ),
-]
+Memory = Annotated[str, _MEMORY]
+Mount = Annotated[str, matching(_MOUNT, "a folder, as /data or /here:/there or /here:/there:ro")]
 
 
 class SlurmSettings(LauncherSettings):
@@ -109,8 +99,7 @@ class SlurmSettings(LauncherSettings):
         if self.walltime is not None and self.walltime <= self.grace_seconds:
             what = f"{self.walltime} seconds are over before the signal for a checkpoint, "
             what += f"{self.grace_seconds} seconds before the end"
-            remedy = "ask for more, or for a smaller launcher.grace_seconds"
-            yield Problem("walltime", what, remedy)
+            yield Problem("walltime", what, "ask for more, or a smaller launcher.grace_seconds")
         if self.requeue_at_time_limit and not self.requeue:
             what = "requeue=false says that the job never goes back to the queue"
             yield Problem("requeue_at_time_limit", what, "launcher.requeue=true")

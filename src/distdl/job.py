@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -76,20 +76,20 @@ def variables(*sources: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         UserError: A name or a value is not valid.
     """
-    given = {name: value for source in sources for name, value in source.items()}
-    if problems := list(variable_problems({"env": given})):
-        raise UserError(*(Problem(f"launcher.{p.path}", p.what, p.remedy) for p in problems))
-    return {name: str(value) for name, value in given.items()}
+    merged = {name: value for source in sources for name, value in source.items()}
+    if problems := list(variable_problems({"env": merged})):
+        raise UserError(*(replace(p, path=f"launcher.{p.path}") for p in problems))
+    return {name: str(value) for name, value in merged.items()}
 
 
 def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of `env` and `forward_env` in any launcher's node, with relative paths."""
     remedy = "letters, digits and _, and no digit first"
-    given = node.get("env") or {}
-    if not isinstance(given, Mapping):
-        yield Problem("env", f"{given!r} is not a mapping", "launcher.env.NAME=value")
-        given = {}
-    for name, value in given.items():
+    env = node.get("env") or {}
+    if not isinstance(env, Mapping):
+        yield Problem("env", f"{env!r} is not a mapping", "launcher.env.NAME=value")
+        env = {}
+    for name, value in env.items():
         path = f"env.{name}" if str(name).isprintable() else f"env.{name!r}"
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
             yield Problem(path, f"{name!r} is not a name of a variable", remedy)
@@ -136,7 +136,7 @@ class JobSpec:
             nowhere. When a job is submitted, all of them are set in this process.
 
     Raises:
-        UserError: `name` or `store` has an unprintable character, or a variable is not valid.
+        UserError: Name or paths have an unprintable character, or a variable is not valid.
     """
 
     name: str
@@ -148,11 +148,12 @@ class JobSpec:
     forward_env: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = [*variable_problems({"env": self.env, "forward_env": self.forward_env})]
-        problems = [Problem(f"launcher.{p.path}", p.what, p.remedy) for p in problems]
-        for key, text in (("name", self.name), ("output_dir", self.store)):
-            if found := unprintable(text):
-                what = f"{text!r} has the character {found!r}, which no script or log can show"
+        node = {"env": self.env, "forward_env": self.forward_env}
+        problems = [replace(p, path=f"launcher.{p.path}") for p in variable_problems(node)]
+        bundle = self.bundle.removeprefix(self.store)
+        for key, text in (("name", self.name), ("output_dir", self.store), ("output_dir", bundle)):
+            if character := unprintable(text):
+                what = f"{text!r} has the character {character!r}, which no script or log can show"
                 problems.append(Problem(key, what, "choose another"))
         if problems:
             raise UserError(*problems)
@@ -167,10 +168,9 @@ class JobSpec:
         Raises:
             UserError: The run's folder has one of them.
         """
-        if found := re.search(f"[{characters}]", str(self.folder)):
+        if match := re.search(f"[{characters}]", str(self.folder)):
             remedy = "choose another output_dir, experiment_name or name"
-            what = f"has {found[0]!r}: {why}"
-            raise UserError.at(str(self.folder), what, remedy)
+            raise UserError.at(str(self.folder), f"has {match[0]!r}: {why}", remedy)
 
     @property
     def folder(self) -> Path:

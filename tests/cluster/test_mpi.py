@@ -1,10 +1,8 @@
 """launcher=mpi for real: apt's Open MPI and MPICH, two hosts with sshd (tests/cluster/hosts.py).
 
-Whole trainings go by the command line. How a job ends when a rank or a host is lost is tried on
-every MPI with a worker that does nothing but wait, since torch takes most of a real run's time.
+Trainings go by the command line. How a job ends when a rank or a host is lost is tried on every MPI
+with a worker that does nothing but wait, since torch takes most of a real run's time.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -13,14 +11,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import DISTDL, ROOT, TINY, UNCHECKED, distdl, environment, losses, status
+from tests.waiting import until
 
 MPIRUN = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
 MISSING = [name for name in MPIRUN.values() if shutil.which(name) is None]
@@ -31,36 +28,26 @@ pytestmark = [
 ]
 SECRET = "canary-5e3f0b"
 SEEN = hashlib.sha256(SECRET.encode()).hexdigest()
-
-# The user's own project: what every rank was given, and a bad end for the second one.
+# The user's own project: every rank shows that it got the secret.
 MODEL = """
-import hashlib, os, signal
+import hashlib, os
 from distdl.models import ImageClassifier
 class Mine(ImageClassifier):
     def on_fit_start(self):
         print("saw", hashlib.sha256(os.environ["CANARY"].encode()).hexdigest(), flush=True)
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 1 and self.global_rank == 1 and os.environ.get("END") == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
 """
-RECIPE = (
-    *TINY,
-    "model._target_=mine.Mine",
-    "trainer.max_epochs=1",
-    "data.train_samples=48",
-    "data.val_samples=16",
-)
+RECIPE = (*TINY, "model._target_=mine.Mine", "trainer.max_epochs=1", "name=one")
+RECIPE += ("data.train_samples=48", "data.val_samples=16")
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts():
     with Hosts("node1", "node2") as both:
         yield both
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     (folder / "mine.py").write_text(MODEL)
     (folder / ".gitignore").write_text("outputs\n")  # each run in a folder of its own below it
@@ -68,95 +55,66 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def here(project: Path) -> Path:
+def reference(project):
     """The same training as two processes of this machine."""
-    where = ("trainer.devices=2", "name=one", "output_dir=outputs/here")
+    where = ("trainer.devices=2", "output_dir=outputs/here")
     done = distdl(*RECIPE, *where, cwd=project, env={"CANARY": SECRET}, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     return project / "outputs/here/default/one"
 
 
-def submit(
-    hosts: Hosts, project: Path, mpi: str, folder: str, *more: str, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """A run of the project on two hosts, from the first one's command line, to its end.
-
-    It is validated for real where it is to succeed.
-    """
-    where = [
-        "launcher=mpi",
-        f"launcher.mpirun={MPIRUN[mpi]}",
-        "launcher.hosts=[node1,node2]",
-        "trainer.num_nodes=2",
-        "trainer.devices=1",
-        f"launcher.ssh={hosts.ssh}",
-        f"launcher.forward_env=[{','.join(['CANARY', *env])}]",
-    ]
-    command = [
-        sys.executable,
-        *(UNCHECKED if env else DISTDL),
-        *RECIPE,
-        *where,
-        "name=one",
-        *more,
-        f"output_dir=outputs/{folder}",
-    ]
-    variables = environment(CANARY=SECRET, **env)
-    return hosts.run("node1", command, cwd=project, env=variables, timeout=240)
+def submit(hosts, project, mpi, output, *more):
+    """A run of the project on two hosts, from the first one's command line, to its end."""
+    where = ("launcher=mpi", f"launcher.mpirun={MPIRUN[mpi]}", "launcher.hosts=[node1,node2]")
+    where += ("trainer.num_nodes=2", "trainer.devices=1", f"launcher.ssh={hosts.ssh}")
+    where += ("launcher.forward_env=[CANARY]", f"output_dir={output}")
+    command = [sys.executable, *DISTDL, *RECIPE, *where, *more]
+    return hosts.run("node1", command, project, environment(CANARY=SECRET), timeout=240)
 
 
-def holding(folder: Path, text: str) -> list[Path]:
-    """Files below a folder that contain a text."""
-    return [f for f in folder.rglob("*") if f.is_file() and text.encode() in f.read_bytes()]
-
-
-def test_open_mpi_trains_as_one_machine_does(hosts: Hosts, project: Path, here: Path) -> None:
-    done = submit(hosts, project, "openmpi", "openmpi")
+def check_equal(done, run, reference):
     assert done.returncode == 0, done.stdout + done.stderr
-    run = project / "outputs/openmpi/default/one"
-    assert (run / "config.yaml").read_bytes() == (here / "config.yaml").read_bytes()
-    assert losses(run) == losses(here) and len(losses(run)) == 3
-    assert status(run)["state"] == "SUCCEEDED"
-    for place in ("0     0     0      node1", "1     1     0      node2"):  # the table of ranks
-        assert place in done.stdout
+    assert (run / "config.yaml").read_bytes() == (reference / "config.yaml").read_bytes()
+    assert losses(run) == losses(reference) and len(losses(run)) == 3
     assert done.stdout.count(f"saw {SEEN}") == 2
-    assert holding(project, SEEN) and not holding(project, SECRET)
-    # From a later shell, on the same machine.
-    words = [sys.executable, "-m", "distdl", "jobs", "status", str(run)]
+    files = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
+    assert any(SEEN.encode() in text for text in files)
+    assert not any(SECRET.encode() in text for text in files)
+
+
+def test_open_mpi_trains_as_one_machine_does(hosts, project, reference):
+    done = submit(hosts, project, "openmpi", "outputs/openmpi")
+    run = project / "outputs/openmpi/default/one"
+    check_equal(done, run, reference)
+    assert status(run)["state"] == "SUCCEEDED"
+    for row in ("0     0     0      node1", "1     1     0      node2"):  # the table of ranks
+        assert row in done.stdout
+    words = [sys.executable, "-m", "distdl", "jobs", "status", str(run)]  # from a later shell
     later = hosts.run("node1", words, cwd=project, env=environment())
     assert later.returncode == 0 and "SUCCEEDED" in later.stdout, later.stdout + later.stderr
     assert "mpi://node1/" in later.stdout
 
 
-def test_mpich_trains_on_hosts_that_share_nothing(hosts: Hosts, project: Path, here: Path) -> None:
-    outputs = project / "outputs/mpich"
+def test_mpich_trains_on_hosts_that_share_nothing(hosts, project, reference):
     hosts.hide("node2", project)
     try:
-        done = submit(hosts, project, "mpich", "mpich", "launcher.copy_bundle=true")
-        there = hosts.run("node2", ["find", str(outputs), "-type", "f"]).stdout
+        done = submit(hosts, project, "mpich", "outputs/mpich", "launcher.copy_bundle=true")
+        files = hosts.run("node2", ["find", str(project / "outputs/mpich"), "-type", "f"]).stdout
     finally:
         hosts.unmount("node2", project)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = outputs / "default/one"
-    assert losses(run) == losses(here)
-    assert (run / "config.yaml").read_bytes() == (here / "config.yaml").read_bytes()
-    assert done.stdout.count(f"saw {SEEN}") == 2 and not holding(project, SECRET)
-    assert "attempts/001/bundle/code/project/mine.py" in there
-    assert "attempts/001/logs/rank_1.log" in there and "rank_0.log" not in there
+    check_equal(done, project / "outputs/mpich/default/one", reference)
+    assert "attempts/001/bundle/code/project/mine.py" in files
+    assert "attempts/001/logs/rank_1.log" in files and "rank_0.log" not in files
 
 
-def test_a_killed_rank_ends_the_run_and_is_named(hosts: Hosts, project: Path) -> None:
-    done = submit(hosts, project, "openmpi", "kill", END="kill")
-    assert done.returncode == 137, done.stdout + done.stderr
-    assert "rank 1 failed first: killed by SIGKILL on node2" in done.stderr
-    told = status(project / "outputs/kill/default/one")
-    assert (told["state"], told["exit_code"]) == ("FAILED", 137)
-    assert told["error"].startswith("rank 1: ")
+# How a job ends, with a worker that only waits
 
-
-# ---- how a job ends, with a worker that only waits ---------------------------------------------
-
-WORKER = """
+# Each rank must have them byte for byte.
+VALUES = {"NEWLINES": "a\n\n\n\nb\n", "UNICODE": "Grüße 日本\u2028\x85 🎉", "EMPTY": ""}
+VALUES |= {"SHELL": "$(exit 3) `exit 4` \"'\\ \\n %s %% $HOME ~ * @env@ a,b;c"}
+WORKER = (
+    f"VALUES = {VALUES!a}"
+    + """
 import json, os, signal, sys, time
 from pathlib import Path
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-1")))
@@ -166,6 +124,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Open MPI 4 sends it to the surv
 names = ("MASTER_ADDR", "MASTER_PORT", "DISTDL_LAUNCHER", "LAST")
 print("born", rank, *(os.environ.get(n, "lacks") for n in names), flush=True)
 assert os.environ["CANARY"] == os.environ["CANARY"].strip() != ""
+assert {name: os.environ[name] for name in VALUES} == VALUES
 end, since = os.environ["END"], time.monotonic()
 while time.monotonic() - since < 120:
     if asked:
@@ -177,19 +136,22 @@ while time.monotonic() - since < 120:
             os.kill(os.getpid(), signal.SIGKILL)
         errors = Path(sys.argv[2], "attempts/001/errors")
         errors.mkdir(exist_ok=True)
-        said = {"time": time.time(), "rank": 2, "type": "Oops", "message": "no", "exit_code": 7}
-        (errors / "rank_2.json").write_text(json.dumps(said))
+        error = {"time": time.time(), "rank": 2, "type": "Oops", "message": "no", "exit_code": 7}
+        (errors / "rank_2.json").write_text(json.dumps(error))
         os._exit(7)
     time.sleep(0.05)
 """
-# On node1: submits, and says so; then it does what it is told.
-DRIVER = """
+)
+# On node1: submits, and prints the handle; after a line of input it cancels or only waits.
+DRIVER = (
+    f"VALUES = {VALUES!a}"
+    + """
 import json, sys
 from distdl.job import JobSpec, Resources
 from distdl.launchers.mpi import MpiLauncher
 node, store, end = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 spec = JobSpec("x", f"{store}/attempts/001/bundle", store, 1, Resources(2, 2),
-               {"END": end, "LAST": "set"}, ("CANARY",))
+               {"END": end, **VALUES, "LAST": "set"}, ("CANARY",))
 launcher = MpiLauncher(**node)
 job = launcher.submit(launcher.request(spec))
 print(job.handle, flush=True)
@@ -198,12 +160,14 @@ if end == "cancel":
     MpiLauncher().attach(job.handle).cancel()
 print(job.wait(), flush=True)
 """
+)
+PYTHON = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
 
 
 class Waiting:
-    """A job of four ranks on two hosts; whatever becomes of it, it ends with the block."""
+    """A job of four ranks on two hosts that wait for how they are to end."""
 
-    def __init__(self, hosts: Hosts, folder: Path, mpi: str, end: str) -> None:
+    def __init__(self, hosts, folder, mpi, end):
         self.hosts, self.store = hosts, folder / f"{mpi}-{end}"
         self.attempt = self.store / "attempts/001"
         code = self.attempt / "bundle/code/distdl"
@@ -214,125 +178,71 @@ class Waiting:
             rank.write_text(text.replace("END_SECONDS = 15.0", "END_SECONDS = 1.0"))
         (code / "worker.py").write_text(WORKER)
         (self.attempt / "bundle/config.yaml").touch()
-        node = {
-            "mpirun": MPIRUN[mpi],
-            "hosts": ["node1", "node2"],
-            "ssh": hosts.ssh,
-            "python": "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable,
-        }
-        self.driver = hosts.popen(
-            "node1",
-            [sys.executable, "-c", DRIVER, json.dumps(node), str(self.store), end],
-            cwd=folder,
-            env=environment(CANARY=SECRET, PYTHONPATH=str(ROOT / "src")),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.driver.stdout is not None
+        node = {"mpirun": MPIRUN[mpi], "hosts": hosts.names, "ssh": hosts.ssh, "python": PYTHON}
+        command = [sys.executable, "-c", DRIVER, json.dumps(node), str(self.store), end]
+        env = environment(CANARY=SECRET, PYTHONPATH=str(ROOT / "src"))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.driver = hosts.popen("node1", command, cwd=folder, env=env, **pipes)
         self.handle = self.driver.stdout.readline().strip()
-        until(lambda: self.log().count("born") == 4, self.log)
+        until(lambda: self.log().count("born") == 4, 240, self.log)
 
-    def log(self) -> str:
+    def log(self):
         file = self.attempt / "logs/mpirun.log"
         return file.read_text() if file.exists() else ""
 
-    def ended(self) -> tuple[str, float]:
-        """The job's state, and the seconds that it took to get there from now."""
-        began = time.monotonic()
-        return self.driver.communicate("go\n", timeout=240)[0].strip(), time.monotonic() - began
+    def end(self):
+        """Lets it end, and returns its state."""
+        (self.store / "go").touch()
+        return self.driver.communicate("go\n", timeout=240)[0].strip()
 
-    def errors(self) -> dict[str, Any]:
-        files = (self.attempt / "errors").glob("*.json")
-        return {f.stem: json.loads(f.read_text()) for f in files}
+    def error(self):
+        """Of the first rank on node2."""
+        return json.loads((self.attempt / "errors/rank_2.json").read_text())
 
-    def ranks(self, host: str) -> list[str]:
-        """Command lines of what is left of this job on a host."""
-        found = []
-        for pid in self.hosts.pids(host):
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-            except OSError:
-                continue
-            found += [line] if str(self.store) in line else []
-        return found
+    def processes(self, *names):
+        """Command lines of what is left of this job on hosts."""
+        lines = []
+        for pid in (pid for name in names or self.hosts.names for pid in self.hosts.pids(name)):
+            file = Path(f"/proc/{pid}/cmdline")
+            lines += [file.read_bytes().decode().replace("\0", " ")] if file.exists() else []
+        return [line for line in lines if str(self.store) in line]
 
-    def gone(self) -> bool:
-        """Whether nothing of this job is left; the supervisor ends just after its last record."""
-        return not any(self.ranks(host) for host in self.hosts.names)
+    def until_gone(self, *names, seconds=240):
+        until(lambda: not self.processes(*names), seconds, self.log)
 
 
-def until(condition: Any, what: Any, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
-
-
-@pytest.fixture(params=MPIRUN)
-def mpi(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
-@pytest.mark.parametrize("end", ["exit", "kill"])
-def test_a_failed_rank_ends_the_others(hosts: Hosts, tmp_path: Path, mpi: str, end: str) -> None:
+@pytest.mark.parametrize("mpi", MPIRUN)
+@pytest.mark.parametrize("end, code", [("exit", 7), ("kill", 137)])
+def test_a_failed_rank_ends_the_others(hosts, tmp_path, mpi, end, code):
     job = Waiting(hosts, tmp_path, mpi, end)
-    lines = [line for host in hosts.names for line in job.ranks(host)]
+    lines = job.processes()
     assert lines and not any(SECRET in line for line in lines)  # on no command line
     assert job.log().count(" mpi set") == 4 and "lacks" not in job.log()  # with all variables
-    (job.store / "go").touch()
-    assert job.ended()[0] == "FAILED"
-    errors = job.errors()
-    assert "rank_2" in errors, (errors, job.log())
-    said = errors["rank_2"]
-    assert said["exit_code"] == (7 if end == "exit" else 137)
-    assert end == "exit" or "killed by SIGKILL on node2" in said["message"]
-    record = json.loads((job.attempt / "mpirun.json").read_text())
-    assert record["exit_code"] == said["exit_code"]  # also of mpirun itself
-    until(job.gone, job.log)
+    assert job.end() == "FAILED"
+    error, record = job.error(), json.loads((job.attempt / "mpirun.json").read_text())
+    assert error["exit_code"] == record["exit_code"] == code  # also of mpirun itself
+    assert end == "exit" or "killed by SIGKILL on node2" in error["message"]
+    job.until_gone()
 
 
-def test_cancel_leaves_time_for_a_checkpoint(hosts: Hosts, tmp_path: Path, mpi: str) -> None:
-    job = Waiting(hosts, tmp_path, mpi, "cancel")
-    state, seconds = job.ended()
-    assert state == "CANCELLED" and seconds > 1
-    assert job.log().count("saved") == 4 and not job.errors()
-    until(job.gone, job.log)
+@pytest.mark.parametrize("mpi", MPIRUN)
+def test_cancel_leaves_time_for_a_checkpoint(hosts, tmp_path, mpi):
+    job, began = Waiting(hosts, tmp_path, mpi, "cancel"), time.monotonic()
+    assert job.end() == "CANCELLED" and time.monotonic() - began > 1
+    assert job.log().count("saved") == 4 and not list(job.attempt.glob("errors/*"))
+    job.until_gone()
 
 
-def test_a_host_that_vanishes_ends_the_job(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_that_vanishes_ends_the_job(hosts, tmp_path):
     """On both at once: what takes time is to notice. The host itself lives on, and ends its ranks:
     hydra's proxy there waits for a connection that says nothing, as long as TCP does."""
     jobs = [Waiting(hosts, tmp_path, mpi, "cut") for mpi in MPIRUN]
     hosts.cut("node2")
     try:
         for job in jobs:
-            assert job.ended()[0] == "FAILED"
-            said = job.errors()["rank_2"]  # the first one there
-            assert said["type"] == "HostLost" and "node2 does not answer" in said["message"]
-            until(lambda job=job: not job.ranks("node1"), job.log)
-            until(lambda job=job: not job.ranks("node2"), job.log, seconds=45)
+            assert job.end() == "FAILED"
+            assert job.error()["type"] == "HostLost"
+            job.until_gone("node1")
+            job.until_gone("node2", seconds=45)
     finally:
         hosts.mend("node2")
-
-
-def test_a_host_that_cannot_take_part_is_refused(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "bundle").mkdir()
-    (tmp_path / "bundle/config.yaml").touch()
-    program = (
-        "import sys; from distdl.launchers.mpi.hosts import Reach\n"
-        f"reach = Reach({hosts.ssh!r}, {str(tmp_path / 'bundle')!r}, sys.argv[1], False)\n"
-        "print(*[reach.problem(host) for host in sys.argv[2:]], sep='\\n')"
-    )
-
-    def asked(python: str, *names: str) -> str:
-        words = [sys.executable, "-c", program, python, *names]
-        return hosts.run("node1", words, env=environment(PYTHONPATH=str(ROOT / "src"))).stdout
-
-    assert asked("sh", "node2").strip() == "None"
-    assert "node3 cannot be reached" in asked("sh", "node3")
-    assert "node2 has no /absent" in asked("/absent", "node2")
-    hosts.hide("node2", tmp_path)
-    try:
-        assert "the hosts share no file system there" in asked("sh", "node2")
-    finally:
-        hosts.unmount("node2", tmp_path)

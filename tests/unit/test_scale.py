@@ -1,241 +1,373 @@
-"""`python -m distdl scale` without a worker: its members, and what is measured again."""
+"""`python -m distdl scale` without a worker: its members, what is measured again, and the table,
+the advice and the plot of what was measured."""
 
-from __future__ import annotations
-
+import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from matplotlib import pyplot
+from matplotlib.text import Text
+from omegaconf import OmegaConf
+from pytest import approx
 
+from distdl.benchmark import PHASES
 from distdl.job import JobState
 from distdl.launch import jobs, start
-from distdl.scaling import members as scaling_runs
+from distdl.scaling import Link, members, plot, printing, results
+from distdl.scaling.results import Rented
 from distdl.util.errors import UserError
-from tests.unit.scale_results import bench
 
 TINY = ("model=resnet18", "data.batch_size=12", "trainer.accelerator=cpu", "tracking=none")
 ONE = ("scale", *TINY, "name=mine", "--devices", "1", "--mode", "weak")
-Command = Callable[..., Any]
-STRATEGIES = ("ddp", "ddp strategy.comm_hook=bf16")
+NAME, RUN = "single-1x1-batch12", Path("outputs/default/mine/single-1x1-batch12")
+HOOKED = ("ddp", "ddp strategy.comm_hook=bf16")
+PARTS = {"bandwidth": 1e9, "latency": 1e-5}
 
 
-def members(counts: list[tuple[int, int]], modes: tuple[str, ...] = ("weak", "strong")) -> Any:
-    return scaling_runs.members(TINY, STRATEGIES, counts, modes)
+def bench(world=1, nodes=1, rate=100.0, batch=0, communication=0.0, bound="compute-bound", **more):
+    """What a benchmark writes: 12 samples a device, `rate` img/s of all devices."""
+    batch = batch or 12 * world
+    split = {**dict.fromkeys(PHASES, 0.0), "forward": 0.04, "backward": 0.08}
+    split["communication"] = communication
+    seconds = {"median": batch / rate, "p95": batch / rate}
+    side = {"images_per_second": rate, "windows": [0.9 * rate, rate, 1.05 * rate]}
+    side |= {"step_seconds": seconds, "split": split}
+    setting = {"strategy": "ddp" if world > 1 else "single", "comm_hook": "none", **more}
+    setting |= {"strategy_node": {"bucket_cap_mb": 25}, "precision": "32-true"}
+    setting |= {"nodes": nodes, "devices_per_node": world // nodes}
+    trace = setting.pop("trace", {"calls": 3.0} if world > 1 else None)
+    return {
+        "device": "a CPU",
+        "real": side,
+        "held": side,
+        "link": {**PARTS, "ranks": world} if world > 1 else None,
+        "communication": trace,
+        "epoch_samples": 36_000,
+        "setting": {**setting, "world_size": world, "global_batch": batch},
+        "model": {"gradient_bytes": 44_000_000, "mfu": 0.1},
+        "verdict": {"bound": bound, "why": "", "remedies": ["do this"]},
+    }
 
 
-def test_sizes_fill_a_node_before_the_next_one() -> None:
-    assert scaling_runs.sizes([4, 1, 2], [2, 1]) == [(1, 1), (1, 2), (1, 4), (2, 4)]
+def member(result, name="ddp", *modes):
+    setting = result["setting"]
+    size = (setting["nodes"], setting["devices_per_node"])
+    return members.Member(name, *size, list(modes or ("weak",)), None, None, result)
 
 
-def test_one_device_is_measured_once_and_batches_follow_the_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_and_batches_of_members(tmp_path, monkeypatch):
+    """A node is filled before the next one, and one device is measured once."""
     monkeypatch.chdir(tmp_path)
-    found = members([(1, 1), (1, 2), (2, 2)])
-    assert len(found) == 1 + 2 * 2 * 2
-    assert [(m.strategy, m.modes) for m in found if m.world_size == 1] == [
-        ("single", ["weak", "strong"])
-    ]
-    weak, strong = (
-        {m.world_size: m.config.data.batch_size for m in found if m.modes == [mode]}
-        for mode in ("weak", "strong")
-    )
-    assert (weak, strong) == ({2: 12, 4: 12}, {2: 6, 4: 3})
-    hooked = [m for m in found if "bf16" in m.strategy]
-    assert hooked and all(m.config.strategy.comm_hook == "bf16" for m in hooked)
-    assert len({m.name for m in found}) == len(found)
+    assert members.sizes([4, 1, 2], [2, 1]) == [(1, 1), (1, 2), (1, 4), (2, 4)]
+    result = members.members(TINY, HOOKED, [(1, 1), (1, 2), (2, 2)], ("weak", "strong"))
+    assert len({m.name for m in result}) == len(result) == 1 + 2 * 2 * 2
+    alone = [(m.strategy, m.modes) for m in result if m.world_size == 1]
+    assert alone == [("single", ["weak", "strong"])]
+    for mode, batches in (("weak", {2: 12, 4: 12}), ("strong", {2: 6, 4: 3})):
+        same = [m for m in result if m.modes == [mode]]
+        assert {m.world_size: m.config.data.batch_size for m in same} == batches
+    hooks = {m.config.strategy.comm_hook for m in result if "bf16" in m.strategy}
+    assert hooks == {"bf16"}
     with pytest.raises(UserError, match="does not divide by 5"):
-        members([(1, 5)])
+        members.members(TINY, HOOKED, [(1, 5)], ("strong",))
+    # A pipeline takes the batch of all its devices.
+    for strategy, batch in (("pipeline", 48), ("pipeline strategy.stages=2", 24)):
+        (one,) = members.members(TINY, (strategy,), [(1, 4)], ("weak",))
+        assert one.config.data.batch_size == batch
 
 
-def test_a_pipeline_takes_the_batch_of_all_its_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (found,) = scaling_runs.members(TINY, ("pipeline",), [(1, 4)], ("weak",))
-    assert found.config.data.batch_size == 48
-    strategies = ("pipeline strategy.stages=2",)
-    (found,) = scaling_runs.members(TINY, strategies, [(1, 4)], ("weak",))
-    assert found.config.data.batch_size == 24
-
-
-@dataclass
 class Started:
     """The runs that were started. Each of them ends at once, with a result if it succeeds."""
 
-    names: list[str] = field(default_factory=list)
-    fails: str = ""  # part of a name
+    def __init__(self):
+        self.names, self.fails = [], "nothing"  # part of a name
 
-    def run_one(self, plan: Any) -> JobState:
+    def run_one(self, plan):
         self.names.append(plan.run.path.name)
         attempt = start.create_attempt(plan, ["x"], None)
-        state = JobState.SUCCEEDED
-        if self.fails and self.fails in self.names[-1]:
-            state = JobState.FAILED
-        else:
+        failed = self.fails in self.names[-1]
+        if not failed:
             world, batch = plan.resources.world_size, plan.config.data.batch_size
             result = bench(world, rate=45 * world if world > 1 else 100, batch=batch * world)
             result["attempt"] = attempt.number
             (plan.run.path / "benchmark.json").write_text(json.dumps(result))
+        state = JobState.FAILED if failed else JobState.SUCCEEDED
         attempt.end(state)
         return state
 
 
 @pytest.fixture
-def started(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> Started:
+def started(without_stage_2, monkeypatch):
     started = Started()
     monkeypatch.setattr("distdl.launch.sweeps.run_one", started.run_one)
     return started
 
 
-def test_only_what_is_missing_is_measured(command: Command, started: Started) -> None:
-    given = ("scale", *TINY, "--devices", "1,2", "--mode", "weak")
+def change_status(**fields):
+    file = RUN / "attempts/001/status.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_only_what_is_missing_is_measured(command, started):
+    typed = ("scale", *TINY, "--devices", "1,2", "--mode", "weak")
     started.fails = "1x2"
-    said = command(*given)
-    assert said.code == 1 and "not measured: ddp-1x2-batch12" in said.out
-    started.fails = ""
-    said = command(*given, "--vm", "standard_nc6s_v3", "--predict", "64")
-    # The one that had failed, and no other.
-    assert said.code == 0
-    assert started.names == ["single-1x1-batch12", "ddp-1x2-batch12", "ddp-1x2-batch12"]
-    assert "45.0 %" in said.out and "$3.06 an hour" in said.out
-    assert "most efficient of several: ddp on 1 x 2 (weak), 45 %" in said.out
+    result = command(*typed)
+    assert result.code == 1 and "not measured: ddp-1x2-batch12" in result.out
+    started.fails = "nothing"
+    result = command(*typed, "--vm", "standard_nc6s_v3", "--predict", "64")
+    assert result.code == 0 and started.names == [NAME, "ddp-1x2-batch12", "ddp-1x2-batch12"]
+    assert "45.0 %" in result.out and "$3.06 an hour" in result.out
+    assert "most efficient of several: ddp on 1 x 2 (weak), 45 %" in result.out
     (folder,) = Path("outputs/default").glob("scale-*")
     assert (folder / "scale.png").stat().st_size > 10_000
     record = json.loads((folder / "scale.json").read_text())
-    assert [r["efficiency"] for r in record["rows"]] == [1.0, pytest.approx(0.45)]
+    assert [r["efficiency"] for r in record["rows"]] == [1.0, approx(0.45)]
     assert record["rows"][1]["predicted"] and record["vm"] == "Standard_NC6s_v3"
     # The prediction does not know what made it so slow; a note reports the difference.
     (note,) = record["notes"]
-    assert "measured 45.0 %, predicted " in note and f"note    {note}\n" in said.out
-    # One device is measured in any case.
-    said = command("scale", *TINY, "--devices", "2", "--mode", "weak")
-    assert said.code == 0 and len(started.names) == 3
-    assert "one device is measured as well" in said.out
+    assert "measured 45.0 %, predicted " in note and f"note    {note}\n" in result.out
+    result = command("scale", *TINY, "--devices", "2", "--mode", "weak")
+    assert result.code == 0 and len(started.names) == 3
+    assert "one device is measured as well" in result.out
 
 
 @pytest.mark.parametrize("left", ["", "{", "[1]", '{"attempt": 1}'])
-def test_a_result_that_is_gone_or_damaged_is_measured_again(
-    command: Command, started: Started, left: str
-) -> None:
+def test_a_missing_or_damaged_result_is_measured_again(command, started, left):
     assert command(*ONE).code == 0
-    result = Path("outputs/default/mine/single-1x1-batch12/benchmark.json")
-    result.write_text(left) if left else result.unlink()
-    said = command(*ONE)
-    assert said.code == 0 and started.names == ["single-1x1-batch12"] * 2
-    assert "jobs fetch" not in said.out and "once more" in said.out
-    assert json.loads(result.read_text())["attempt"] == 2
-    damaged = result.with_name("benchmark.json.damaged")
-    assert ("could not be read" in said.out) == damaged.exists() == bool(left)
+    file, damaged = RUN / "benchmark.json", RUN / "benchmark.json.damaged"
+    file.write_text(left) if left else file.unlink()
+    result = command(*ONE)
+    assert result.code == 0 and started.names == [NAME] * 2 and "once more" in result.out
+    assert json.loads(file.read_text())["attempt"] == 2
+    assert ("could not be read" in result.out) == damaged.exists() == bool(left)
     assert not left or damaged.read_text() == left
 
 
-def test_a_result_that_lies_elsewhere_is_not_measured_again(
-    command: Command, started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_under_way_or_with_a_remote_store_is_not_measured_again(
+    command, started, monkeypatch
+):
     assert command(*ONE).code == 0
-    run = Path("outputs/default/mine/single-1x1-batch12")
-    (run / "benchmark.json").unlink()
-    (run / "attempts/001/job.json").write_text('{"handle": "far://1"}')
-    status = json.loads((run / "attempts/001/status.json").read_text())
-    (run / "attempts/001/status.json").write_text(json.dumps({**status, "concluded": True}))
-
-    class Far:
-        def fetch(self, to: Path) -> None: ...
-
-    monkeypatch.setattr(jobs, "of", lambda attempt: Far())
-    said = command(*ONE)
-    # Nothing is shown, and nothing of it will come by itself.
-    assert said.code == 1 and len(started.names) == 1
-    assert "jobs fetch outputs/default/mine/single-1x1-batch12\n" in said.out
-    assert "not here: single-1x1-batch12; fetch them" in said.out
-    assert "resumes with them" not in said.out
-    # A store that is shared with us has nothing to fetch.
-    monkeypatch.setattr(jobs, "of", lambda attempt: object())
+    change_status(state="RUNNING", host="another")
+    result = command(*ONE)
+    assert result.code == 0 and len(started.names) == 1 and "not measured" not in result.out
+    assert f"under way: {NAME}; once they have ended" in result.out
+    (RUN / "benchmark.json").unlink()
+    (RUN / "attempts/001/job.json").write_text('{"handle": "far://1"}')
+    change_status(state="SUCCEEDED", concluded=True)
+    remote = type("Remote", (), {"fetch": lambda self, to: None})
+    monkeypatch.setattr(jobs, "of", lambda attempt: remote())
+    result = command(*ONE)
+    assert result.code == 1 and len(started.names) == 1
+    assert f"jobs fetch {RUN}\n" in result.out and "resumes with them" not in result.out
+    assert f"not here: {NAME}; fetch them" in result.out
+    monkeypatch.setattr(jobs, "of", lambda attempt: object())  # shares our store: nothing to fetch
     assert command(*ONE).code == 0 and len(started.names) == 2
 
 
-def test_what_is_under_way_is_no_failure(command: Command, started: Started) -> None:
-    assert command(*ONE).code == 0
-    run = Path("outputs/default/mine/single-1x1-batch12")
-    status = json.loads((run / "attempts/001/status.json").read_text())
-    running = {**status, "state": "RUNNING", "host": "another"}
-    (run / "attempts/001/status.json").write_text(json.dumps(running))
-    said = command(*ONE)
-    assert said.code == 0 and len(started.names) == 1
-    assert "under way: single-1x1-batch12; once they have ended" in said.out
-    assert "not measured" not in said.out
-
-
-def test_what_was_measured_before_stays_in_the_table(command: Command, started: Started) -> None:
-    given = ("scale", *TINY, "name=mine")
-    assert command(*given, "--devices", "1,2,4").code == 0
+def test_what_was_measured_before_stays_in_the_table(command, started):
+    typed = ("scale", *TINY, "name=mine")
+    assert command(*typed, "--devices", "1,2,4").code == 0
     folder, count = Path("outputs/default/mine"), len(started.names)
 
-    def rows() -> set[tuple[str, str, int]]:
-        found = json.loads((folder / "scale.json").read_text())["rows"]
-        return {(r["strategy"], r["mode"], r["devices"]) for r in found}
+    def rows():
+        rows = json.loads((folder / "scale.json").read_text())["rows"]
+        return {(r["strategy"], r["mode"], r["devices"]) for r in rows}
 
-    whole = rows()
-    assert len(whole) == 2 * (1 + 2)
-    said = command(*given, "--devices", "1,2", "--mode", "weak")
-    assert said.code == 0 and len(started.names) == count and rows() == whole
-    assert "strong scaling" in said.out
-    # What has no result any more is gone from both, with a word.
-    (gone,) = folder.glob("ddp-1x4-batch12")
-    (gone / "benchmark.json").unlink()
-    said = command(*given, "--devices", "1,2")
-    assert rows() == whole - {("ddp", "weak", 4)}
-    assert "left out: ddp-1x4-batch12, there is no benchmark.json" in said.out
-    # Other settings of the task: nothing of before can stand beside them, and no plot of it.
-    said = command(*given, "task.steps=7", "--devices", "1", "--mode", "weak")
-    assert rows() == {("single", "weak", 1)} | {("single", "strong", 1)}
-    assert "it was measured with other settings" in said.out
+    complete = rows()
+    assert len(complete) == 2 * (1 + 2)
+    result = command(*typed, "--devices", "1,2", "--mode", "weak")
+    assert result.code == 0 and len(started.names) == count and rows() == complete
+    assert "strong scaling" in result.out
+    # A row without a result is left out of both, and reported.
+    (folder / "ddp-1x4-batch12/benchmark.json").unlink()
+    result = command(*typed, "--devices", "1,2")
+    assert rows() == complete - {("ddp", "weak", 4)}
+    assert "left out: ddp-1x4-batch12, there is no benchmark.json" in result.out
+    # With other settings of the task, nothing of before can stand beside them in table or plot.
+    result = command(*typed, "task.steps=7", "--devices", "1", "--mode", "weak")
+    assert rows() == {("single", "weak", 1), ("single", "strong", 1)}
+    assert "it was measured with other settings" in result.out
     assert not (folder / "scale.png").exists()
 
 
-def test_a_problem_is_said_once(command: Command) -> None:
-    said = command("scale", *TINY, "--devices", "2,4", "--strategy", "dpp")
-    assert said.code == 2 and said.err.count("did you mean") == 1
+def test_other_settings_of_the_task_are_measured_again(command, started):
+    assert command(*ONE, "task.steps=5").code == 0
+    assert f"{NAME}: measured before\n" in command(*ONE, "task.steps=5").out
+    started.fails = "single"
+    result = command(*ONE, "task.steps=7")
+    assert "measured before, with task.steps=5: once more" in result.out
+    assert result.code == 1 and "not measured: single" in result.out, "an older one was shown"
+    started.fails = "nothing"
+    result = command(*ONE, "task.steps=7")
+    assert result.code == 0 and "measured before" not in result.out and "100.0 %" in result.out
 
 
-def test_other_settings_of_the_task_are_measured_again(command: Command, started: Started) -> None:
-    given = (*ONE, "task.steps=5")
-    assert command(*given).code == 0
-    assert "single-1x1-batch12: measured before\n" in command(*given).out
-    # A named folder keeps the sizes whatever the task's settings are.
-    started.fails, other = "single", (*ONE, "task.steps=7")
-    said = command(*other)
-    assert "measured before, with task.steps=5: once more" in said.out
-    assert said.code == 1 and "not measured: single" in said.out, "an older measurement was shown"
-    started.fails = ""
-    said = command(*other)
-    assert said.code == 0 and "measured before" not in said.out and "100.0 %" in said.out
+REFUSED = {"--devices 0,2": "--devices", "--devices two": "--devices", "--between nan": "more than"}
+REFUSED |= {"--mode week": "there is no 'week'", "--vm Standard_X": "no VM size"}
+REFUSED |= {"trainer.devices=2": "--devices 1,2,4", "--predict 1": "2 or more"}
+REFUSED |= {"strategy.comm_hook=bf16": "belongs to a strategy", "--between -1": "more than 0"}
+REFUSED |= {"--devices 2,4 --strategy dpd": "did you mean strategy=ddp"}
+REFUSED |= {"--low-priority": "--vm Standard_ND40rs_v2"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--devices", "0,2"), "--devices"),
-        (("--devices", "two"), "--devices"),
-        (("--mode", "week"), "there is no 'week'"),
-        (("--vm", "Standard_X"), "no VM size"),
-        (("trainer.devices=2",), "--devices 1,2,4"),
-        (("strategy.comm_hook=bf16",), "belongs to a strategy"),
-        (("--strategy", "dpd"), "did you mean strategy=ddp"),
-        (("--between", "-1"), "more than 0"),
-        (("--between", "nan"), "more than 0"),
-        (("--predict", "1"), "2 or more"),
-        (("--low-priority",), "--vm Standard_ND40rs_v2"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    command: Command, started: Started, arguments: tuple[str, ...], words: str
-) -> None:
-    said = command("scale", *TINY, *arguments)
-    assert (
-        said.code == 2 and words in said.err and not started.names and not Path("outputs").exists()
+@pytest.mark.parametrize("arguments, message", REFUSED.items())
+def test_refused_arguments(command, started, arguments, message):
+    result = command("scale", *TINY, *arguments.split())
+    assert result.code == 2 and not started.names and not Path("outputs").exists()
+    assert message in result.err and result.err.count("did you mean") < 2
+
+
+def weak(*measured, rented=None):
+    """Rows of weak scaling, of one device and what else was measured."""
+    return results.rows([member(bench(), "single"), *measured], rented, None, ("weak",))
+
+
+@pytest.fixture
+def draw(tmp_path, monkeypatch):
+    """Draws a plot, and keeps its figure open."""
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", figures.append)
+
+    def draw(rows, further=None, published=True):
+        plot.draw(tmp_path / "scale.png", rows, further or {}, "Scaling", published)
+        figures[-1].canvas.draw()
+        return figures[-1]
+
+    yield draw
+    for figure in figures:
+        close(figure)
+
+
+def test_efficiency_prediction_and_price():
+    measured = [
+        member(bench(), "single", "weak", "strong"),
+        member(bench(2, rate=160, communication=0.03)),
+        member(bench(8, nodes=2, rate=480)),
+        member(bench(2, rate=120, batch=12), "ddp", "strong"),
+    ]
+    rented = Rented("VM", gpus=4, price=2.0, bandwidth=0)
+    rows = results.rows(measured, rented, None, ("weak", "strong"))
+    weak, strong = ({r.world_size: r for r in rows if r.mode == m} for m in ("weak", "strong"))
+    assert {n: r.efficiency for n, r in weak.items()} == approx({1: 1, 2: 0.8, 8: 0.6})
+    assert strong[2].efficiency == approx(0.6)
+    assert weak[2].communication == approx(0.03 / 0.15) and weak[2].spread == approx(0.15)
+    # 36,000 images: 225 s on one VM, 75 s on two.
+    assert weak[2].price == approx(2 * 225 / 3600) and weak[8].price == approx(4 * 75 / 3600)
+    # 44 MB in two buckets: 44 ms on the link, half of it behind a backward of 80 ms.
+    assert weak[2].predicted.step_seconds == approx(0.12 + 0.022, rel=0.01)
+    assert strong[2].predicted.step_seconds == approx(0.06 + 0.024, rel=0.05)
+    assert weak[1].predicted is None
+    assert results.rows(measured[1:], None, None, ("weak",))[0].efficiency is None
+
+
+def test_predictions_need_a_known_link_and_strategy():
+    one, two = bench(), bench(2, rate=160)
+    measured = [member(one, "single"), member(two)]
+    inside = results.links_of(measured, None, None)
+    assert inside == (Link(1e9, 1e-5), None)
+    assert results.prediction(one, two, inside, 2, 4) is None
+    between = results.links_of(measured, None, Link(1e8, 1e-5))
+    assert results.prediction(one, two, between, 2, 4).efficiency < 0.5
+    assert results.prediction(one, bench(2, strategy="local_sgd"), between, 2) is None
+    assert results.links_of(measured, Rented("VM", 2, None, 7e9), None)[1] == Link(7e9, 2e-6)
+    # bf16: as many buckets, each half as large; half of the backward hides one of them.
+    links = (Link(1e8, 0.0), None)
+    plain, half = (
+        results.prediction(one, bench(2, comm_hook=h), links, 2) for h in ("none", "bf16")
     )
+    assert half.communication_seconds == approx(plain.communication_seconds / 2)
+    assert half.step_seconds == approx(0.12 + 0.22 - 0.04)
+
+
+UP_FIRST = "scale up before out (weak): 95 % inside a node, 62 %"
+CAUSE = "without communication being the cause"
+ADVICE = [
+    ([], "more than one device", "most efficient"),
+    ([bench(2, bound="data-bound")], "input first", CAUSE),
+    ([bench(2, rate=190), bench(4, nodes=2, rate=250)], UP_FIRST, "input first"),
+    ([bench(2, communication=0.04)], "communicates 25 % of a step: do this", CAUSE),
+    ([bench(2, rate=120)], CAUSE, "communicates"),
+    ([bench(2, rate=120, trace=None)], "ddp on 1 x 2 (weak): do this", CAUSE),
+    ([bench(2, rate=230)], "", "most efficient"),
+]
+
+
+@pytest.mark.parametrize("measured, present, absent", ADVICE)
+def test_advice(measured, present, absent):
+    advice = "\n".join(results.advise(weak(*map(member, measured))))
+    assert present in advice and absent not in advice
+    rented = weak(member(bench(2)), rented=Rented("VM", 1, 1.0, 0))
+    assert "cheapest: single" in "\n".join(results.advise(rented))
+
+
+def test_published_numbers_are_shown_beside_their_own_model_only(draw, capsys):
+    two, prefix = member(bench(2)), "torchvision.models"
+    for target in (f"{prefix}.resnet50", f"{prefix}.wide_resnet50_2", "mine.seresnet50"):
+        two.config = OmegaConf.create({"model": {"network": {"_target_": target}}})
+        assert two.is_resnet50 is (target == f"{prefix}.resnet50")
+    (axes,) = draw(weak(two), published=False).axes
+    assert not axes.texts and axes.get_xlim()[1] < 3
+    printing.print_rows(weak(two), None)
+    assert "samples/s" in capsys.readouterr().out  # of data that are no images of distdl's
+
+
+def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys):
+    rows = weak(member(bench(2, rate=160), "ddp strategy.comm_hook=bf16"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for width, left_out in (("60", {"spread", "data", "verdict"}), ("100", {"spread", "data"})):
+        monkeypatch.setenv("COLUMNS", width)
+        printing.print_rows(rows, None)
+        words = (output := capsys.readouterr().out).split()
+        assert "…" not in output and "80.0 %" in output and "comm_hook=bf16" in "".join(words)
+        assert left_out.isdisjoint(words) and ("compute-bound" in words) is (width == "100")
+
+
+def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
+    disturbed = weak(member(bench(2, rate=230)))
+    (note,) = results.disturbed(disturbed)
+    assert note.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
+    assert printing.gaps(disturbed, {}) == []
+
+    def rows(efficiency):
+        return weak(member(bench(2, rate=200 * efficiency)))
+
+    guess = rows(1.0)[1].predicted.efficiency
+    assert guess > 0.5 and printing.gaps(rows(guess), {}) == []
+    # More than a few points, and less than the windows of one measurement are apart.
+    near = rows(guess - 1.5 * printing.CLOSE)
+    assert near[1].spread > 0.1 and printing.gaps(near, {}) == []
+    (text,) = printing.gaps(rows(0.2), {})
+    compared = f"ddp on 1 x 2 (weak): measured 20.0 %, predicted {100 * guess:.1f} %, "
+    assert text.startswith(compared) and "what slows it here" in text
+    (text,) = printing.gaps(rows(0.2), {"ddp": {1: 1.0, 2: 0.85, 64: 0.5}})
+    assert "do not believe what is predicted beyond 2 devices either" in text
+
+
+def test_nothing_is_cut_off_the_plot(draw):
+    # Faster together than alone, and a strategy with a long name.
+    figure = draw(weak(member(bench(2, rate=260), "ddp strategy.comm_hook=bf16")))
+    (axes,) = figure.axes
+    assert axes.get_ylim()[1] > 130
+    for text in (*axes.texts, axes.title, *figure.legends[0].get_texts(), axes.xaxis.label):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, text
+        assert box.y0 >= 0 and box.y1 <= figure.bbox.height, text
+    # Labels of the published lines do not touch each other.
+    boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda b: b.y0)
+    assert len(boxes) == 8 and all(a.y1 <= b.y0 + 0.5 for a, b in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("exponents, reach", [(2, 32 * 1.2), (13, 32 * 2)])
+def test_the_plot_names_only_what_is_in_it(draw, exponents, reach):
+    beyond = {"ddp": {2**i: 0.97**i for i in range(exponents)}}
+    figure = draw(weak(member(bench(2, rate=160))), beyond)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert any("beyond" in text for text in legend) is (exponents == 13)
+    # Rows of dots lead to the labels, and none of them across decades without published numbers.
+    (axes,) = figure.axes
+    for text in axes.texts:
+        assert text.arrow_patch.get_linestyle() == plot.DOTS
+        start = Text.get_window_extent(text).x0  # an annotation's own has its arrow in it
+        assert axes.transData.inverted().transform((start, 0))[0] < reach, text

@@ -18,8 +18,8 @@ def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
     """Checks that `task.checkpoint` exists, if the task takes one and runs here."""
     task = config.task
     named = str(task.get("checkpoint", "best"))
-    here = rules.runs_here(str(config.launcher["_target_"]))
-    if here and named != "none" and task["_target_"] in configs.EVALUATE:
+    is_local = rules.runs_here(str(config.launcher["_target_"]))
+    if is_local and named != "none" and task["_target_"] in configs.EVALUATE:
         return problems_of(named, "task.checkpoint", run.checkpoints)
     return ()
 

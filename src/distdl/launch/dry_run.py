@@ -41,11 +41,8 @@ def render(planned: Plan) -> str:
 
 
 def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
-    """All members of a sweep, as one request if the launcher supports that.
-
-    Args:
-        names: What each member varies, such as "seed=1 optimizer.lr=0.1".
-    """
+    """All members of a sweep, as one request if the launcher supports that; named by what each
+    varies, such as "seed=1 optimizer.lr=0.1"."""
     if start.same_launcher(planned):
         launcher = jobs.instantiate(planned[0].config.launcher)
         attempts = [start.next_attempt(each) for each in planned]
@@ -56,11 +53,7 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
 
 
 def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> list[Path]:
-    """Writes the request as files for the platform's own tools, with the bundle beside them.
-
-    Raises:
-        UserError: Their folder exists already.
-    """
+    """Writes the request as files for the platform's own tools, with the bundle beside them."""
     if code is None or not planned.config.launcher.get("files"):
         return []
     target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id

@@ -31,13 +31,13 @@ Planner = Callable[[environments.Environment], Plan]
 def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Runs `torchrun -m distdl key=value ...` on each rank."""
 
-    def planner(here: environments.Environment) -> Plan:
+    def planner(ranks: environments.Environment) -> Plan:
         user_conf.print_shadowed()
         config = compose.compose(overrides, config_dirs)
         # The number of started ranks overrides a preset's size (debug=cpu: one device).
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
         asked = config.trainer.get("devices") if "trainer.devices" in typed else None
-        place(config, here, asked)
+        place(config, ranks, asked)
         planned = planning.plan(config)
         planning.check_classes(planned)
         return planned
@@ -46,36 +46,27 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def main(planner: Planner) -> int:
-    """What each rank runs. Returns the worker's exit code.
-
-    Args:
-        planner: Makes the plan; only rank 0 calls it.
-    """
+    """What each rank runs; only rank 0 calls the planner. Returns the worker's exit code."""
     os.environ[environments.LAUNCHER_VARIABLE] = "external"
-    here = environments.resolve()
-    here.export()
-    if here.rank != 0:
-        return _work(_broadcast(here, None))
+    ranks = environments.resolve()
+    ranks.export()
+    if ranks.rank != 0:
+        return _work(_broadcast(ranks, None))
     try:
-        message = _create(planner(here))
+        message = _create(planner(ranks))
     except BaseException:
-        _broadcast(here, REFUSED)
+        _broadcast(ranks, REFUSED)
         raise
-    return _work(_broadcast(here, message))
+    return _work(_broadcast(ranks, message))
 
 
-def place(where: DictConfig, here: environments.Environment, asked: Any) -> None:
-    """Writes the number of started ranks into a config.
-
-    Raises:
-        UserError: The config asks for another size or for certain GPUs, or the nodes have different
-            numbers of ranks.
-    """
-    per_node = here.local_world_size
-    nodes, rest = divmod(here.world_size, per_node)
+def place(where: DictConfig, ranks: environments.Environment, asked: Any) -> None:
+    """Writes the number of started ranks into a config."""
+    per_node = ranks.local_world_size
+    nodes, rest = divmod(ranks.world_size, per_node)
     what, remedy = "", "leave it out: the number of processes says it"
     if rest:
-        what, remedy = f"{here.world_size} processes are not equally many per node", ""
+        what, remedy = f"{ranks.world_size} processes are not equally many per node", ""
     elif isinstance(asked, (list, ListConfig)):
         what = f"{list(asked)} chooses GPUs for processes that are running already"
         remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"
@@ -119,9 +110,9 @@ def _under_torchrun() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _broadcast(here: environments.Environment, message: str | None) -> str:
+def _broadcast(ranks: environments.Environment, message: str | None) -> str:
     """Rank 0's message, on every rank. Uses torch's store: there is no process group yet."""
-    if here.world_size == 1:
+    if ranks.world_size == 1:
         assert message is not None
         return message
     from torch.distributed import PrefixStore, TCPStore
@@ -130,9 +121,9 @@ def _broadcast(here: environments.Environment, message: str | None) -> str:
     # not find this one while it closes.
     under_torchrun = _under_torchrun()
     tcp = TCPStore(
-        here.main_address,
-        here.main_port + (0 if under_torchrun else 1),
-        is_master=here.rank == 0 and not under_torchrun,
+        ranks.main_address,
+        ranks.main_port + (0 if under_torchrun else 1),
+        is_master=ranks.rank == 0 and not under_torchrun,
         timeout=datetime.timedelta(minutes=10),
         wait_for_workers=False,
     )
@@ -143,6 +134,6 @@ def _broadcast(here: environments.Environment, message: str | None) -> str:
     received = store.get("run").decode()
     store.add("received", 1)
     # Without torchrun rank 0 hosts the store, so it waits until all ranks have the message.
-    while here.rank == 0 and not under_torchrun and store.add("received", 0) < here.world_size:
+    while ranks.rank == 0 and not under_torchrun and store.add("received", 0) < ranks.world_size:
         time.sleep(0.05)
     return received

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from distdl.job import Job, JobState
 from distdl.launch import jobs
@@ -16,11 +15,8 @@ from distdl.util.tail import plain
 
 
 def follow(job: Job, attempt: Attempt) -> JobState | None:
-    """Prints the log until the job has ended.
-
-    Returns:
-        Its final state; None if it was left running, UNKNOWN if its platform is out of reach.
-    """
+    """Prints the log until the job has ended. Returns its final state; None if it was left running,
+    UNKNOWN if its platform is out of reach."""
     with ends_with_this_shell(job):
         while True:
             try:
@@ -66,12 +62,8 @@ def ends_with_this_shell(job: Job) -> Iterator[None]:
         yield
         return
     # The job is only asked to end: its log is followed further, so that its checkpoint is seen.
-    before = signal.signal(signal.SIGTERM, lambda *_: cancel(job))
+    before = signal.signal(signal.SIGTERM, lambda *_: job.cancel())
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def cancel(job: Any) -> None:
-    job.cancel()

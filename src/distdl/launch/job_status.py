@@ -24,12 +24,7 @@ def state_of(job: Job, attempt: Attempt | None) -> JobState:
 
 
 def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
-    """One job, in full.
-
-    Args:
-        attempt: None if the job was named by its handle alone.
-        state: The result of `state_of`.
-    """
+    """One job, in full; without an attempt if it was named by its handle alone."""
     unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unasked)
     why = plain(getattr(job, "why", "")) if unasked else ""
     if attempt is None:
@@ -53,11 +48,7 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
 
 
 def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
-    """A row of COLUMNS for every run of a folder, and notes to read beside them.
-
-    Raises:
-        UserError: There are no runs.
-    """
+    """A row of COLUMNS for every run of a folder, and notes to read beside them."""
     runs = jobs.runs_below(folder)
     if not runs:
         raise UserError.at(str(folder), "there are no runs", "python -m distdl jobs list DIR")
@@ -65,12 +56,12 @@ def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
     entries: list[tuple[RunDirectory, Attempt, Job | Exception | None]] = []
     for run in runs:
         attempt = jobs.attempt_of(run)
+        job: Job | Exception | None
         try:
             job = None if jobs.is_settled(attempt) else platforms.job(attempt)
         except Exception as error:  # its row shows it
-            entries.append((run, attempt, error))
-        else:
-            entries.append((run, attempt, job))
+            job = error
+        entries.append((run, attempt, job))
     jobs.ask(job for _, _, job in entries if job and not isinstance(job, Exception))
     rows = [_row(*each) for each in entries]
     return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unasked)))

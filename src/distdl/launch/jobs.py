@@ -8,11 +8,11 @@ asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
@@ -38,21 +38,14 @@ def record(attempt: Attempt, job: Job) -> None:
 
 
 def own_trust(allow: Sequence[str] = ()) -> Trust:
-    """Whose code may run while a run is inspected or resumed.
-
-    That is the project of the current folder, and what its `conf/` and the command line allow. The
-    run's own files are not trusted: they may come from somebody else.
-    """
-    folders = own_folders(provenance.project_root(None))
-    return Trust(folders, (*user_conf.allowed(), *allow))
+    """Whose code may run while a run is inspected or resumed: that of the project of the current
+    folder, and what its `conf/` and the command line (`project.allow`) allow. The run's own files
+    are not trusted: they may come from somebody else."""
+    return Trust(own_folders(provenance.project_root(None)), (*user_conf.allowed(), *allow))
 
 
 class Platforms:
-    """The platforms of several attempts. Each launcher is built only once.
-
-    Args:
-        allow: `project.allow` of the command line.
-    """
+    """The platforms of several attempts. Each launcher is built only once."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         self.trust = own_trust(allow)
@@ -63,9 +56,6 @@ class Platforms:
 
         Returns:
             Its job; `Unasked` if asking its platform would run code that is not trusted.
-
-        Raises:
-            UserError: Its launcher does not know the job.
         """
         from distdl.launchers.local import LocalLauncher
 
@@ -76,11 +66,11 @@ class Platforms:
         if (key := repr(written)) not in self._known:
             self._known[key] = self._launcher(written)
         launcher = self._known[key]
+        if not isinstance(launcher, Problem) and is_elsewhere(str(handle), attempt):
+            why = f"job.json names a job of another folder: {handle}"
+            launcher = Problem("launcher", f"{why}: it was not asked")
         if isinstance(launcher, Problem):
             return Unasked(str(handle), launcher)
-        if is_elsewhere(str(handle), attempt):
-            why = f"job.json names a job of another folder: {handle}"
-            return Unasked(str(handle), Problem("launcher", f"{why}: it was not asked"))
         return launcher.attach(str(handle))
 
     def _launcher(self, written: Any) -> Launcher | Problem:
@@ -90,8 +80,7 @@ class Platforms:
         for _, refused in target_problems({"launcher": node}, self.trust):
             why = f"{refused.what}; the run's launch.yaml says so, and its platform was not asked"
             return Problem(refused.path, why, refused.remedy)
-        secret = [name for _, name, _ in resolved.variables() if looks_secret(name)]
-        if secret:
+        if secret := [name for _, name, _ in resolved.variables() if looks_secret(name)]:
             why = f"the run's launch.yaml asks for ${secret[0]}, which no look at a run gives away"
             return Problem("launcher", f"{why}: its platform was not asked")
         if self.trust.covers(str(node["_target_"])):
@@ -105,12 +94,8 @@ def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
 
 
 def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Target]:
-    """The jobs that a user named: by a handle, a run, or a folder of runs (a sweep).
-
-    Args:
-        number: The number of the attempt, None for the newest.
-        allow: `project.allow` of the command line.
-    """
+    """The jobs that a user named: by a handle, a run, or a folder of runs (a sweep); of the attempt
+    of a number, by default the newest."""
     if "://" in text:
         return [(named(text), None)]
     folder = Path(text)
@@ -121,11 +106,6 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
 
 
 def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
-    """The attempt of this number, the newest by default.
-
-    Raises:
-        UserError: There is no such attempt.
-    """
     chosen = {a.number: a for a in run.attempts()}
     if not chosen:
         remedy = f"start it, or resume it: python -m distdl resume {shown(run.path)}"
@@ -168,22 +148,14 @@ class Unasked:
     def state(self) -> JobState:
         return JobState.UNKNOWN
 
-    def wait(self) -> JobState:
+    def logs(self, follow: bool = False) -> NoReturn:
         raise UserError(self.problem)
 
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        raise UserError(self.problem)
-
-    def cancel(self) -> None:
-        raise UserError(self.problem)
+    wait = cancel = logs
 
 
 def named(handle: str) -> Job:
-    """The job of a handle such as `slurm://123`, with the launcher's default settings.
-
-    Raises:
-        UserError: There is no launcher of this name, or it does not know the job.
-    """
+    """The job of a handle such as `slurm://123`, with the launcher's default settings."""
     from distdl.config import compose
 
     scheme = handle.partition("://")[0]
@@ -191,11 +163,7 @@ def named(handle: str) -> Job:
 
 
 def instantiate(node: Any) -> Launcher:
-    """Builds the launcher of a config node. The caller has checked that its target is allowed.
-
-    Raises:
-        UserError: The launcher refuses its settings, or the node's target is not a launcher.
-    """
+    """Builds the launcher of a config node. The caller has checked that its target is allowed."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as build
 
@@ -241,19 +209,13 @@ def state(attempt: Attempt, job: Job | None = None) -> JobState:
 
 
 def refuse_second(run: RunDirectory) -> None:
-    """Refuses a second attempt of a run at the same time.
-
-    Raises:
-        UserError: The newest attempt waits in a queue or runs.
-    """
+    """Refuses a second attempt of a run at the same time."""
     last = run.last_attempt()
     if last is None or not last.job() or (seen := state(last)).ended or seen is JobState.UNKNOWN:
         return
     path, job = shown(run.path), last.job()["handle"]
-    remedy = (
-        f"watch it: python -m distdl jobs logs --follow {path}, "
-        f"or end it: python -m distdl jobs cancel {path}"
-    )
+    remedy = f"watch it: python -m distdl jobs logs --follow {path}, "
+    remedy += f"or end it: python -m distdl jobs cancel {path}"
     raise UserError.at(path, f"attempt {last.number} is {seen.lower()} ({job})", remedy)
 
 

@@ -47,14 +47,12 @@ class Plan:
     Args:
         config: Recipe and `where`, merged, with this attempt's changes.
         recipe: The part that config.yaml freezes.
-        resources: The size of the run.
         run: The run's directory; it exists if this attempt resumes a run.
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes in the recipe, by path.
         notes: Notes for the user, to read before it starts.
         old_run: The new path of an old run of this name that failed before its first checkpoint.
-        overrides: The overrides of a new run, `key=value` each.
-        swept: The overrides that its sweep varies.
+        overrides, swept: `key=value` of a new run; those that its sweep varies.
     """
 
     config: DictConfig
@@ -87,16 +85,8 @@ class Plan:
 
 
 def plan(config: DictConfig, name: str | None = None) -> Plan:
-    """A new run, or the run of this name if its recipe is the same.
-
-    Args:
-        config: As composed.
-        name: The name of a member of a sweep, which replaces the config's.
-
-    Raises:
-        UserError: The config is wrong, the name belongs to another recipe, or the run is under
-            way.
-    """
+    """A new run, or the run of this name if its recipe is the same. The name of a member of a sweep
+    replaces the config's."""
     member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         recipe = configs.recipe_of(config)
@@ -115,20 +105,15 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
     if not configs.same_recipe(stored, recipe):
         if never_trained(run):
             planned.old_run = run.spare_path()
-            kept = shown(planned.old_run)
-            planned.notes.append(
-                f"the old {run_id} failed before its first checkpoint, kept as {kept}"
-            )
+            what = f"the old {run_id} failed before its first checkpoint, kept as"
+            planned.notes.append(f"{what} {shown(planned.old_run)}")
             return planned
         what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
-        remedy = (
-            "choose another name, or resume that run: "
-            f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
-        )
-        raise UserError.at("name", what, remedy)
+        resume = f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
+        raise UserError.at("name", what, f"choose another name, or resume that run: {resume}")
     if not member:  # a member is refused when its turn comes, so that the others train
         refuse_second(planned)
-    return proceed(planned, given=())
+    return proceed(planned, chosen=())
 
 
 def _resumed(planned: Plan, stored: DictConfig) -> str:
@@ -160,56 +145,38 @@ def never_trained(run: RunDirectory) -> bool:
 
 
 def refuse_second(planned: Plan) -> None:
-    """Refuses a second attempt of a run at the same time.
-
-    Raises:
-        UserError: An attempt of this run waits in a queue or runs.
-    """
+    """Refuses a second attempt of a run at the same time."""
     if not planned.config.dry_run:
         jobs.refuse_second(planned.run)
         planned.run.refuse_under_way()
 
 
-def proceed(planned: Plan, given: Sequence[str]) -> Plan:
-    """The next attempt of an existing run. If the world size changes, the global batch is kept.
-
-    Args:
-        planned: The plan that was asked for.
-        given: Paths that the user set in this attempt.
-
-    Raises:
-        UserError: The global batch cannot be kept, and the user has set no other one.
-    """
+def proceed(planned: Plan, chosen: Sequence[str]) -> Plan:
+    """The next attempt of an existing run. If the world size changes, the global batch is kept,
+    except where the user set the paths `chosen`."""
     last = planned.run.last_attempt()
     if last is None:
         return planned
     before = last.launch()
     # A resume has set `changes` already: another strategy drops the settings of the last one.
     changes = dict(planned.changes or before.get("changes") or {})
+    where = configs.where_of(planned.config)
     keeps = batches.keep_global_batch(
-        configs.merge(planned.recipe, configs.where_of(planned.config), changes),
+        configs.merge(planned.recipe, where, changes),
         planned.resources,
         before.get("global_batch_size"),
-        given,
+        chosen,
         batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
     )
     planned.changes = changes | keeps.changes
     planned.notes += keeps.notes
-    where = configs.where_of(planned.config)
     planned.config = configs.merge(planned.recipe, where, planned.changes)
     return planned
 
 
 def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
-    """Determines the size of the run, and runs the first stage of validation.
-
-    Args:
-        config: As composed, or as merged by a resume.
-        run: The run's directory, which may have checkpoints.
-
-    Raises:
-        UserError: With every problem that the config alone shows.
-    """
+    """Determines the size of the run, and runs the first stage of validation: all that the config
+    alone shows, and the directory of the run, which may have checkpoints."""
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [
@@ -238,13 +205,9 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
             problems += missing(config, run) if run else ()  # stage 1 reports broken values
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
-        problems.append(
-            Problem(
-                "trainer.sync_batchnorm",
-                "synchronised batch norm needs a GPU",
-                "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising",
-            )
-        )
+        remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
+        what = "synchronised batch norm needs a GPU"
+        problems.append(Problem("trainer.sync_batchnorm", what, remedy))
     validate.refuse(config, size, project_root=str(root), further=problems)
     if uncounted is not None:
         validate.validate(config, None, project_root=str(root))
@@ -254,15 +217,8 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
 
 
 def check_classes(planned: Plan, *, apart: bool = False) -> None:
-    """Runs the second stage of validation, unless the run has finished.
-
-    Args:
-        planned: Notes on what could not be checked are added to it.
-        apart: The run will have its own process, as the members of a sweep do.
-
-    Raises:
-        UserError: With all problems.
-    """
+    """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
+    `apart`: the run will have its own process, as the members of a sweep do."""
     config, size, local = planned.config, planned.resources, is_local(planned.config)
     if planned.finished and not config.dry_run:
         return
@@ -278,9 +234,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     if problems:
         raise UserError(*problems)
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
-        notes.append(
-            "the model's own configure_optimizers is used; optimizer= and schedule= are not"
-        )
+        notes.append("the model's configure_optimizers is used; optimizer= and schedule= are not")
     planned.notes += [*notes, *notes_of(config)]
 
 
@@ -318,10 +272,8 @@ def suppressed_import(module: str) -> None:
 
 
 def launcher_class(config: DictConfig) -> Any:
-    """The class that `launcher._target_` names; None if it must not or cannot be imported.
-
-    Validation reports why: its first stage checks the name, its second stage imports the class.
-    """
+    """The class that `launcher._target_` names; None if it must not or cannot be imported, which
+    validation reports: its first stage checks the name, its second stage imports the class."""
     try:
         target = str(config.launcher["_target_"])
         trust = Trust(own_folders(root_of(config)), tuple(config.project.get("allow") or ()))

@@ -21,17 +21,10 @@ from distdl.util.suggest import did_you_mean
 def plan(
     run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
 ) -> planning.Plan:
-    """Plans the next attempt of `run`.
-
-    The run's files say what it is, but not whose code may run. That is the project of the current
-    folder, with `project.root` and `project.allow` of the command line.
-
-    Args:
-        started: The ranks, if another tool (torchrun) has started them already.
-
-    Raises:
-        UserError: Something is wrong with it. No untrusted code has been imported.
-    """
+    """Plans the next attempt of `run`, whose ranks another tool (torchrun) may have started. The
+    run's files say what it is, but not whose code may run: that is the project of the current
+    folder, with `project.root` and `project.allow` of the command line. On a UserError no untrusted
+    code has been imported."""
     recipe = run.recipe()
     last = run.last_attempt()
     before = last.launch() if last else new_launch_record(run, recipe)
@@ -43,52 +36,44 @@ def plan(
         parsed = compose.parse_overrides(overrides)
         groups = {o.key_or_group for o in parsed if compose.is_group(o.key_or_group)}
     changes = apply(parsed, groups, recipe, where, earlier)
-    given = [override.key_or_group for override in parsed]
+    typed_paths = [override.key_or_group for override in parsed]
     if started is not None:
-        asked = where.trainer.devices if "trainer.devices" in given else None
+        asked = where.trainer.devices if "trainer.devices" in typed_paths else None
         external.place(where, started, asked)
     elif where.launcher["_target_"] == external.TARGET:  # no ranks were started this time
         where.launcher = compose.compose([]).launcher
     config, so_far = (configs.merge(recipe, where, each) for each in (changes, earlier))
-    new = [
-        p
-        for p in changes
-        if p in given and OmegaConf.select(config, p) != OmegaConf.select(so_far, p)
-    ]
+    select = OmegaConf.select
+    new = [p for p in changes if p in typed_paths and select(config, p) != select(so_far, p)]
     # Setting the same value again is not a change: a finished run stays finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
     with missing_code_located(config, before["where"]):
         size = planning.size_of(config, run)
-    refuse_programs(config, given)
+    refuse_programs(config, typed_paths)
     notes = [] if last else [start_on_record(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
-    planning.proceed(planned, given)
+    planning.proceed(planned, typed_paths)
     with missing_code_located(config, before["where"]):
         planning.check_classes(planned)
     return planned
 
 
 def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
-    """The default `where` of the next attempt: that of the last one, except for settings that only
-    a command line may make.
-
-    Args:
-        before: The launch.yaml of the last attempt.
-    """
-    # The run's current folder; it may have been moved since it was written.
-    folder = str(run.path.parents[before["run_id"].count("/")])
-    here = {
-        "output_dir": folder,
+    """The default `where` of the next attempt: that of the last one's launch.yaml, except for
+    settings that only a command line may make."""
+    fresh = {
+        # The run's current folder; it may have been moved since it was written.
+        "output_dir": str(run.path.parents[before["run_id"].count("/")]),
         "dry_run": False,
         "follow": True,
         "project": {"root": None, "allow": list(jobs.own_trust().allow)},
         "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
     later = {"project": {"max_snapshot_mb": 300}}  # a key that an older run lacks
-    where = OmegaConf.merge(later, before["where"], here)
+    where = OmegaConf.merge(later, before["where"], fresh)
     assert isinstance(where, DictConfig)
     return where
 
@@ -100,16 +85,8 @@ def apply(
     where: DictConfig,
     earlier: dict[str, Any],
 ) -> dict[str, Any]:
-    """Applies the overrides to `where`, and returns what the attempt changes in the recipe.
-
-    Args:
-        parsed: Hydra's overrides.
-        groups: The override keys that choose an option of a group.
-        earlier: The changes of the last attempt.
-
-    Raises:
-        UserError: A resume does not take one of the overrides.
-    """
+    """Applies Hydra's overrides to `where`; returns what this attempt and the `earlier` ones change
+    in the recipe. `groups` are the keys that choose an option of a group."""
     changes, problems = dict(earlier), []
     for override in parsed:
         path, value = override.key_or_group, override.value()
@@ -140,10 +117,8 @@ def start_on_record(run: RunDirectory) -> str:
     """A note for a run without attempts: how it was started."""
     command = run.provenance().get("command") or "unknown"
     started_by = command if isinstance(command, str) else shlex.join(map(str, command))
-    return (
-        "no attempt is on record: launcher, devices and task are those of a new start, where "
-        f"you do not give them; the run was started by: {started_by}"
-    )
+    default = "launcher, devices and task are those of a new start, where you do not give them"
+    return f"no attempt is on record: {default}; the run was started by: {started_by}"
 
 
 def new_launch_record(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
@@ -157,44 +132,31 @@ def new_launch_record(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator[None]:
-    """Adds to a refusal where the missing code is, according to the run's files.
-
-    The code is not used from there without being asked: the files may come from somebody else.
-
-    Args:
-        before: The `where` of the last attempt.
-    """
+    """Adds to a refusal where the missing code is, according to the last attempt's `where`. It is
+    not used from there without being asked: the files may come from somebody else."""
     try:
         yield
     except UserError as error:
-        root = (before.get("project") or {}).get("root")
-        here = planning.root_of(config)
+        root, current = (before.get("project") or {}).get("root"), planning.root_of(config)
         refused = [p for p in error.problems if p.path.endswith("_target_")]
-        if refused and root and str(root) != str(here):
-            names = (OmegaConf.select(config, problem.path) for problem in refused)
-            what = (
-                f"the run was started with the code of {root}, and this project, {here}, "
-                f"has no {', '.join(dict.fromkeys(map(str, names)))}"
-            )
-            remedy = f"cd {root}, or if you trust it: project.root={root}"
-            others = [p for p in error.problems if p not in refused]
-            raise type(error)(Problem("project.root", what, remedy), *others) from None
-        raise
+        if not refused or not root or str(root) == str(current):
+            raise
+        names = (OmegaConf.select(config, problem.path) for problem in refused)
+        what = f"the run was started with the code of {root}, and this project, {current}, "
+        what += f"has no {', '.join(dict.fromkeys(map(str, names)))}"
+        remedy = f"cd {root}, or if you trust it: project.root={root}"
+        others = [p for p in error.problems if p not in refused]
+        raise type(error)(Problem("project.root", what, remedy), *others) from None
 
 
-def refuse_programs(config: DictConfig, given: Sequence[str]) -> None:
-    """Keeps a dry run from starting a program that only the run's files name.
-
-    Raises:
-        UserError: The launcher would start such a program, to ask for its version.
-    """
+def refuse_programs(config: DictConfig, typed_paths: Sequence[str]) -> None:
+    """Keeps a dry run from starting a program that only the run's files name."""
     launcher = planning.launcher_class(config)
-    if not config.dry_run or "launcher" in given:
+    if not config.dry_run or "launcher" in typed_paths:
         return
-    names = [name for name in getattr(launcher, "programs", ()) if f"launcher.{name}" not in given]
-    for name in names:
-        value, default = config.launcher.get(name), launcher.programs[name]
-        if value not in (None, default):
+    for name, default in getattr(launcher, "programs", {}).items():
+        value = config.launcher.get(name)
+        if value not in (None, default) and f"launcher.{name}" not in typed_paths:
             what = f"launch.yaml of the run names the program {value}: a dry run does not start it"
             remedy = f"if it is yours: launcher.{name}={value}"
             raise UserError.at(f"launcher.{name}", what, remedy)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,6 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
     """Writes the run and one attempt, and submits it.
 
     Nothing is written before the launcher has made the request and asked its platform.
-
-    Raises:
-        UserError: The launcher refuses it, or the run is under way already.
     """
     submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
     assert submitted is not None
@@ -91,11 +89,7 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
 
 
 def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
-    """Submits the members of a sweep, as one request if the launcher supports that.
-
-    Raises:
-        UserError: See `submit`.
-    """
+    """Submits the members of a sweep, as one request if the launcher supports that."""
     with interruption_recorded(*planned):
         submitted = _submit(planned, command, sweep_request) if same_launcher(planned) else None
         for attempt, job in submitted or (submit(each, command) for each in planned):
@@ -126,9 +120,8 @@ def _submit(
         submitted: Any = launcher.submit(request)
     submitted = submitted if isinstance(submitted, list) else [submitted]
     pairs: list[tuple[Attempt, Job]] = list(zip(attempts, submitted, strict=True))
-    if code is not None:
-        for attempt, job in pairs:
-            jobs.record(attempt, job)
+    for attempt, job in pairs if code is not None else ():
+        jobs.record(attempt, job)
     return pairs
 
 
@@ -146,24 +139,21 @@ def unset(planned: Plan) -> list[str]:
     """Variables of `launcher.forward_env` that are not set in this shell."""
     if is_foreground(planned.config):  # the ranks have this shell's variables
         return []
-    forwarded = planned.config.launcher.get("forward_env") or ()
-    return [name for name in forwarded if name not in os.environ]
+    return [name for name in forwarded_by(planned) if name not in os.environ]
+
+
+def forwarded_by(planned: Plan) -> tuple[str, ...]:
+    return tuple(planned.config.launcher.get("forward_env") or ())
 
 
 def refuse_unset(planned: Sequence[Plan]) -> None:
-    missing = dict.fromkeys(name for each in planned for name in unset(each))
-    if missing:
+    if missing := list(dict.fromkeys(name for each in planned for name in unset(each))):
         what = f"not set in this shell: {', '.join(missing)}"
-        remedy = f"export {next(iter(missing))}=..."
-        raise UserError.at("launcher.forward_env", what, remedy)
+        raise UserError.at("launcher.forward_env", what, f"export {missing[0]}=...")
 
 
 def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
-    """Creates the run, if it is new, and its next attempt.
-
-    Raises:
-        UserError: The run is under way, or its folder cannot be written.
-    """
+    """Creates the run, if it is new, and its next attempt."""
     root, new = root_of(planned.config), not planned.run.exists
     jobs.refuse_second(planned.run)
     try:
@@ -210,8 +200,9 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
             state = stopping.state_of(-stopping.number_of(error))
         attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
-        again = f"{run} is kept. Once that is fixed:\n  python -m distdl resume {run}"
-        print(again, file=sys.stderr)
+        print(
+            f"{run} is kept. Once that is fixed:\n  python -m distdl resume {run}", file=sys.stderr
+        )
         raise
 
 
@@ -242,18 +233,14 @@ def goes_in_turn(config: DictConfig) -> bool:
 
 
 def snapshot_of(planned: Plan) -> Snapshot | None:
-    """The snapshot of the code for the job; None if the job runs in this process.
-
-    Raises:
-        UserError: The code is too large, or a module holds a secret.
-    """
+    """The snapshot of the code for the job; None if the job runs in this process."""
     if is_foreground(planned.config):
         return None
     return snapshot.take(
         root_of(planned.config),
         exclude=[Path(planned.config.output_dir).resolve(), planned.run.path],
         limit_mb=planned.config.project.max_snapshot_mb,
-        secret_names=tuple(planned.config.launcher.get("forward_env") or ()),
+        secret_names=forwarded_by(planned),
     )
 
 
@@ -266,10 +253,8 @@ def next_attempt(planned: Plan) -> Attempt:
 
 def how_to_train_longer(planned: Plan) -> str:
     path = shown(planned.run.path)
-    return (
-        f"{path} has finished: nothing to do. To train longer:\n"
-        f"  python -m distdl resume {path} {configs.longer(planned.config)}"
-    )
+    command = f"python -m distdl resume {path} {configs.longer(planned.config)}"
+    return f"{path} has finished: nothing to do. To train longer:\n  {command}"
 
 
 def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSpec]:
@@ -281,7 +266,7 @@ def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSp
             store=str(each.run.path),
             attempt=attempt.number,
             resources=each.resources,
-            forward_env=tuple(each.config.launcher.get("forward_env") or ()),
+            forward_env=forwarded_by(each),
         )
         for each, attempt in zip(planned, attempts, strict=True)
     ]
@@ -297,12 +282,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
         "run_id": planned.run_id,
         "python_path": python_path(root),
         "where": where,
-        "resources": {
-            "num_nodes": size.num_nodes,
-            "devices": size.devices,
-            "accelerator": size.accelerator,
-            "device_ids": list(size.device_ids) if size.device_ids else None,
-        },
+        "resources": {**asdict(size), "device_ids": list(size.device_ids or ()) or None},
         "changes": planned.changes,
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
@@ -312,9 +292,6 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 def report_failure(attempt: Attempt) -> None:
     """Prints which rank failed first: the others usually fail because of it."""
     first = attempt.first_error()
-    if first is not None and (first["rank"] != 0 or first["type"] == KILLED):
-        print(
-            f"rank {first['rank']} failed first: {describe(first)}\n"
-            f"  {shown(attempt.logs / 'rank_{}.log'.format(first['rank']))}",
-            file=sys.stderr,
-        )
+    if first is not None and ((rank := first["rank"]) != 0 or first["type"] == KILLED):
+        log = shown(attempt.logs / f"rank_{rank}.log")
+        print(f"rank {rank} failed first: {describe(first)}\n  {log}", file=sys.stderr)

@@ -37,12 +37,8 @@ Member = tuple[str, Plan]  # its own values of what is swept: "seed=1 optimizer.
 
 
 def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
-    once if the platform has a queue.
-
-    Raises:
-        UserError: A member is wrong; none is started.
-    """
+    """Checks every member before it starts any: one after the other with launcher=local or mpi, all
+    at once if the platform has a queue."""
     user_conf.print_shadowed()
     members = compose.sweep(overrides, config_dirs)
     swept = compose.sweep_keys(overrides)
@@ -75,14 +71,10 @@ def every(
     function: Callable[[Item], Answer],
     items: Sequence[Item],
     kind: type[UserError],
-    named: Callable[[Item], str],
+    name: Callable[[Item], str],
 ) -> list[Answer]:
-    """The function's result for each item.
-
-    Raises:
-        UserError: Of this kind, with the problems of all items. Each is reported once; if only
-            some items have it, with the name of the first.
-    """
+    """The function's result for each item. Raises the problems of all items, each once: if only
+    some items have it, with the name of the first."""
     answers: list[Answer] = []
     problems: dict[Problem, list[str]] = {}
     for item in items:
@@ -90,14 +82,12 @@ def every(
             answers.append(function(item))
         except UserError as error:
             for problem in error.problems:
-                problems.setdefault(problem, []).append(named(item))
+                problems.setdefault(problem, []).append(name(item))
     if problems:
-        raise kind(
-            *(
-                p if len(of) == len(items) else replace(p, what=f"{p.what}, in the member {of[0]}")
-                for p, of in problems.items()
-            )
-        )
+        where = {
+            p: f", in the member {of[0]}" for p, of in problems.items() if len(of) < len(items)
+        }
+        raise kind(*(replace(p, what=p.what + where.get(p, "")) for p in problems))
     return answers
 
 
@@ -137,10 +127,8 @@ def _run_all(planned: Sequence[Member]) -> int:
 
 
 class Turn(stopping.StopRequest):
-    """Runs the members of a sweep one after the other, and stops at a signal.
-
-    A signal that asks to end is forwarded to the running member, and no further member is started.
-    """
+    """Runs the members of a sweep one after the other. A signal that asks to end is forwarded to
+    the running member, and no further member is started."""
 
     process: Any = None
 
@@ -158,9 +146,8 @@ class Turn(stopping.StopRequest):
             self.forward(number)
 
     def forward(self, number: int) -> None:
-        process = self.process
-        if process is not None and process.pid is not None and process.is_alive():
-            os.kill(process.pid, number)
+        if self.process is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
 
 
 def _submit_all(planned: Sequence[Member]) -> int:

@@ -10,15 +10,5 @@ from distdl.scaling.links import Link, Links
 from distdl.scaling.predict import PredictedRow, Prediction, predict, table
 from distdl.scaling.setting import STRATEGIES, Setting
 
-__all__ = [
-    "STRATEGIES",
-    "Fit",
-    "Link",
-    "Links",
-    "PredictedRow",
-    "Prediction",
-    "Setting",
-    "fit",
-    "predict",
-    "table",
-]
+__all__ = ["STRATEGIES", "Fit", "Link", "Links", "PredictedRow", "Prediction", "Setting"]
+__all__ += ["fit", "predict", "table"]

@@ -29,11 +29,7 @@ KEY = "[key]"  # pydantic's mark for a mapping's key
 
 
 class Checked:
-    """A dataclass whose fields are checked when it is made.
-
-    Raises:
-        UserError: A value does not fit its annotation.
-    """
+    """A dataclass whose fields are checked against their annotations when it is made."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -54,15 +50,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(kind: Any, value: object, path: str = "") -> Any:
-    """The value in the type of its annotation, such as 8 for 8.0.
-
-    Args:
-        kind: An annotation.
-        path: The user's name for the value.
-
-    Raises:
-        UserError: It does not fit.
-    """
+    """The value in the type of its annotation, such as 8 for 8.0; a UserError at the `path`, the
+    user's name for it, if it does not fit."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -72,9 +61,7 @@ def checked(kind: Any, value: object, path: str = "") -> Any:
             near = ""
             if item["type"] == "literal_error":
                 near = closest(str(item["input"]), item["ctx"]["expected"].split("'")[1::2])
-            where = ".".join(
-                str(part) for part in (path, *item["loc"]) if part not in ("", "[key]")
-            )
+            where = ".".join(str(part) for part in (path, *item["loc"]) if part not in ("", KEY))
             what = f"must be {must}, not {item['input']!r:.60}"
             problems.append(Problem(where, what, f"did you mean {near}?" if near else ""))
         raise UserError(*problems) from None

@@ -22,11 +22,9 @@ from distdl.scaling.predict import predict
 from distdl.scaling.setting import Setting
 from distdl.util.errors import Problem, UserError
 
-# The slowest bandwidth considered, as a share of the setting's.
-SLOWEST = 1e-4
+SLOWEST = 1e-4  # bandwidth considered, as a share of the setting's
 CANDIDATES = 400
-# Relative squared errors closer than this are called equal.
-EQUAL = 1e-9
+EQUAL = 1e-9  # relative squared errors closer than this are called equal
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,8 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     notes = []
     fitted = _best(with_inside, setting.links.inside.bandwidth, inside)
     if len(inside) == 1:
-        notes.append(
-            "one number of devices in a node cannot tell overhead from bandwidth: all is overhead"
-        )
+        what = "one number of devices in a node cannot tell overhead from bandwidth"
+        notes.append(f"{what}: all is overhead")
     if across:
         fitted = _best(with_between, setting.links.between.bandwidth, across)
     else:

@@ -39,12 +39,8 @@ class Link(Checked):
 
 @dataclass(frozen=True)
 class Links(Checked):
-    """The two kinds of links.
-
-    Args:
-        inside: Between the devices of a node; the rate at which *one device* sends.
-        between: Between nodes; the rate at which *one node* sends, over all its adapters together.
-    """
+    """The two kinds of links: `inside` a node, at the rate at which *one device* sends; `between`
+    nodes, at the rate at which *one node* sends, over all its adapters together."""
 
     inside: Link
     between: Link
@@ -52,13 +48,8 @@ class Links(Checked):
 
 @dataclass(frozen=True)
 class Group:
-    """The devices that take part in a collective.
-
-    Args:
-        devices: All of them.
-        per_node: The number of them in each node that has any.
-        sharing: Groups of a node that use its network at the same time.
-    """
+    """The devices that take part in a collective, the number of them in each node that has any, and
+    the groups of a node that are `sharing` its network at the same time."""
 
     devices: int
     per_node: int
@@ -89,11 +80,8 @@ def all_reduce(size: float, group: Group, links: Links, algorithm: str) -> float
         if group.per_node == 1:
             return _ring(size, count, Link(network, links.between.latency))
         # Every message waits for the slowest hop of the ring.
-        slowest = Link(
-            min(links.inside.bandwidth, network),
-            max(links.inside.latency, links.between.latency),
-        )
-        return _ring(size, count, slowest)
+        latency = max(links.inside.latency, links.between.latency)
+        return _ring(size, count, Link(min(links.inside.bandwidth, network), latency))
     nodes = group.nodes
     messages = 2 * (nodes - 1) if algorithm == HIERARCHICAL else 2 * math.ceil(math.log2(nodes))
     # Each device of a node sends its share, so the node sends the bytes of all of them.
@@ -120,7 +108,6 @@ def exposed(parts: int, seconds: float, window: float) -> float:
     2020, "PyTorch Distributed", section 3.2.3, https://arxiv.org/abs/2006.15704.
 
     Args:
-        parts: Number of pieces.
         seconds: Time to send one piece.
         window: Time of the computation.
     """

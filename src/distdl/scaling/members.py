@@ -33,14 +33,11 @@ Wanted = tuple[str, int, int, str]  # strategy, nodes, devices of each, mode
 
 @dataclass
 class Member:
-    """One run. Weak and strong scaling may share it.
+    """One run, which weak and strong scaling may share; its directory may not exist yet.
 
     Args:
-        strategy: As given: an option of the group and overrides of its settings.
+        strategy: As typed: an option of the group and overrides of its settings.
         nodes, devices: Devices are per node.
-        modes: Which of weak and strong it belongs to.
-        config: As composed.
-        run: Its directory, which may not exist yet.
         result: Its measurements, once read.
         lacking: Why there is no result: "not measured", "under way" or "not here".
     """
@@ -84,25 +81,20 @@ class Member:
         return self.file.exists() and not _intact(self.file)
 
     def other_task(self) -> list[str]:
-        """Settings of the last attempt's task that differ from this one's, such as
-        `task.steps=5`."""
+        """Settings of the last attempt's task that differ from this one's: `task.steps=5`."""
         last = self.run.last_attempt()
         where = (last.launch().get("where") if last else None) or {}
         then, now = where.get("task") or {}, configs.plain(self.config.task)
         return [f"task.{k}={then.get(k)}" for k in sorted(now) if then.get(k, now[k]) != now[k]]
 
     def is_due(self) -> bool:
-        """Whether it has to be measured now. If not, it prints a line with the reason.
-
-        Raises:
-            UserError: It was measured with another config.
-        """
+        """Whether it has to be measured now. If not, it prints a line with the reason."""
         last = self.run.last_attempt() if self.run.exists else None
         state = jobs.state(last) if last else None
         path = shown(self.run.path)
         if state is not None and not configs.same_recipe(self.config, self.run.recipe()):
-            what = f"{path} was measured with another config"
-            raise UserError.at("name", what, "choose another name=, or leave it out")
+            remedy = "choose another name=, or leave it out"
+            raise UserError.at("name", f"{path} was measured with another config", remedy)
         if self.is_damaged():
             print(f"{self.name}: {shown(self.file)} could not be read")
         if state in (JobState.PENDING, JobState.RUNNING):
@@ -175,12 +167,7 @@ def members(
     counts: Sequence[tuple[int, int]],
     modes: Sequence[str],
 ) -> list[Member]:
-    """All runs, the smallest first. One device is measured without a strategy, once for all
-    strategies.
-
-    Raises:
-        UserError: A batch does not divide, or an override sets what is varied here.
-    """
+    """All runs, the smallest first. One device is measured once, without a strategy."""
     _refuse(overrides)
     wanted = [
         (strategy, nodes, devices, mode)
@@ -197,13 +184,8 @@ def members(
 def measured_before(
     overrides: Sequence[str], members: Sequence[Member], rows: Sequence[dict[str, Any]]
 ) -> tuple[list[Member], list[str]]:
-    """What an earlier call measured in this folder but this call does not request; and notes.
-
-    Args:
-        overrides: Of this call, and so of the folder.
-        members: The requested runs; they get the modes that they had before.
-        rows: Of the scale.json in the folder.
-    """
+    """What an earlier call measured in this folder (the rows of its scale.json), but this call does
+    not request; and notes. The requested members get the modes that they had before."""
     asked = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
     then = [(r["strategy"], r["nodes"], r["devices"], r["mode"]) for r in rows]
     by_name = {m.name: m for m in members}
@@ -259,19 +241,14 @@ def _composed(
 
 
 def _refuse(overrides: Sequence[str]) -> None:
-    taken = {
-        "task": "only its settings: task.steps=20",
-        "trainer.devices": "--devices 1,2,4",
-        "trainer.num_nodes": "--nodes 2,4",
-        "strategy": "--strategy ddp",
-    }
+    taken = {"task": "only its settings: task.steps=20", "strategy": "--strategy ddp"}
+    taken |= {"trainer.devices": "--devices 1,2,4", "trainer.num_nodes": "--nodes 2,4"}
     with compose.hydra_session():
         keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
     problems = [Problem(k, "is what `scale` varies", taken[k]) for k in keys if k in taken]
+    remedy, settings = '--strategy "ddp strategy.comm_hook=bf16"', ("strategy.",)
     problems += [
-        Problem(k, "belongs to a strategy", '--strategy "ddp strategy.comm_hook=bf16"')
-        for k in keys
-        if k.startswith("strategy.")
+        Problem(k, "belongs to a strategy", remedy) for k in keys if k.startswith(settings)
     ]
     if problems:
         raise UserError(*problems)

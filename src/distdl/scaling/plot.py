@@ -14,6 +14,9 @@ GREY = "#8a94a0"
 TOP, GAP = 108.0, 4.2  # per cent: the axis ends here or above; between two labels
 FAR = 6.0  # times the last published number of devices: then its name fits inside the axes
 DOTS = (0, (1, 5))
+# relpos: from the start of the name, not from behind it.
+ARROW = {"arrowstyle": "-", "relpos": (0.0, 0.5), "linewidth": 0.6, "linestyle": DOTS}
+ARROW["color"] = GREY
 
 
 def draw(
@@ -23,13 +26,10 @@ def draw(
     title: str,
     published_too: bool,
 ) -> None:
-    """Writes a PNG.
+    """Writes a PNG of the measured rows that have an efficiency.
 
     Args:
-        path: The file to write.
-        rows: Measured; those without an efficiency are left out.
         further: Strategy to devices to the predicted efficiency beyond (weak scaling).
-        title: Above the plot.
         published_too: Whether to show Azure's numbers, which are for ResNet-50.
     """
     import matplotlib
@@ -38,15 +38,9 @@ def draw(
     import matplotlib.pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {
-        "font.size": 11.0,
-        "axes.grid": True,
-        "grid.color": "#dfe4ea",
-        "grid.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-    }
+    style: Any = {"font.size": 11.0, "axes.grid": True, "axes.axisbelow": True}
+    style |= {"grid.color": "#dfe4ea", "grid.linewidth": 0.6}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.985, 0.99))  # not to the very edge
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(11.0, 7.0), layout=layout)
@@ -80,19 +74,13 @@ def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
     lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
     for number, (strategy, mode) in enumerate(lines):
         colour = LINES[number % len(LINES)]
-        own = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)]
-        points = {1: 100.0, **{r.world_size: 100 * r.efficiency for r in own if r.efficiency}}
-        axes.plot(*_xy(points), color=colour, marker="o", label=f"{strategy}, {mode}: measured")
+        same, name = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)], strategy
+        points = {1: 100.0, **{r.world_size: 100 * r.efficiency for r in same if r.efficiency}}
+        axes.plot(*_xy(points), color=colour, marker="o", label=f"{name}, {mode}: measured")
         counts |= set(points)
-        guess = {r.world_size: 100 * r.predicted.efficiency for r in own if r.predicted}
-        if guess:
-            axes.plot(
-                *_xy({1: 100.0, **guess}),
-                color=colour,
-                linestyle="--",
-                marker="x",
-                label=f"{strategy}, {mode}: predicted",
-            )
+        if guess := {r.world_size: 100 * r.predicted.efficiency for r in same if r.predicted}:
+            style = {"color": colour, "linestyle": "--", "marker": "x"}
+            axes.plot(*_xy({1: 100.0, **guess}), **style, label=f"{name}, {mode}: predicted")
     return counts
 
 
@@ -100,15 +88,14 @@ def predicted(
     axes: Any, rows: Sequence[ScalingRow], further: dict[str, dict[int, float]]
 ) -> set[int]:
     lines = list(dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1))
-    for strategy, found in further.items():
-        mine = [i for i, (name, _) in enumerate(lines) if name == strategy]
-        colour = LINES[(mine or [len(lines)])[0] % len(LINES)]
-        if max(found) <= max((r.world_size for r in rows if r.strategy == strategy), default=1):
+    for strategy, beyond in further.items():
+        number = next((i for i, (name, _) in enumerate(lines) if name == strategy), len(lines))
+        if max(beyond) <= max((r.world_size for r in rows if r.strategy == strategy), default=1):
             continue  # no network is known for larger sizes
-        points = {n: 100 * efficiency for n, efficiency in found.items()}
-        label = f"{strategy}, weak: predicted beyond"
-        axes.plot(*_xy(points), color=colour, linestyle=":", linewidth=2.0, label=label)
-    return {n for found in further.values() for n in found}
+        points = {n: 100 * efficiency for n, efficiency in beyond.items()}
+        style: Any = {"color": LINES[number % len(LINES)], "linestyle": ":", "linewidth": 2.0}
+        axes.plot(*_xy(points), **style, label=f"{strategy}, weak: predicted beyond")
+    return {n for beyond in further.values() for n in beyond}
 
 
 def references(axes: Any) -> list[tuple[float, float, str]]:
@@ -125,11 +112,9 @@ def references(axes: Any) -> list[tuple[float, float, str]]:
 
 
 def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Writes names at the right of the axes without overlap, each joined to its line by dots.
-
-    If the axes extend far beyond the ends, the names are inside, beside the ends: a dotted line
-    from there to the right would look like a curve.
-    """
+    """Writes names at the right of the axes without overlap, each joined to its line by dots. If
+    the axes extend far beyond the ends, the names are inside, beside the ends: a dotted line from
+    there to the right would look like a curve."""
     at, top = -100.0, axes.get_ylim()[1]
     last = max(x for x, _, _ in ends)
     inside = axes.get_xlim()[1] > FAR * last
@@ -147,13 +132,7 @@ def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
             # Below the curves, which matter most.
             zorder=1.5,
             bbox={"boxstyle": "square,pad=0.05", "color": "white", "linewidth": 0},
-            arrowprops={
-                "arrowstyle": "-",
-                "relpos": (0.0, 0.5),  # from the start of the name, not from behind it
-                "color": GREY,
-                "linewidth": 0.6,
-                "linestyle": DOTS,
-            },
+            arrowprops=ARROW,
         )
 
 

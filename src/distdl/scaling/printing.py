@@ -21,7 +21,7 @@ FILE, PLOT = "scale.json", "scale.png"
 # Measured and predicted efficiency agree if they differ by at most this, plus the spread.
 CLOSE = 0.05
 # Columns that a narrow terminal omits, in this order; scale.json has all of them.
-GIVE_WAY = (
+GIVE_WAY: tuple[str, ...] = (
     "data wait",
     "spread",
     "communication",
@@ -29,8 +29,8 @@ GIVE_WAY = (
     "step",
     "predicted",
     "verdict",
-    "$ an epoch",
 )
+GIVE_WAY += ("$ an epoch",)
 NAME = 20  # characters of a strategy on one line in a narrow terminal
 
 
@@ -67,9 +67,10 @@ def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
         title = f"{mode} scaling: {what}"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in widths:
-            left = name == "strategy"
-            how, floor = ("left", least) if left else ("right", None)
-            table.add_column(name, justify=how, no_wrap=not left, min_width=floor, overflow="fold")  # type: ignore[arg-type]
+            if name == "strategy":
+                table.add_column(name, min_width=least, overflow="fold")
+            else:
+                table.add_column(name, justify="right", no_wrap=True, overflow="fold")
         for line in zip(*(columns[name] for name in widths), strict=True):
             table.add_row(*line)
         console.print(table)
@@ -77,10 +78,8 @@ def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
     if rented and rented.price is None:
         print(f"note    no price of {rented.name} is known here")
     elif rented:
-        print(
-            f"note    prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative), "
-            "as if the device measured here were its own"
-        )
+        costs = f"prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative)"
+        print(f"note    {costs}, as if the device measured here were its own")
 
 
 def percent(share: float | None) -> str:
@@ -89,10 +88,7 @@ def percent(share: float | None) -> str:
 
 def gaps(rows: Sequence[ScalingRow], further: Mapping[str, Mapping[int, object]]) -> list[str]:
     """Where the measurement contradicts the prediction: the worst case of each strategy and mode.
-
-    Args:
-        further: Strategy to devices to the prediction beyond the measured sizes (weak scaling).
-    """
+    `further`: strategy to devices to the prediction beyond the measured sizes (weak scaling)."""
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for row in rows:
         if row.predicted is None or row.efficiency is None or row.is_disturbed:
@@ -120,14 +116,8 @@ def write(
     further: Mapping[str, Mapping[int, Prediction]],
     **more: Any,
 ) -> None:
-    """Writes the table and the plot beside the runs.
-
-    Args:
-        members: The requested runs.
-        before: Other runs measured in that folder.
-        further: As in `gaps`.
-        more: For the JSON file.
-    """
+    """Writes the table, with `more`, and the plot beside the requested runs; `before` are others
+    measured in that folder, `further` is as in `gaps`."""
     folder = members[0].run.path.parent
     first = next(m for m in (*members, *before) if m.result)
     efficiencies = {
@@ -145,8 +135,7 @@ def write(
     write_json(folder / FILE, record)
     print(f"table   {shown(folder / FILE)}")
     if any(row.world_size > 1 and row.efficiency for row in rows):
-        precision = first.result["setting"]["precision"]
-        title = f"Scaling on {first.result['device']}, {precision}"
+        title = f"Scaling on {first.result['device']}, {first.result['setting']['precision']}"
         plot.draw(folder / PLOT, rows, efficiencies, title, first.is_resnet50)
         print(f"plot    {shown(folder / PLOT)}")
     else:  # an older plot would show rows that the table lacks

@@ -11,6 +11,7 @@ from distdl.benchmark.verdict import traced
 from distdl.config.recipe import unit_of
 from distdl.scaling import Link, Links, Prediction, Setting, predict
 from distdl.scaling.setting import STRATEGIES
+from distdl.strategies.pipeline.balance import SEVERAL_PIECES
 from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,14 +72,8 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class Rented:
-    """What a node costs.
-
-    Args:
-        name: Of the VM size.
-        gpus: Of one VM; 0: it has none, and a node is a VM.
-        price: USD per hour of one VM.
-        bandwidth: Bytes per second between VMs; 0 if there is no fast network.
-    """
+    """What a node costs: the name of a VM size, the GPUs of one VM (0: a node is a VM), its price
+    in USD per hour, and the bytes per second between VMs (0: there is no fast network)."""
 
     name: str
     gpus: int
@@ -87,11 +82,7 @@ class Rented:
 
 
 def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
-    """The VM size whose price counts: `vm`, or the launcher's.
-
-    Raises:
-        UserError: There is no such size, or a spot price is requested without one.
-    """
+    """The VM size whose price counts: `vm`, or the launcher's."""
     from distdl.launchers.azureml import vm_sizes
 
     name = vm or launcher.get("vm_size")
@@ -115,6 +106,7 @@ def rows(
 ) -> list[ScalingRow]:
     """A row for each member and mode: first one device, then sorted by strategy."""
     base = next((m.result for m in measured if m.world_size == 1), None)
+    alone = base["real"]["images_per_second"] if base else None
     links, devices = links_of(measured, rented, between), per_node(measured, rented)
     made = []
     for mode, member in itertools.product(modes, measured):
@@ -134,9 +126,7 @@ def rows(
                 rate=rate,
                 spread=(max(real["windows"]) - min(real["windows"])) / rate,
                 step_seconds=real["step_seconds"]["median"],
-                efficiency=rate / member.world_size / base["real"]["images_per_second"]
-                if base
-                else None,
+                efficiency=rate / member.world_size / alone if alone else None,
                 communication=share(result["held"], "communication") if traced(result) else None,
                 data_wait=share(real, "data"),
                 bound=result["verdict"]["bound"],
@@ -164,10 +154,8 @@ def per_node(measured: Iterable[Member], rented: Rented | None) -> int:
 def links_of(
     measured: Sequence[Member], rented: Rented | None, between: Link | None
 ) -> tuple[Link | None, Link | None]:
-    """The links inside a node and between nodes, as measured by the smallest member that has them.
-
-    Between nodes: as given, else as measured, else from the VM's table.
-    """
+    """The links inside a node and between nodes, as measured by the smallest member that has them;
+    between nodes as the user wrote it, else as measured, else from the VM's table."""
     inside = None
     for member in sorted(measured, key=lambda m: m.world_size):
         if link := member.result.get("link"):
@@ -189,15 +177,9 @@ def setting_of(
     devices: int,
     world_size: int,
 ) -> Setting | None:
-    """The input of `distdl.scaling`. Of the measurements on several devices it uses only the links.
-
-    Args:
-        base: The result of one device alone.
-        result: The result whose strategy and batch are used.
-        links: Inside a node and between nodes.
-        devices: Of a full node.
-        world_size: The number of devices to predict for.
-    """
+    """The input of `distdl.scaling` for a number of devices. Of the measurements on several devices
+    it uses only the links (inside a node, between nodes); `base` is the result of one device alone,
+    `result` has the strategy and the batch, `devices` fill a node."""
     model, setting, (inside, between) = base["model"], result["setting"], links
     name, node = setting["strategy"], setting["strategy_node"]
     if name not in STRATEGIES or inside is None or model.get("gradient_bytes") is None:
@@ -208,20 +190,15 @@ def setting_of(
     # In strong scaling a device has a part of the batch, and is assumed to need that part of the
     # time.
     part = setting["global_batch"] / setting["world_size"] / base["setting"]["global_batch"]
-    hook = {"bf16": 0.5, "fp16": 0.5}.get(setting.get("comm_hook") or "", 1.0)
+    hook = 0.5 if setting.get("comm_hook") in ("bf16", "fp16") else 1.0
     more: dict[str, Any] = {}
-    if node.get("bucket_cap_mb") and isinstance(node["bucket_cap_mb"], (int, float)):
-        more["bucket_bytes"] = node["bucket_cap_mb"] * 2**20 * hook
+    if isinstance(bucket := node.get("bucket_cap_mb") or None, (int, float)):
+        more["bucket_bytes"] = bucket * 2**20 * hook
     if name == "pipeline":
-        stages = node.get("stages") or world_size
         schedule = node.get("schedule", "1f1b")
-        several = schedule in ("interleaved", "zero_bubble")
-        more |= {
-            "stages": stages,
-            "micro_batches": node.get("micro_batches"),
-            "schedule": schedule,
-            "pieces_per_stage": node.get("pieces_per_stage", 2) if several else 1,
-        }
+        pieces = node.get("pieces_per_stage", 2) if schedule in SEVERAL_PIECES else 1
+        more |= {"stages": node.get("stages") or world_size, "schedule": schedule}
+        more |= {"micro_batches": node.get("micro_batches"), "pieces_per_stage": pieces}
     return Setting(
         step_seconds=base["real"]["step_seconds"]["median"] * part,
         gradient_bytes=model["gradient_bytes"] * hook,
@@ -288,18 +265,15 @@ def advise(rows: Sequence[ScalingRow]) -> list[str]:
         return ["measure more than one device: --devices 1,2,4"]
     advice: list[str] = []
     several = [r for r in several if not r.is_disturbed]
-    slow = [r for r in several if r.bound == DATA_BOUND]
-    if slow:
+    if slow := [r for r in several if r.bound == DATA_BOUND]:
         advice.append(f"input first, it binds at {slow[0]}: {slow[0].remedies[0]}")
     for mode in dict.fromkeys(r.mode for r in several):
         same = [r for r in several if r.mode == mode]
         inside = max((_efficiency(r) for r in same if r.nodes == 1), default=0)
         across = max((_efficiency(r) for r in same if r.nodes > 1), default=0)
         if inside and across and across < inside - 0.05:
-            advice.append(
-                f"scale up before out ({mode}): {100 * inside:.0f} % inside a node, "
-                f"{100 * across:.0f} % over several"
-            )
+            compared = f"{100 * inside:.0f} % inside a node, {100 * across:.0f} % over several"
+            advice.append(f"scale up before out ({mode}): {compared}")
     poor = sorted((r for r in several if _efficiency(r) < GOOD), key=_efficiency)
     sending = [r for r in poor if (r.communication or 0) > 1 - GOOD]
     if sending:
@@ -308,8 +282,7 @@ def advise(rows: Sequence[ScalingRow]) -> list[str]:
         advice.append(f"{sending[0]} communicates {busy:.0f} % of a step: {remedies}")
     unseen = [r for r in several if r.communication is None]
     advice += [f"{r}: {r.remedies[0]}" for r in unseen if r in poor and r not in slow]
-    idle = [r for r in poor if r not in (*sending, *slow, *unseen)]
-    if idle:
+    if idle := [r for r in poor if r not in (*sending, *slow, *unseen)]:
         advice.append(
             f"{idle[0]} is at {100 * _efficiency(idle[0]):.0f} % without communication being "
             "the cause: devices that share cores, memory or power, or batches too small for them"
