@@ -1,30 +1,51 @@
-"""What a user types -> one config; everything that Hydra refuses is a UserError."""
+"""What a user types -> one config; everything that Hydra refuses is a UserError; and the user's
+./conf: first among the options, never the primary config, in no other application."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from distdl.config import compose
+from distdl.cli import main
+from distdl.config import compose, user_conf
+from distdl.launch import dry_run
 from distdl.util.errors import UserError
+from distdl.validation import resolve, validate
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DISTDL_CONF", raising=False)
     return tmp_path
 
 
-def refused(*overrides: str, sweep: bool = False) -> str:
+def write(folder, files) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text(text)
+
+
+@pytest.fixture
+def conf(folder):
+    write(folder / "conf", {"model/mine": "# my own\n_target_: mine.Model\n"})
+    return folder / "conf"
+
+
+def refused(*overrides, work=compose.compose) -> str:
     with pytest.raises(UserError) as error:
-        if sweep:
-            compose.sweep(overrides)
-        else:
-            compose.compose(overrides)
+        work(overrides)
     return str(error.value)
 
 
@@ -34,33 +55,23 @@ def test_every_group_has_its_default() -> None:
     assert config.experiment_name == "default"
     assert list(config.tracking) == ["mlflow"] and list(config.callbacks) == ["progress"]
     assert compose.compose(["tracking=none", "callbacks=none"]).tracking == {}
-
-
-@pytest.mark.parametrize("sign", ["", "+", "++"])
-def test_an_experiment_however_it_is_written(sign) -> None:
-    config = compose.compose([f"{sign}experiment=resnet50_ddp"])
-    assert config.data.batch_size == 256
-    assert config.experiment_name == "resnet50_ddp"
-
-
-def test_what_comes_over_what_whatever_the_order() -> None:
-    """options < experiment < debug < values."""
-    for order in (
-        ["data.batch_size=3", "debug=cpu", "experiment=resnet50_ddp", "model=resnet18"],
-        ["model=resnet18", "experiment=resnet50_ddp", "debug=cpu", "data.batch_size=3"],
-    ):
-        config = compose.compose(order)
-        assert config.data.batch_size == 3
-        assert config.trainer.precision == "32-true"  # debug's, over the experiment's bf16
-        assert config.schedule.warmup_epochs == 0  # the experiment
-        # A choice on the command line wins over the experiment's.
-        assert config.model.network._target_ == "torchvision.models.resnet18"
-
-
-def test_several_options_of_one_group() -> None:
     config = compose.compose(["tracking=[csv,tensorboard]", "callbacks=[default,ema]"])
     assert list(config.tracking) == ["csv", "tensorboard"]
     assert list(config.callbacks) == ["progress", "ema"]
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_what_comes_over_what_whatever_the_order(sign) -> None:
+    """options < experiment < debug < values."""
+    typed = ["data.batch_size=3", "debug=cpu", f"{sign}experiment=resnet50_ddp", "model=resnet18"]
+    assert compose.compose(typed) == (config := compose.compose(typed[::-1]))
+    assert config.experiment_name == "resnet50_ddp"
+    assert config.data.batch_size == 3
+    assert config.trainer.precision == "32-true"  # debug's, over the experiment's bf16
+    assert config.schedule.warmup_epochs == 0  # the experiment
+    # A choice on the command line wins over the experiment's.
+    assert config.model.network._target_ == "torchvision.models.resnet18"
+    assert compose.compose(typed[2:3]).data.batch_size == 256
 
 
 def test_unknown_keys_and_interpolations_are_left_to_validation() -> None:
@@ -70,32 +81,17 @@ def test_unknown_keys_and_interpolations_are_left_to_validation() -> None:
     assert config._get_node("experiment_name")._value() == "${nope}"
 
 
-def test_options_that_do_not_exist_all_at_once() -> None:
+def test_wrong_options_and_wrong_overrides_are_reported_at_once(folder) -> None:
     text = refused("model=resnet5", "data=imagnet", "optimizer=null", "experiment=nope")
-    assert "model: no option 'resnet5'\n    did you mean model=resnet50?" in text
-    assert "did you mean data=imagenet?" in text
+    assert "did you mean model=resnet50?" in text and "did you mean data=imagenet?" in text
     assert "optimizer: no option 'null'" in text and "available: adamw, lars, none, sgd" in text
     assert "experiment: no option 'nope'" in text
-
-
-def test_what_is_no_override_all_at_once() -> None:
     text = refused("a=[1", "seed=1", "name=a b=c", "~", 'b=[1, "', 'c={"B C": y}', 'd="{"B C": y}"')
     assert text.count("is not an override") == 5
-    assert "it lacks ]: 'a=[1]'" in text
     # What is advised can be typed; a mapping is not a text, and what is quoted is not quoted again.
     assert """'b="[1, \\""'""" in text and text.count("special characters") == 2
-
-
-def test_a_refused_override_does_not_repeat_a_secret() -> None:
     assert "hunter22" not in refused("model.api_token=hunter22[")
-
-
-def test_a_file_that_is_no_yaml(tmp_path) -> None:
-    (tmp_path / "conf/model").mkdir(parents=True)
-    (tmp_path / "conf/model/broken.yaml").write_text("a: [1\nb: 2\n")
-    assert "broken.yaml" in refused("model=broken")
-    (tmp_path / "conf/model/broken.yaml").write_text("defaults:\n  - nothing_here\n")
-    assert "nothing_here" in refused("model=broken")
+    assert list(folder.iterdir()) == []
 
 
 def test_sweeps_are_products_in_order() -> None:
@@ -106,25 +102,18 @@ def test_sweeps_are_products_in_order() -> None:
     several = [["tracking=[csv]"], ["tracking=[csv,mlflow]"]]
     assert compose.sweep(["tracking=[csv],[csv,mlflow]"]) == several
     assert compose.sweep_keys(["seed=1,2", "tags=[a,b]", "+x=choice(1,2)"]) == ["seed", "x"]
-    assert "cannot be counted out" in refused("optimizer.lr=interval(0,1)", sweep=True)
-    assert "matches nothing" in refused("model=glob(nothing*)", sweep=True)
-    assert "matches nothing" in refused("optimizer.lr=glob(*)", sweep=True)
+    for typed in ("model=glob(nothing*)", "optimizer.lr=glob(*)"):
+        assert "matches nothing" in refused(typed, work=compose.sweep)
 
 
-def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command parses each word once, resolves its config once and asks one child."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    from distdl.cli import main
-    from distdl.launch import dry_run
-    from distdl.validation import resolve, validate
-
+def test_one_command_does_each_thing_once(monkeypatch) -> None:
+    """It parses each word once, resolves its config once and asks one child."""
     counted: Counter[str] = Counter()
 
-    def count(owner: Any, name: str, answer: Any = None) -> None:
+    def count(owner, name, answer=None) -> None:
         real = getattr(owner, name)
 
-        def counting(*arguments: Any, **named: Any) -> Any:
+        def counting(*arguments, **named):
             counted[name] += 1
             return answer if answer is not None else real(*arguments, **named)
 
@@ -134,25 +123,77 @@ def test_one_journey(monkeypatch: pytest.MonkeyPatch) -> None:
     count(resolve, "Resolved")
     count(validate, "_ask_child", {"problems": [], "notes": [], "facts": {}})
     count(dry_run, "render", "the request")
-    words = ["optimizer.lr=0.123", "seed=321", "trainer.accelerator=cpu", "dry_run=true"]
+    words = ["optimizer.lr=0.123", "seed=321987", "trainer.accelerator=cpu", "dry_run=true"]
     compose._parsed.cache_clear()
     assert main.main(words) == 0
     assert counted == {"parse_override": 4, "Resolved": 1, "_ask_child": 1, "render": 1}
 
 
-def test_config_dir_adds_and_does_not_shadow(tmp_path) -> None:
-    (tmp_path / "more/model").mkdir(parents=True)
-    (tmp_path / "more/model/mine.yaml").write_text("_target_: mine.Model\n")
-    (tmp_path / "more/model/resnet50.yaml").write_text("_target_: mine.Model\n")
+def test_config_dir_adds_and_does_not_shadow(folder) -> None:
+    write(folder / "more/model", dict.fromkeys(("mine", "resnet50"), "_target_: mine.Model\n"))
     assert compose.compose(["model=mine"], ["more"]).model._target_ == "mine.Model"
     assert compose.compose([], ["more"]).model._target_ == "distdl.models.ImageClassifier"
     # Gone again in the next command of this process.
     assert "no option 'mine'" in refused("model=mine")
-    with pytest.raises(UserError, match="--config-dir"):
-        compose.compose([], ["nowhere"])
 
 
-def test_nothing_is_written(tmp_path) -> None:
-    compose.compose(["experiment=resnet50_ddp"])
-    refused("model=nope")
-    assert list(tmp_path.iterdir()) == []
+# --------------------------------------------------------------------------------- ./conf
+
+
+def test_it_adds_and_shadows(conf) -> None:
+    assert compose.compose(["model=mine"]).model._target_ == "mine.Model"
+    assert user_conf.shadowed() == []
+    write(conf, {"model/resnet50": "_target_: mine.Fifty\n", "brand/new/one": "a: 1\n"})
+    assert compose.compose([]).model == {"_target_": "mine.Fifty"}
+    assert user_conf.shadowed() == ["model/resnet50"]
+
+
+def test_its_experiments_may_use_ours(conf) -> None:
+    defaults = "defaults:\n  - override /model: mine\n  - override /data: imagenet\n"
+    write(conf, {"experiment/mine": f"# @package _global_\n{defaults}seed: 7\n"})
+    config = compose.compose(["experiment=mine"])
+    assert (config.model._target_, config.seed) == ("mine.Model", 7)
+    assert config.data._target_ == "distdl.data.StoredImages"
+
+
+def test_named_by_a_variable(conf, folder, monkeypatch) -> None:
+    os.rename(conf, folder / "settings")
+    assert user_conf.folder() is None
+    monkeypatch.setenv("DISTDL_CONF", "settings")
+    assert user_conf.folder() == folder / "settings"
+    assert compose.compose(["model=mine"]).model._target_ == "mine.Model"
+    monkeypatch.setenv("DISTDL_CONF", "nowhere")
+    assert "DISTDL_CONF: 'nowhere' is not a folder" in refused()
+
+
+def test_inside_a_foreign_hydra_project(conf) -> None:
+    """Its primary config and its own groups are of no interest to us."""
+    files = {"hydra/job_logging": "nonsense: true\n", "db/mysql": "port: 3306\n"}
+    write(conf, {"config": "defaults: [nothing_of_ours]\nseed: 99\n", **files})
+    config = compose.compose([])
+    assert config.seed == 0 and "db" not in config
+
+
+def test_in_our_checkout_conf_is_ours(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert user_conf.folder() is None and user_conf.shadowed() == []
+
+
+def test_other_applications_do_not_see_it(conf) -> None:
+    """Neither those in this process, nor any other Hydra of the environment."""
+    for _ in range(3):  # registered once, however often
+        compose.compose([])
+    plugins = [p.__name__ for p in Plugins.instance().discover(SearchPathPlugin)]
+    assert plugins.count("UserConf") == 1
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf / "model"), version_base="1.3"):
+        path = GlobalHydra.instance().config_loader().get_search_path()
+        assert not any(e.provider == "distdl-user" for e in path.get_path())
+        assert hydra_compose("mine")._target_ == "mine.Model"
+    GlobalHydra.instance().clear()
+    code = (
+        "from hydra.core.plugins import Plugins\n"
+        "print([p.__module__ for p in Plugins.instance().discover()])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "distdl" not in shown.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -12,7 +10,7 @@ from distdl.config import recipe as configs
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DISTDL_CONF", raising=False)
 
@@ -24,12 +22,15 @@ ELSEWHERE = [
 ]
 
 
+def recipe(*overrides):
+    return configs.recipe_of(compose.compose(overrides))
+
+
 def test_the_recipe_does_not_depend_on_where_it_runs() -> None:
-    here, there = compose.compose(["seed=3"]), compose.compose(["seed=3", *ELSEWHERE])
-    text = configs.to_yaml(configs.recipe_of(here))
-    assert text == configs.to_yaml(configs.recipe_of(there))
+    text = configs.to_yaml(recipe("seed=3"))
+    assert text == configs.to_yaml(recipe("seed=3", *ELSEWHERE))
     assert "seed: 3" in text and "hydra" not in text
-    assert configs.to_yaml(configs.recipe_of(compose.compose(["seed=4"]))) != text
+    assert configs.to_yaml(recipe("seed=4")) != text
 
 
 def test_where_it_runs_holds_the_rest() -> None:
@@ -52,40 +53,27 @@ def test_both_together_are_the_config_again() -> None:
     assert changed.data.batch_size == 7 and merged.data.batch_size == 256
 
 
-@pytest.mark.parametrize("experiment", [None, "resnet50_ddp", "resnet50_imagenet"])
-def test_the_frozen_file_reads_as_what_was_written(experiment, tmp_path) -> None:
-    config = compose.compose([f"experiment={experiment}"] if experiment else [])
-    recipe = configs.recipe_of(config)
-    (tmp_path / "config.yaml").write_text(configs.to_yaml(recipe))
-    loaded = OmegaConf.load(tmp_path / "config.yaml")
-    assert loaded == recipe
-    assert OmegaConf.to_container(loaded) == OmegaConf.to_container(recipe)
+@pytest.mark.parametrize("overrides", [[], ["experiment=resnet50_imagenet"]])
+def test_the_frozen_file_reads_as_what_was_written(overrides) -> None:
+    written = recipe(*overrides)
+    assert OmegaConf.create(configs.to_yaml(written)) == written
 
 
 def test_what_only_hydra_knows_is_resolved_and_the_environment_is_not(monkeypatch) -> None:
-    monkeypatch.setenv("PLACE", "/secret/place")
-    named = ["name=run-${now:%Y}-${hydra:job.name}", "tags=['${hydra:job.name}']"]
-    config = compose.compose([*named, "+data.root=${oc.env:PLACE}"])
-    recipe = configs.recipe_of(config)
-    plain = OmegaConf.to_container(recipe, resolve=False)
+    monkeypatch.setenv("SECRET_FOLDER", "/secret/folder")
+    named = ["name=run-${now:%Y}-${hydra:job.name}", "tags=${hydra:overrides.task}", "seed=1"]
+    config = compose.compose(
+        [*named, "+data.root=${oc.env:SECRET_FOLDER}", "dry_run=${hydra:job.chdir}"]
+    )
+    plain = OmegaConf.to_container(configs.recipe_of(config), resolve=False)
     assert plain["name"].startswith("run-20") and plain["name"].endswith("-distdl")
-    assert plain["tags"] == ["distdl"]
-    assert plain["data"]["root"] == "${oc.env:PLACE}"
-    assert "/secret/place" not in configs.to_yaml(recipe)
+    assert "++seed=1" in plain["tags"] and configs.where_of(config).dry_run is False
+    assert plain["data"]["root"] == "${oc.env:SECRET_FOLDER}"
     assert plain["model"]["num_classes"] == "${data.num_classes}"
 
 
-def test_what_is_resolved_keeps_its_type() -> None:
-    config = compose.compose(
-        ["tags=${hydra:overrides.task}", "dry_run=${hydra:job.chdir}", "seed=1"]
-    )
-    assert "++seed=1" in configs.recipe_of(config).tags
-    assert configs.where_of(config).dry_run is False
-
-
 def test_the_difference_is_what_people_read() -> None:
-    old = configs.recipe_of(compose.compose([]))
-    new = configs.recipe_of(compose.compose(["optimizer.lr=0.5", "+tags=[a]"]))
+    old, new = recipe(), recipe("optimizer.lr=0.5", "+tags=[a]")
     shown = configs.difference(old, new).splitlines()
     assert "-  lr: 0.1" in shown and "+  lr: 0.5" in shown
     assert shown[:2] == ["--- stored", "+++ given"]
@@ -100,14 +88,11 @@ def test_paths_and_hashes() -> None:
     assert len(configs.hash_of("a")) == 8 and len(configs.hash_of("a", 6)) == 6
 
 
-@pytest.mark.parametrize(
-    ("epochs", "steps", "expected"),
-    [
-        (3, -1, "trainer.max_epochs=<more>"),
-        (3, 9, "trainer.max_epochs=<more> trainer.max_steps=<more>"),
-        (-1, 9, "trainer.max_steps=<more>"),
-    ],
-)
-def test_how_to_train_longer(epochs: int, steps: int, expected: str) -> None:
-    config = OmegaConf.create({"trainer": {"max_epochs": epochs, "max_steps": steps}})
-    assert configs.longer(config) == expected
+LENGTHS = {(3, -1): "max_epochs", (3, 9): "max_epochs max_steps", (-1, 9): "max_steps"}
+
+
+@pytest.mark.parametrize(("length", "keys"), LENGTHS.items())
+def test_how_to_train_longer(length, keys) -> None:
+    config = {"trainer": dict(zip(("max_epochs", "max_steps"), length, strict=True))}
+    expected = " ".join(f"trainer.{key}=<more>" for key in keys.split())
+    assert configs.longer(OmegaConf.create(config)) == expected
