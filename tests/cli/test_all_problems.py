@@ -31,10 +31,8 @@ ELSEWHERE = {"data": "data.root", "callbacks.stop._target_": "callbacks.stop.mon
 OWN = """
 import torch
 from lightning.pytorch import Callback, LightningModule
-
 class Casts(Callback):
     def __init__(self, dtype: torch.dtype | None = None): self.dtype = dtype
-
 class Manual(LightningModule):
     def __init__(self, **arguments):
         super().__init__()

@@ -23,7 +23,6 @@ CPU = ("debug=cpu", "trainer.devices=2")
 MINE = """
 import distdl
 from lightning.pytorch import Callback
-
 class Witness(Callback):
     def on_train_start(self, trainer, module):
         print("ours:", distdl.__file__, "mine:", __file__, flush=True)
@@ -32,15 +31,12 @@ class Witness(Callback):
 MORE = """
 from distdl.util.errors import Problem, UserError
 from my_launchers.background import BackgroundLauncher
-
 class Away(BackgroundLauncher):
     def reach(self, request):
         raise UserError(Problem("launcher", "nobody is there"))
-
 class Full(BackgroundLauncher):
     def submit(self, request):
         raise UserError(Problem("launcher", "the queue is full"))
-
 class Alone(BackgroundLauncher):
     in_turn = True
 """

@@ -20,27 +20,21 @@ experiment=solar | no option 'solar' | there is no ./conf here; available:
 nodes=2 | nodes: unknown key | trainer.num_nodes?
 # As Hydra, its templates and Lightning have it.
 hydra/launcher=joblib | hydra/launcher: | launcher=slurm
-hydra.run.dir=x | hydra.run.dir: | output_dir=FOLDER
 --config-name train | --config-name: | experiment=NAME
 ckpt_path=a.ckpt | checkpoint.resume_from=FILE | task.checkpoint=FILE
 trainer=gpu | trainer: no option 'gpu' | trainer.accelerator=gpu trainer.devices=1
-trainer.lr=0.1 | trainer.lr: lightning's Trainer takes no | optimizer.lr=...
 checkpoint=x.ckpt | checkpoint: must be a mapping | checkpoint.resume_from=FILE
-checkpoint.save_top_k=3 | checkpoint.save_top_k: | checkpoint.keep_last=N
 epochs=3 | epochs: unknown key | trainer.max_epochs=N
 patience=3 | patience: | callbacks.early_stopping.patience=...
 early_stopping.patience=3 | callbacks=[default,early_stopping]
 logger=wandb | logger: unknown key | tracking=wandb
 --gpus 2 | written without dashes: trainer.devices=N
---experiment solar | written without dashes: experiment=solar
 --lr 0.1 | dashes: optimizer.lr=... | or model.lr=... where the model makes
 --batch-size=32 | written without dashes: data.batch_size=32
-optimizer=none optimizer.lr=0.1 | optimizer: there is none here to take lr (optimizer=none | such as model.lr=..., or
 # Slips of the hand.
 train debug=cpu | train: is not a command | python -m distdl debug=cpu
 test | python -m distdl resume RUN task=test
 resume | RUN: | python -m distdl jobs list
-resume trainer.max_epochs=3 | RUN:
 resme outputs/x | did you mean: python -m distdl resume
 seed = 3 | seed=3: the shell takes it for several words | write seed=3
 seed= 3 | write seed=3
@@ -49,11 +43,8 @@ resume outputs/x/y seed = 3 | there is no such folder
 -m optimizer.lr=0.1, 0.2 | write optimizer.lr=0.1,0.2
 {word}trainer.max_epochs = 3 | trainer.max_epochs: | write trainer.max_epochs=3
 seed:3 | seed:3: is not an override | write seed=3
-trainer.max_epochs: 3 | write trainer.max_epochs=3
 seed==3 | 'seed==3' is not an override | write seed=3
-seed 3 | seed: is not an override | write seed=3
 trainer,max_epochs=3 | write trainer.max_epochs=3
-optimizer.lr=“0.1” | write optimizer.lr=0.1
 tags=[„a b“,c] | write 'tags=["a b",c]'
 –m seed=1,2 | write -m
 name=größe | name: must be made of letters from a to z | not 'größe'
@@ -65,10 +56,8 @@ trainer.max_epochs=1,2 | several values, and no sweep | add -m
 trainer.max_epochs=3.0 | trainer.max_epochs: | write trainer.max_epochs=3
 data.batch_size=1e3 | data.batch_size: | write data.batch_size=1000
 data.image_size=0 | data.image_size: must be an integer of at least 1
-data.num_workers=None | data.num_workers: | write data.num_workers=null
 checkpoint.resume_from=None | resume_from: | write checkpoint.resume_from=null
 trainer.detect_anomaly=yes | write trainer.detect_anomaly=true
-trainer.precision=fp16 | trainer.precision: | 16-mixed or bf16-mixed
 trainer.limit_train_batches=0 | 0 is a training of no batches | task=validate
 seed=${env:HOME} | seed: uses a resolver | write seed='${oc.env:HOME}'
 seed=${data.seed} | refers to itself
@@ -78,10 +67,8 @@ model._target_=mine:Net | model._target_: is not a dotted path | write mine.Net
 output_dir= | output_dir: is empty
 output_dir=/dev/null/runs | output_dir: /dev/null is a file
 output_dir=s3://mine/runs | s3://mine/runs is not a folder | choose another
-output_dir={300 letters} | output_dir: cannot be made: File name too long
 checkpoint.resume_from=nowhere.ckpt | resume_from=nowhere.ckpt: no such checkpoint
 checkpoint.resume_from={file} | is not a checkpoint, or not all of one | Lightning
-task=test task.checkpoint=nowhere.ckpt | task.checkpoint=nowhere.ckpt: no such check
 task=test task.checkpoint= | task.checkpoint=: names no checkpoint
 resume outputs/nothing/here | outputs/nothing/here
 # Options of the command line, and sweeps.
@@ -94,21 +81,16 @@ resume outputs/nothing/here | outputs/nothing/here
 -m name=a,b | name: a sweep names its members itself
 -m experiment=resnet50_ddp,imagenette_cpu | missing, in the member experiment=imagenette_cpu
 convert x --to zero3 | --to: there is no 'zero3' | --to deepspeed_zero3?
-"""  # noqa: E501, RUF001
+"""  # noqa: RUF001
 # In a project that was taken over from lightning-hydra-template or LightningCLI.
 TEMPLATE = """
 trainer=ddp_sim | trainer:  | strategy=ddp trainer.accelerator=cpu trainer.devices=2
 logger=many_loggers | logger:  | several: tracking=[mlflow,tensorboard]
-logger.csv.name=x | logger.csv.name:  | tracking=csv tracking.csv.name=...
-debug=profiler | debug:  | did you mean debug=profile?
-callbacks=[default,model_summary] | callbacks:  | trainer.enable_model_summary=true
 callbacks.model_checkpoint.monitor=a | model_checkpoint:  | checkpoint.monitor=METRIC
 data.data_dir=${paths.data_dir} | data.data_dir: refers to paths. | data.root=FOLDER
 task=predict | task:  | Module.load_from_checkpoint
 src/train.py experiment=example | src/train.py:  | python -m distdl experiment=example
 experiment=example +experiment=example | chosen twice: example, example | `- example` und
-experiment=configs/experiment/example.yaml | experiment:  | mean experiment=example?
-data=conf/data/points.yaml | data: no option | did you mean data=points?
 model/net=wide_ | model/net: no option 'wide_' | did you mean model/net=wide?
 +model.class_path=a.Net +model.init_args.c=1 | model: class_path | {_target_: a.Net, c:
 model=odd | model: names no class (_target_), only | in a file: _target_: package.Class
@@ -128,11 +110,8 @@ model/lost | defaults:\n  - nothing\n | model: no option 'nothing', in model/los
 experiment/a | defaults:\n  - a\n | experiment/a.yaml: names itself under defaults: experiment/a -> experiment/a
 experiment/latin | # one\n# größe\n | experiment/latin.yaml: is not UTF-8: invalid start byte, line 2
 experiment/a | {all}defaults:\n  - /data: synthetic\n | in the file: - override /data: NAME
-experiment/a | {all}defaults:\n  - /data: synthetic_jpeg\n | in the file: - override /data: synthetic_jpeg
 experiment/a | {all}defaults:\n  - override data: synthetic\n | in experiment/a.yaml | - override /data: NAME
-experiment/a | {all}defaults: [data: points] | in experiment/a.yaml | - override /data: points
 experiment/a | {all}defaults:\n  - override /callbacks: [defalt]\n | did you mean callbacks=default?
-experiment/a | {all}defaults:\n  - override /cllbacks: [default]\n | in the file: - override /callbacks: NAME
 experiment/a | defaults:\n  - override /data: synthetic\n | experiment/a.yaml: its keys land below it
 experiment/a | model: {a: 1}\ndata: {b: 2} | experiment: its keys | # @package _global_
 experiment/a | {all}model: {class_path: a.Net, init_args: {width: 3}} | model: class_path and init_args are \
@@ -154,8 +133,7 @@ trainer.devices=[] trainer.devices=abc trainer.devices=[0,1] trainer.devices=[a]
 trainer.num_nodes=0 trainer.num_nodes=2 trainer.num_nodes=abc trainer.num_nodes=null name=a/b
 name=../x name='' experiment_name=../x model@somewhere=resnet18 =5
 """.split()  # noqa: SIM905
-MEANT = {"{home}": str(Path.home()), "{file}": __file__}
-MEANT |= {f"{{{count} letters}}": count * "a" for count in (201, 300)}
+MEANT = {"{home}": str(Path.home()), "{file}": __file__, "{201 letters}": 201 * "a"}
 
 
 def check_one(output, *parts: str) -> None:

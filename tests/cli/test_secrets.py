@@ -23,11 +23,9 @@ LEAKY = """
 import logging, os, time, warnings
 from pathlib import Path
 from lightning.pytorch import Callback
-
 class Leaky(Callback):
     def __init__(self, token: str) -> None:
         self.token = token
-
     def on_train_start(self, trainer, module):
         logging.getLogger("mine").info("connecting with %s", self.token)
         logging.getLogger("mine").error("Authorization: Bearer %s", self.token)
@@ -35,7 +33,6 @@ class Leaky(Callback):
         if trainer.global_rank:  # the terminal is the user's own
             print("printed", self.token)
             os.system("echo by another process: $SAMPLE_API_KEY >&2")
-
     def on_train_end(self, trainer, module):
         # After MLflow has it: a rank that waits for it is killed 30 s after the other's end.
         end = time.monotonic() + 100

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 SOURCE = ROOT / "src" / "distdl"
 
 # Lowest first. A file imports from its own package and from lower ones, at the top and inside
-# functions alike. Only files of `planner` and of those with torch import it, Lightning or MLflow at their top.
+# functions alike. Only `planner` and WITH_TORCH import torch, Lightning or MLflow at the top.
 LOWEST = ("util", "job", "stores", "ranks", "config", "datasets", "runs", "validation")
 WITH_TORCH = (
     *("distributed", "optim", "checkpoint", "tracking", "models", "data", "strategies"),

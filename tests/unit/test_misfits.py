@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -29,9 +30,6 @@ class ByHand(BoringModel):  # True
     def __init__(self, width=3):
         super().__init__()
         self.automatic_optimization = False
-class Inherits(ByHand):  # True
-    def __init__(self):
-        super().__init__(2)
 class Again(ByHand):  # False
     def __init__(self):
         super().__init__()
@@ -53,12 +51,6 @@ class Depends(BoringModel):  # None
         super().__init__()
         if manual:
             self.automatic_optimization = False
-class Later(ByHand):  # None
-    def __init__(self):
-        super().__init__()
-        self.configure(True)
-    def configure(self, automatic):
-        self.automatic_optimization = automatic
 class Both(BoringModel):  # None
     def __init__(self, automatic=True):
         super().__init__()
@@ -73,52 +65,38 @@ class ByName(BoringModel):  # None
     def __init__(self):
         super().__init__()
         setattr(self, "automatic_optimization", False)
-class Reads(BoringModel):  # False
-    def training_step(self, batch, batch_idx):
-        assert self.automatic_optimization
-        return super().training_step(batch, batch_idx)
 class Several(BoringModel):  # False
     def configure_optimizers(self):
         return [SGD(self.parameters(), 0.1), Adam(self.parameters())], []
 """
-EXPECTED = {"BoringModel": False, "dict": None}
-EXPECTED |= {
-    line[6:].partition("(")[0].partition(":")[0]: {"True": True, "False": False}.get(
-        line.split()[-1]
-    )
-    for line in MODELS.splitlines()
-    if line.startswith("class")
-}
+EXPECTED = re.findall(r"^class (\w+).*  # (\w+)$", f"{MODELS}class BoringModel:  # False", re.M)
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    (folder / "sample_models.py").write_text(f"{MODELS}dict = dict\n")
+    (folder / "sample_models.py").write_text(MODELS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield importlib.import_module("sample_models")
 
 
-@pytest.mark.parametrize(("name", "manual"), EXPECTED.items())
+@pytest.mark.parametrize(("name", "manual"), EXPECTED)
 def test_a_class_that_steps_by_hand_is_known_by_its_source(name, manual, models) -> None:
     cls = getattr(models, name)
-    assert by_hand(cls) is manual
+    assert str(by_hand(cls)) == manual
     if issubclass(cls, BoringModel):
-        instance = by_hand(cls())
-        assert isinstance(instance, bool) and manual in (None, instance)
+        assert str(by_hand(cls())) in (("True", "False") if manual == "None" else manual)
 
 
 SEVERAL = """
 return [self.g, self.d], [] | True
-return [self.one()], [self.schedule()] | False
 return [*self.all()], [] | False
 return self.g, self.d | may be optimizers and schedules: False
 return [self.a, self.b, self.c] | True
 return {'optimizer': self.g}, {'optimizer': self.d} | True
 return {'optimizer': self.g, 'lr_scheduler': self.s} | False
-return [self.g] | False
 if self.x: return self.g; return [self.g, self.d], [] | False
 return [self.g, self.d], [lambda: 0] | True
 def f(): return [1, 2, 3]; return f() | False
@@ -142,17 +120,13 @@ ByHand BatchSizeFinder GradientAccumulationScheduler | trainer.gradient_clip_val
 trainer.accumulate_grad_batches BatchSizeFinder GradientAccumulationScheduler
 BoringModel BatchSizeFinder GradientAccumulationScheduler | BatchSizeFinder GradientAccumulationScheduler
 Depends BatchSizeFinder GradientAccumulationScheduler | BatchSizeFinder GradientAccumulationScheduler
-ByHand no EarlyStopping | -
 ByHand no distdl.strategies.PipelineStrategy | strategy
 ByHand no distdl.strategies.DeepSpeedStrategy | -
 Several distdl.strategies.DDPStrategy | model
-BoringModel distdl.strategies.DDPStrategy | -
 BoringModel ModelPruning distdl.strategies.FSDPStrategy | ModelPruning
-BoringModel ModelPruning distdl.strategies.DeepSpeedStrategy | ModelPruning
 BoringModel ModelPruning distdl.strategies.DDPStrategy | -
 BoringModel BackboneFinetuning distdl.strategies.auto | BackboneFinetuning
 BoringModel BackboneFinetuning lightning.pytorch.strategies.DDPStrategy | BackboneFinetuning
-BoringModel BackboneFinetuning distdl.strategies.DDPStrategy | -
 """  # noqa: E501
 
 
