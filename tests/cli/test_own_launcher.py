@@ -78,7 +78,7 @@ def run(project, package):
 
 
 @pytest.fixture
-def command_there(command, without_stage_2, project, package, monkeypatch):
+def command_there(command, project, package, monkeypatch):
     """Commands in this process, in the project, with the package importable, also by children."""
     monkeypatch.setenv("PYTHONPATH", str(package))
     monkeypatch.syspath_prepend(str(package))
@@ -133,7 +133,7 @@ def test_where_nothing_queues_a_sweep_runs_one_after_the_other(run, project) -> 
     assert second["started"] >= first["ended"]
 
 
-def test_it_must_be_allowed(command_there, project) -> None:
+def test_it_must_be_allowed(command_there, project, without_stage_2) -> None:
     output = command_there("launcher=background", *CPU, "dry_run=true")
     assert output.code == 2 and "  launcher._target_: " in output.err and ALLOW in output.err
     before = sorted(project.rglob("*"))
@@ -143,7 +143,7 @@ def test_it_must_be_allowed(command_there, project) -> None:
     assert sorted(project.rglob("*")) == before
 
 
-def test_the_yaml_may_come_with_the_package(command_there, tmp_path) -> None:
+def test_the_yaml_may_come_with_the_package(command_there, tmp_path, without_stage_2) -> None:
     write(tmp_path / "their", {"launcher/theirs.yaml": CONF["conf/launcher/background.yaml"]})
     typed = (
         "--config-dir",
@@ -157,7 +157,7 @@ def test_the_yaml_may_come_with_the_package(command_there, tmp_path) -> None:
     assert output.code == 0 and "nice -n 10" in output.out, output
 
 
-def test_what_its_platform_refuses(command_there, project) -> None:
+def test_what_its_platform_refuses(command_there, project, without_stage_2) -> None:
     folder = project / "outputs/default"
     away, full = (f"launcher._target_=more.{name}" for name in ("Away", "Full"))
     output = command_there(*CPU, *LAUNCHER, away, "name=refused")
@@ -181,7 +181,9 @@ def test_what_its_platform_refuses(command_there, project) -> None:
     assert not (folder / "unset").exists()
 
 
-def test_a_run_of_a_launcher_that_is_not_installed_any_more(command_there, project) -> None:
+def test_a_run_of_a_launcher_that_is_not_installed_any_more(
+    command_there, project, without_stage_2
+) -> None:
     command_there(*CPU, *LAUNCHER, "launcher._target_=more.Full", "name=gone")
     (project / "more.py").unlink()
     sys.modules.pop("more")
@@ -195,12 +197,9 @@ def test_a_run_of_a_launcher_that_is_not_installed_any_more(command_there, proje
     assert output.code == 2 and "did you mean outputs/default/gone?" in output.err
 
 
-def test_its_settings_are_checked(command, project, package, monkeypatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.syspath_prepend(str(package))
-    monkeypatch.chdir(project)
+def test_its_settings_are_checked(command_there) -> None:
     wrong = ("launcher.niceness=20", "trainer.num_nodes=2", "dry_run=true")
-    output = command(*CPU, *LAUNCHER, *wrong)
+    output = command_there(*CPU, *LAUNCHER, *wrong)
     assert output.code == 2
     assert "launcher.niceness: 20 is not 0 to 19\n      launcher.niceness=10" in output.err
     assert "this is one machine" in output.err

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import hydra.utils
 import pytest
@@ -289,8 +290,8 @@ hangs.f | importing what the config names took more than
 def test_a_real_child(target, parts, project, monkeypatch, capfd) -> None:
     """It answers through noise, and it may die or hang."""
     if target == "hangs.f":
-        expired = subprocess.TimeoutExpired("python", 1)
-        monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(expired))
+        expired = mock.Mock(side_effect=subprocess.TimeoutExpired("python", 1))
+        monkeypatch.setattr(subprocess, "run", expired)
     config = {"callbacks": {"x": node(target)}}  # without torch
     (problem,), _, _ = check_bindings(config, None, str(project), local=True)
     check_parts(str(problem), parts)

@@ -24,9 +24,9 @@ def test_a_bad_name_is_left_out(name, tmp_path, capsys) -> None:
     assert line.startswith(f"left out   {name!a}: ") and BAD[name] in line
 
 
-@pytest.mark.parametrize("names", [ORDINARY, ["a", "a/b"]])
-def test_ordinary_names_go(names, tmp_path) -> None:
-    assert list(places(tmp_path, names)) == names
+def test_ordinary_names_go(tmp_path) -> None:
+    assert list(places(tmp_path, ORDINARY)) == ORDINARY
+    assert list(places(tmp_path, ["a", "a/b"])) == ["a/b"]
 
 
 def test_a_link_in_the_folder_is_not_followed(tmp_path, capsys) -> None:

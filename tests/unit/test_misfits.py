@@ -9,13 +9,11 @@ import re
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from sample_config import problems, rows
-from torch.optim import SGD
 
 from distdl.callbacks import StepMetrics
 from distdl.util.errors import UserError
@@ -24,6 +22,8 @@ from distdl.worker import main
 
 # After each class: whether it steps by hand, None where its source does not show it.
 MODELS = """
+from math import nan
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.optim import SGD, Adam
 class ByHand(BoringModel):  # True
@@ -68,6 +68,20 @@ class ByName(BoringModel):  # None
 class Several(BoringModel):  # False
     def configure_optimizers(self):
         return [SGD(self.parameters(), 0.1), Adam(self.parameters())], []
+class Two(BoringModel):  # False
+    def configure_optimizers(self):
+        return [SGD(self.parameters(), 0.1), SGD(self.parameters(), 0.1)]
+class Brings(BoringModel):  # False
+    def configure_callbacks(self):
+        return [BatchSizeFinder()]
+class Own(BoringModel):  # False
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        self.log("train/loss", output["loss"], on_step=False, on_epoch=True)
+        return output
+class Broken(BoringModel):  # False
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"] * (1 if batch_idx < 2 else nan)
 """
 EXPECTED = re.findall(r"^class (\w+).*  # (\w+)$", f"{MODELS}class BoringModel:  # False", re.M)
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
@@ -164,18 +178,13 @@ def test_validation_finds_them(task, paths, models) -> None:
     assert [problem.path for problem in problems(changes)] == paths
 
 
-class Brings(BoringModel):
-    def configure_callbacks(self):
-        return [BatchSizeFinder()]
-
-
 def test_what_only_the_real_things_show(models) -> None:
     trainer = pl.Trainer(accelerator="cpu", gradient_clip_val=0.5, **OFF)
     trainer.strategy.connect(models.Depends())
     with pytest.raises(UserError, match=r"self.clip_gradients\(optimizer, 0.5, 'norm'\)"):
         refuse(trainer)
     trainer = pl.Trainer(accelerator="cpu", **OFF)
-    trainer.strategy.connect(Brings())
+    trainer.strategy.connect(models.Brings())
     trainer.strategy.lightning_module.trainer = trainer
     refuse(trainer)
     trainer._callback_connector._attach_model_callbacks()
@@ -186,36 +195,25 @@ def test_what_only_the_real_things_show(models) -> None:
 # ------------------------------------------------------------------- what comes in the middle
 
 
-def refused_by_lightning() -> None:
-    pl.Trainer(accelerator="cpu", logger=False, limit_train_batches=1.5)
+def training_step() -> None:
+    raise RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert")
 
 
-def checked_by_lightning() -> None:
-    class Two(BoringModel):
-        def configure_optimizers(self):
-            return [SGD(self.parameters(), 0.1), SGD(self.parameters(), 0.1)]
-
-    pl.Trainer(accelerator="cpu", fast_dev_run=True, **OFF).fit(Two())
-
-
-def mixed() -> None:
-    def training_step() -> None:
-        raise RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert")
-
-    training_step()
-
-
+CPU = {"accelerator": "cpu", **OFF}
 RAISED = [
-    (refused_by_lightning, "", "invalid value 1.5"),
-    (checked_by_lightning, "model", "(?s)Lightning refuses .* parameter groups"),
-    (mixed, "strategy", r"(?s)weights .*test_misfits.py, line .*strategy=ddp"),
+    (lambda _: pl.Trainer(**CPU, limit_train_batches=1.5), "", "invalid value 1.5"),
+    (
+        lambda models: pl.Trainer(**CPU, fast_dev_run=True).fit(models.Two()),
+        *("model", "(?s)Lightning refuses .* parameter groups"),
+    ),
+    (lambda _: training_step(), "strategy", r"(?s)weights .*test_misfits.py, line .*strategy=ddp"),
 ]
 
 
 @pytest.mark.parametrize(("work", "path", "text"), RAISED)
-def test_what_lightning_raises_is_for_the_user(work, path, text) -> None:
+def test_what_lightning_raises_is_for_the_user(work, path, text, models) -> None:
     with pytest.raises(UserError, match=text) as error, main.lightnings_refusals():
-        work()
+        work(models)
     assert error.value.problems[0].path == path and error.value.__cause__ is not None
 
 
@@ -238,23 +236,6 @@ def test_a_call_that_the_logger_does_not_have(tmp_path) -> None:
 # ------------------------------------------------------ a module's own metrics beside distdl's
 
 
-class Own(BoringModel):
-    """Logs train/loss once an epoch, under the name that distdl has for its own."""
-
-    def training_step(self, batch, batch_idx):
-        output = super().training_step(batch, batch_idx)
-        self.log("train/loss", output["loss"], on_step=False, on_epoch=True)
-        return output
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.step(batch))
-
-
-class Broken(BoringModel):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx)["loss"] * (1 if batch_idx < 2 else torch.nan)
-
-
 class Memory(CSVLogger):
     """Keeps what is logged."""
 
@@ -270,20 +251,21 @@ def train(folder, model, *callbacks):
     return logger.logged
 
 
-def test_no_value_of_ours_under_a_name_of_theirs(tmp_path) -> None:
-    logged = train(tmp_path, Own())
+def test_no_value_of_ours_under_a_name_of_theirs(tmp_path, models) -> None:
+    """The module logs train/loss once an epoch."""
+    logged = train(tmp_path, models.Own())
     assert [entry["step"] for entry in logged if "train/loss" in entry] == [3]
     assert [entry["step"] for entry in logged if "perf/data_wait" in entry] == [1, 2, 3, 4]
 
 
-def test_a_metric_that_is_misspelt(tmp_path) -> None:
+def test_a_metric_that_is_misspelt(tmp_path, models) -> None:
     with pytest.raises(RuntimeError) as error:
-        train(tmp_path, Own(), EarlyStopping("val/los"))
+        train(tmp_path, models.Own(), EarlyStopping("val/los"))
     problem = explained(error.value)
     assert "val/los" in problem.what and "monitor=" in problem.remedy
 
 
-def test_a_loss_that_is_nan_is_logged_once_with_the_step(tmp_path, caplog) -> None:
-    train(tmp_path, Broken())
+def test_a_loss_that_is_nan_is_logged_once_with_the_step(tmp_path, models, caplog) -> None:
+    train(tmp_path, models.Broken())
     (text,) = [r.getMessage() for r in caplog.records if "the loss is" in r.getMessage()]
     assert text.startswith("the loss is nan since step 3 at the latest")
