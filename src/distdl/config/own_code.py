@@ -17,20 +17,20 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
     First the current folder, if it is in the project, then the project's root, each with its `src`
     unless that is a package itself. Then the other entries of sys.path below the root: $PYTHONPATH,
-    and packages installed in editable mode. Folders outside the project are left out, since a job
-    has only a copy of the project.
-
-    A run's folder is left out too, even if it is the current one: it may come from somebody else.
+    and packages installed in editable mode. Left out are folders outside the project, of which a
+    job has no copy, and a run's folder, which may come from somebody else.
     """
-    project, folder = Path(root).resolve(), Path.cwd()
-    places: list[Path] = []
-    for top in [folder, project] if folder.is_relative_to(project) else [project]:
-        places.append(top)
+    project, current = Path(root).resolve(), Path.cwd()
+    folders: list[Path] = []
+    for top in [current, project] if current.is_relative_to(project) else [project]:
+        folders.append(top)
         if (top / "src").is_dir() and not (top / "src" / "__init__.py").exists():
-            places.append(top / "src")
+            folders.append(top / "src")
     known = [Path(entry) for entry in sys.path]
-    places += [f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)]
-    return tuple(dict.fromkeys(str(place) for place in places if not in_a_run(place)))
+    folders += [
+        f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)
+    ]
+    return tuple(dict.fromkeys(str(folder) for folder in folders if not in_a_run(folder)))
 
 
 def python_path(root: Path) -> list[str]:
