@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from tests.conftest import distdl
 
 HEAVY = ("torch", "torchvision", "lightning", "mlflow", "scipy", "matplotlib")
-HELP = """* resnet50 |  timm |* mlflow |  resnet50_ddp |  cpu |resume|any model of timm by its name
-python -m distdl experiment=resnet50_ddp debug=cpu"""
+HELP = """* resnet50 |  timm |* mlflow |  resnet50_ddp |  cpu |resume|any model of timm by its \
+name|python -m distdl experiment=resnet50_ddp debug=cpu"""
 GROUPS = "model data optimizer schedule strategy launcher tracking trainer callbacks task debug"
 
 
@@ -47,7 +47,6 @@ LIGHT = {
     "--cfg job --resolve -p model": [],
     "-sc install=bash": ["complete", "distdl"],
     "lrr": ["lrr"],
-    "trainer.max_epoch=1": ["did you mean trainer.max_epochs?"],
 }
 
 
@@ -58,6 +57,13 @@ def test_these_need_no_torch(typed, no_torch, tmp_path) -> None:
     assert all(part.strip("\n") in done.stdout + done.stderr for part in LIGHT[typed])
     assert done.returncode == (2 if refused and "-sc" not in typed else 0), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
+    code = "import sys; from distdl.cli.main import main; main(['trainer.max_epoch=1'])"
+    code += f"; print(sorted({{*{HEAVY}, 'hydra'}} & {{*sys.modules}}))"
+    done = distdl(cwd=tmp_path, module=("-c", code), fresh=True)
+    assert "did you mean trainer.max_epochs?" in done.stderr and done.stdout == "['hydra']\n"
 
 
 def test_the_console_script_is_the_same(tmp_path) -> None:

@@ -292,6 +292,7 @@ class Manual(LightningModule):
     def __init__(self, **arguments):
         super().__init__()
         self.automatic_optimization = False
+    def training_step(self, batch, batch_idx): ...
 """
 
 

@@ -118,7 +118,7 @@ model = node(f"{DEMOS}.BoringModel", a=1, b=1, c=1, d=1) | model: | takes no arg
  | those of the default? under defaults in your file: - override /model: null
 model._target_ = f"{DEMOS}.BorinModel" | demos.boring_classes has no 'BorinModel' | mean {DEMOS}.BoringM
 model._target_ = "torch.optim.lr_scheduler" | is a module, no class or function
-model.x = node("torch.nn.Linear", in_features=1) | missing, torch.nn.Linear needs it
+model = inner("torch.nn.Linear", in_features=1) | out_features: missing, torch.nn.Linear needs it
 model._target_ = "torch.nn.ReLU" | torch.nn.ReLU is not a LightningModule, and model
 data._target_ = f"{DEMOS}.BoringModel" | BoringModel is not a LightningDataModule
 # Functions that pass **kwargs on are called, without memory.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import pkgutil
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from distdl import errors
 from distdl.util.errors import UserError
+from distdl.validation.kinds import locate
 from tests.conftest import ROOT
 
 SOURCE = ROOT / "src" / "distdl"
@@ -178,7 +178,7 @@ def test_names_in_the_configs_of_runs_stay() -> None:
     target = re.compile(r"_target_: (distdl\.\S+)")
     written = {n for p in ROOT.glob("conf/**/*.yaml") for n in target.findall(p.read_text())}
     assert written == set(PUBLIC), "a run of any age must find what its config names"
-    assert all(callable(pkgutil.resolve_name(name)) for name in PUBLIC)
+    assert all(callable(locate(name)) for name in PUBLIC)
 
 
 def test_what_lightnings_import_leaves_is_not_collected_again() -> None:

@@ -70,7 +70,7 @@ FILES = {"some_library": LIBRARY, "of_lightning_1": OLD, "some_data": DATA}
 
 
 @pytest.fixture(autouse=True)
-def library(tmp_path, monkeypatch):
+def library(tmp_path, tmp_path_factory, monkeypatch):
     """The finder, as if none of its names had been imported yet, a library, and second copies that
     must not be loaded."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
@@ -79,13 +79,14 @@ def library(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(text)
+    copies = tmp_path_factory.mktemp("copies")
     for name in lightning_names.NAMES:
         (tmp_path / "copies" / name).mkdir(parents=True)
         (tmp_path / f"copies/{name}/__init__.py").write_text(
             "raise RuntimeError('a second copy')\n"
         )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path / "copies"))
+    monkeypatch.syspath_prepend(str(copies))
     yield tmp_path
     for name in FILES:
         sys.modules.pop(name, None)

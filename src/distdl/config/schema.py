@@ -9,6 +9,8 @@ most mistakes are found without importing Lightning; binding finds unknown argum
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,42 +24,42 @@ from distdl.util.suggest import did_you_mean, respelt, written
 Path = tuple[str | int, ...]
 
 
-def _named(value: str) -> str:
-    """Refuses "None", which is Python's null, and "", which is what an unset variable leaves."""
-    if value.strip() in ("", "None"):
-        raise ValueError("null or a text")
-    return value
+def _must(fits: Callable[[Any], bool], expected: str) -> AfterValidator:
+    def checked(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(expected)
+        return value
+
+    return AfterValidator(checked)
 
 
-Text = Annotated[str, AfterValidator(_named)]
-Name = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), AfterValidator(_named)
-]
+def _are_devices(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value or -1]
+    return value in ("auto", -1) or (
+        bool(numbers) and all(type(n) is int and n >= 0 for n in numbers)
+    )
+
+
+# Not "None", which is Python's null, nor "", which is what an unset variable leaves.
+_NAMED = _must(lambda value: value.strip() not in ("", "None"), "null or a text")
+Text = Annotated[str, _NAMED]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), _NAMED]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
 # "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
 Time = Text | dict[str, Any]
-Limit = Annotated[int, Field(ge=0)] | NotNegative | None
-
-
-def _devices(value: Any) -> Any:
-    numbers = value if isinstance(value, list) else [value]
-    counted = [type(n) is int and n >= 0 for n in numbers]
-    if value not in ("auto", -1) and (value == 0 or not counted or not all(counted)):
-        raise ValueError("a number of devices of each node, 1 or more, -1 or auto for all of them")
-    return value
-
-
-def _precision(value: Any) -> Any:
-    if value is not None and str(value) not in _PRECISIONS:
-        raise ValueError("32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true")
-    return value
-
-
+Limit = Count | NotNegative | None
+_DEVICES = "a number of devices of each node, 1 or more, -1 or auto for all of them"
 _PRECISIONS = (
     *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
-    *("64-true", "transformer-engine", "transformer-engine-float16"),
+    *("64-true", "transformer-engine", "transformer-engine-float16", "None"),
 )
-Precision = Annotated[Any, AfterValidator(_precision)]
+Precision = Annotated[
+    Any,
+    _must(
+        lambda value: str(value) in _PRECISIONS,
+        "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true",
+    ),
+]
 
 
 class _Fixed(BaseModel):
@@ -94,7 +96,7 @@ class TrainerArguments(_Open):
     """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: Annotated[Any, AfterValidator(_devices)] = "auto"
+    devices: Annotated[Any, _must(_are_devices, _DEVICES)] = "auto"
     num_nodes: Positive = 1
     precision: Precision = None
     fast_dev_run: bool | Count = False
@@ -137,16 +139,13 @@ class Component(_Open):
     args: list[Any] = Field([], alias="_args_")
 
 
-def _some(value: Any) -> Any:
-    if type(value) is int and value < 1:
-        raise ValueError("an integer of at least 1")
-    return value
+_SOME = _must(lambda value: type(value) is not int or value >= 1, "an integer of at least 1")
 
 
 class Data(Component):
     batch_size: Positive = 1
     num_workers: Count | None = None
-    image_size: Annotated[Any, AfterValidator(_some)] = None  # a user's class may take a pair
+    image_size: Annotated[Any, _SOME] = None  # a user's class may take a pair
 
 
 class Optimizer(Component):
@@ -244,8 +243,8 @@ def check(
             expected.setdefault(path, []).append(_sentence(error))
     for path, sentences in expected.items():
         either = " or ".join(dict.fromkeys(sentences))
-        what = f"must be {either}, not {show(path)}"
-        yield Problem(path_text(path), what, _remedy(path, either, values))
+        remedy = _remedy(path, either, values)
+        yield Problem(path_text(path), f"must be {either}, not {show(path)}", remedy)
 
 
 def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
@@ -267,9 +266,7 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
 
 
 def _at(values: Any, path: Path) -> Any:
-    for part in path:
-        values = values[part]
-    return values
+    return functools.reduce(operator.getitem, path, values)
 
 
 def _unknown(
