@@ -81,10 +81,8 @@ def library(tmp_path, tmp_path_factory, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
     copies = tmp_path_factory.mktemp("copies")
     for name in lightning_names.NAMES:
-        (tmp_path / "copies" / name).mkdir(parents=True)
-        (tmp_path / f"copies/{name}/__init__.py").write_text(
-            "raise RuntimeError('a second copy')\n"
-        )
+        (copies / name).mkdir()
+        (copies / name / "__init__.py").write_text("raise RuntimeError('the second copy')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(copies))
     yield tmp_path

@@ -35,9 +35,8 @@ def _must(fits: Callable[[Any], bool], expected: str) -> AfterValidator:
 
 def _are_devices(value: Any) -> bool:
     numbers = value if isinstance(value, list) else [value or -1]
-    return value in ("auto", -1) or (
-        bool(numbers) and all(type(n) is int and n >= 0 for n in numbers)
-    )
+    counted = [type(number) is int and number >= 0 for number in numbers]
+    return value in ("auto", -1) or (bool(counted) and all(counted))
 
 
 # Not "None", which is Python's null, nor "", which is what an unset variable leaves.

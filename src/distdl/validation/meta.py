@@ -35,10 +35,8 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     try:
         with torch.device("meta"):
             instantiate(bare)
-    except InstantiationException as error:
-        return _explain(error.__cause__ or error)
     except Exception as error:
-        return _explain(error)
+        return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
     return None
 
 

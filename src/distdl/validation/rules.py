@@ -39,13 +39,13 @@ def strings(value: Any) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _launcher(resolved: Resolved) -> str:
-    return str(resolved.section("launcher").get("_target_") or _LOCAL)
-
-
 def is_here(resolved: Resolved, local: bool | None) -> bool:
     """Whether the workers run on this machine: `local` if it is known, else by the launcher."""
     return runs_here(_launcher(resolved)) if local is None else local
+
+
+def _launcher(resolved: Resolved) -> str:
+    return str(resolved.section("launcher").get("_target_") or _LOCAL)
 
 
 def runs_here(target: str) -> bool:
@@ -98,11 +98,12 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
 def names(resolved: Resolved) -> Iterator[Problem]:
     """The text that goes into scripts and command lines: output_dir and names of variables."""
     output = resolved.values.get("output_dir")
-    if isinstance(output, str) and (odd := unprintable(str(Path(output).absolute()))):
-        what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
-        yield Problem("output_dir", what, "choose another folder")
-    if isinstance(output, str) and (refused := unwritable(output)):
-        yield Problem("output_dir", refused, "choose another folder")
+    if isinstance(output, str):
+        reasons = [unwritable(output)]
+        if odd := unprintable(str(Path(output).absolute())):
+            what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
+            reasons.append(what)
+        yield from (Problem("output_dir", why, "choose another folder") for why in reasons if why)
     for problem in variable_problems(resolved.section("launcher")):
         yield Problem(f"launcher.{problem.path}", problem.what, problem.remedy)
 
@@ -146,20 +147,18 @@ def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
     """Environment variables of a job on other machines.
 
     A variable that the job will not have is reported, since the job would fail after an hour in a
-    queue. So is a secret in the launcher's settings: these are resolved here, and then appear in
-    the request, in scripts and in consoles.
+    queue. So is a secret in the launcher's settings, which appear resolved in the request.
     """
     forwarded = strings(resolved.section("launcher").get("forward_env"))
     for path, name, has_default in resolved.variables() if not here else ():
         forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"
+        key, value = str(path[-1]), os.environ.get(name, "")
+        secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
         if path[0] != "launcher":
             if not has_default and name not in forwarded:
                 what = f"reads the environment variable {name}, which the job will not have"
                 yield Problem(path_text(path), what, forward)
-            continue
-        key, value = str(path[-1]), os.environ.get(name, "")
-        secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
-        if secret and not (len(path) == 2 and key in _NO_SECRETS):
+        elif secret and not (len(path) == 2 and key in _NO_SECRETS):
             what = f"the value of {name} would stand in the request, for all to read"
             yield Problem(path_text(path), what, f"leave it out: {forward} sends it apart")
 
@@ -179,8 +178,9 @@ def topology(resolved: Resolved, size: Resources | None, here: bool) -> Iterator
     strategy = str(resolved.section("strategy").get("_target_", "")).rpartition(".")[2]
     if size.world_size > 1 and strategy.lower().startswith("single"):
         ranks = f"{size.devices} devices x {size.num_nodes} nodes"
-        what = f"{strategy} trains on one device, not on {ranks}"
-        yield Problem("strategy", what, "strategy=ddp")
+        yield Problem(
+            "strategy", f"{strategy} trains on one device, not on {ranks}", "strategy=ddp"
+        )
     if size.accelerator == "mps" and size.devices > 1:
         yield Problem("trainer.devices", "an Apple GPU is one device", "trainer.devices=1")
     yield from _batches(resolved, size.world_size)
@@ -194,15 +194,14 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
         return
     shares = replicas(resolved.section("strategy"), world)
     parts = shares * accumulate
-    if total == batch * parts:
-        return
-    path, kind = "data.global_batch_size", "devices" if shares == world else "pipelines"
+    kind = "devices" if shares == world else "pipelines"
     what = f"{total} is not {batch} (data.batch_size) x {shares} {kind} x {accumulate} accumulated"
+    remedy = f"data.batch_size={total // parts}"
     if total % parts:
-        nearest = max(1, total // parts) * parts
-        yield Problem(path, f"{what}, nor divisible", f"{path}={nearest}")
-    else:
-        yield Problem(path, what, f"data.batch_size={total // parts}")
+        remedy = f"data.global_batch_size={max(1, total // parts) * parts}"
+        what += ", nor divisible"
+    if total != batch * parts:
+        yield Problem("data.global_batch_size", what, remedy)
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:

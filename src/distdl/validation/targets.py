@@ -31,15 +31,10 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose code may be imported without restriction.
+    """Whose code may be imported without restriction."""
 
-    Args:
-        folders: The folders of the user's own code, in search order.
-        allow: Dotted prefixes, from `project.allow`.
-    """
-
-    folders: tuple[str, ...] = ()
-    allow: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # of the user's own code, in search order
+    allow: tuple[str, ...] = ()  # dotted prefixes, from `project.allow`
 
     def covers(self, target: str) -> bool:
         """Whether a dotted name belongs to trusted code."""
@@ -92,17 +87,17 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
         if package in sys.stdlib_module_names:
             return what, ""  # hardly ever intended, so never suggested
-        homes = [home for folder in trust.folders for home in FilePath(folder).glob("*")]
-        own = [home.stem for home in homes if home.suffix == ".py" or any(home.glob("*.py"))]
+        files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
+        own = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
         if near := closest(package, own):
             return what, f"did you mean {'.'.join((near, *inner))}?"
         return what, f"if you trust it: project.allow=[{package}]"
-    if any(part.startswith("_") for part in inner):
-        return f"{target} is private to {package}", advice(target)
     section = str(path[0]) if path else ""
     within = WITHIN.get(section)
+    if any(part.startswith("_") for part in inner):
+        return f"{target} is private to {package}", advice(target)
     if within and not (len(path) == 1 and target.startswith(f"{within}.")):
-        return f"{target} is no {section} of distdl", advice(target)
+        return f"{target} is not a {section} of distdl", advice(target)
     return None
 
 

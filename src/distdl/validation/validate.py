@@ -123,16 +123,14 @@ def check_bindings(
         imported.
     """
     resolved = resolve(config)
-    known = size or Resources(accelerator="auto")
-    trust = _trust(resolved, project_root)
+    known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
+    context = {key: getattr(known, key) for key in ("num_nodes", "devices", "world_size")}
     request = {
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
         "trust": [trust.folders, trust.allow],
         "context": {
-            "num_nodes": known.num_nodes,
-            "devices": known.devices,
-            "world_size": known.world_size,
+            **context,
             "accelerator": known.accelerator,
             "local": is_here(resolved, local),
         },
