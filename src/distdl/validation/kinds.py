@@ -45,8 +45,8 @@ PARTS = (
     *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
     *(f"torchvision.datasets.{name}" for name in DATASETS),
 )
-SCHEDULES = ("constant", "warmup_cosine", "warmup_step")
-SCHEDULES = tuple(f"distdl.optim.schedules.{name}" for name in SCHEDULES)
+_SCHEDULES = ("constant", "warmup_cosine", "warmup_step")
+SCHEDULES = tuple(f"distdl.optim.schedules.{name}" for name in _SCHEDULES)
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
 TASKS = tuple(f"distdl.tasks.{name}" for name in ("benchmark", "test", "train", "validate"))
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
