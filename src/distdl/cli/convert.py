@@ -24,11 +24,7 @@ STRATEGIES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes one file, and prints which parts of it are equal to the source.
-
-    Raises:
-        UserError: The source cannot be read, or the target exists or has an unknown suffix.
-    """
+    """Writes one file, and prints which parts of it are equal to the source."""
     known = (*STRATEGIES, WEIGHTS)
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -19,14 +19,7 @@ abfss://..., https://..., s3://bucket/path. Exit code 1: there are damaged image
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one screen.
-
-    Returns:
-        status: 0, or 1 if there are damaged images.
-
-    Raises:
-        UserError: There is no data set, or an option is wrong.
-    """
+    """Prints one screen; 1 if there are damaged images."""
     parser = DataParser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "what a data set holds, how fast it is read here, and whether that feeds the GPUs"

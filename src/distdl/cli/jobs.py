@@ -31,11 +31,7 @@ VERBS = {
 def main(argv: Sequence[str]) -> int:
     """One verb on one run, one job (by its handle) or all runs of a folder.
 
-    Returns:
-        status: 0, or 1 if the platform cannot say. wait and logs --follow: the run's own exit code.
-
-    Raises:
-        UserError: There is no such run or job, or the verb does not apply to it.
+    Returns 1 if the platform cannot say; wait and logs --follow return the run's own exit code.
     """
     options = parse(argv)
     if options.verb == "list":
@@ -82,11 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def allowed(overrides: Sequence[str]) -> list[str]:
-    """What `project.allow=[...]` on the command line allows, for this command.
-
-    Raises:
-        UserError: Another setting is given: these commands do not change a run's settings.
-    """
+    """What `project.allow=[...]` on the command line allows; other settings are refused."""
     from distdl.config import compose
 
     names: list[str] = []

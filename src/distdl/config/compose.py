@@ -107,11 +107,10 @@ def _in_one_form(trainer: Any) -> None:
 
 
 def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """Converts what the user typed into what Hydra takes.
+    """Converts what the user typed into what Hydra takes, in a `hydra_session`.
 
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
-    `key=value` becomes `++key=value`. Needs a `hydra_session`. All wrong options are reported at
-    once.
+    `key=value` becomes `++key=value`. All wrong options are reported at once.
     """
     problems: list[Problem] = []
     layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
@@ -157,11 +156,8 @@ def _inner(inner: list[str], ordered: list[str]) -> list[str]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
-    """Parses overrides by Hydra's own grammar; each text only once.
-
-    Raises:
-        UserError: One of them is not an override, e.g. a word without `=`.
-    """
+    """Parses overrides by Hydra's own grammar, each text only once; others are refused by a
+    UserError."""
     from hydra.errors import HydraException
 
     words.check(overrides)
@@ -216,10 +212,7 @@ def defaults() -> dict[str, list[str]]:
 
 def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
     """The jobs of a sweep: the product of all `a=1,2`, `a=range(3)`, `a=choice(x,y)`, in order.
-
-    Raises:
-        UserError: The values of a sweep cannot be listed, such as `a=interval(0,1)`.
-    """
+    Values that cannot be listed, such as `a=interval(0,1)`, are refused by a UserError."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 

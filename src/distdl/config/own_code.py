@@ -59,11 +59,8 @@ def is_installed(path: Path) -> bool:
 
 
 def place_in(trace: str) -> str:
-    """The last line of a traceback that is in the user's code, or "" if none is.
-
-    For example `solar/net.py, line 12, in training_step`. The traceback is text, because a loader's
-    worker sends its own as text.
-    """
+    """The last line of a traceback (text, as a loader's worker sends its own) that is in the user's
+    code: `solar/net.py, line 12, in training_step`; "" if none is."""
     for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
         path, product = Path(file), Path(__file__).parent
         if path.is_file() and not path.is_relative_to(product) and not is_installed(path):

@@ -52,8 +52,7 @@ OmegaConf.register_new_resolver("input", _input, replace=True)
 def recipe_of(config: DictConfig) -> DictConfig:
     """The recipe: the config without the keys of WHERE, with `${hydra:}` and `${now:}` resolved.
 
-    `${oc.env:X}` stays unresolved: the worker resolves host paths and secrets, and they are never
-    sent.
+    `${oc.env:X}` stays: the worker resolves host paths and secrets, and they are never sent.
     """
     recipe = _written(config)
     recipe.pop("hydra", None)

@@ -164,8 +164,7 @@ def cpu_cores() -> int:
 def loader_workers(cores: int) -> int:
     """The default number of loader workers for a rank with this number of CPU cores.
 
-    One core, or two of more than 8, is left for the training process, whose threads pin batches and
-    write checkpoints. More than 16 workers cost memory and do not feed a GPU faster.
+    One or two cores remain for the training process; more than 16 workers do not feed a GPU faster.
     """
     return min(16, max(1, cores - (1 if cores <= 8 else 2)))
 

@@ -227,11 +227,8 @@ def check(
 ) -> Iterator[Problem]:
     """Checks resolved values against the schema.
 
-    Args:
-        values: The resolved config as plain containers.
-        show: Formats the value at a path; values from the environment stay hidden.
-        known: Paths to choose suggestions from.
-    """
+    `show` formats the value at a path, without values of the environment; `known` are paths to
+    suggest."""
     expected: dict[Path, list[str]] = {}
     for path, deeper, error in _errors(values):
         if error["type"] == "extra_forbidden":

@@ -83,11 +83,8 @@ def not_read(group: str, option: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Reads a config file; empty if it is unreadable or not a mapping.
-
-    Raises:
-        UnicodeDecodeError: It is not UTF-8.
-    """
+    """Reads a config file; empty if it is unreadable or not a mapping. Raises if it is not
+    UTF-8."""
     with suppress(OSError, yaml.YAMLError):
         written = yaml.safe_load(file.read_text(encoding="utf-8"))
         return written if isinstance(written, dict) else {}
@@ -149,11 +146,8 @@ def print_shadowed() -> None:
 
 
 def register(config_dirs: Sequence[str] = ()) -> None:
-    """Makes Hydra search the user's folder first. May be called again: it is looked up each time.
-
-    Raises:
-        UserError: One of the directories of --config-dir does not exist.
-    """
+    """Makes Hydra search the user's folder first. May be called again: it is looked up each
+    time."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin

@@ -175,8 +175,7 @@ def precision_for(name: str) -> str:
 def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:
     """What to write instead of a key like `hydra.run.dir`; "" for an unknown key.
 
-    Args:
-        config: The resolved config, if it is known already.
+    `config` is the resolved config, if it is known already.
     """
     key = "early_stopping.patience" if key == "patience" else key
     name, _, rest = key.partition(".")
@@ -231,9 +230,7 @@ def _folders() -> list[Path]:
 def for_option(option: str, known: Iterable[str], following: str = "") -> str:
     """What to write instead of `--config-name` or `--max_epochs=3`; "" for an unknown option.
 
-    Args:
-        known: Every key of the config.
-        following: The word after it, which may be its value.
+    `known` are all keys of the config; `following` is the next word, which may be its value.
     """
     name, equals, value = option.partition("=")
     if not equals and "=" not in following and not following.startswith("-"):
@@ -339,9 +336,8 @@ def is_quoted(text: str) -> bool:
 def meant(word: str) -> str:
     """A word as it should have been typed; unchanged if nothing is wrong with it.
 
-    `seed : 4` and `seed==4` become `seed=4`, typographic quotes and dashes become plain ones, and
-    `data.root=~/x` becomes `data.root=/home/me/x`.
-    """
+    `seed : 4` and `seed==4` become `seed=4`, typographic signs plain ones, `~/x` becomes
+    `/home/me/x`."""
     text = word.translate(_TYPESET).strip()
     if text.startswith("-"):
         name = text.lstrip("-")
@@ -359,15 +355,9 @@ def meant(word: str) -> str:
 
 
 def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
-    """Checks overrides as the shell passed them, before they are parsed.
-
-    Args:
-        commands: The commands that a word may be a misspelling of.
-
-    Raises:
-        UserError: A word without `=` is a misspelt verb, another tool's verb, or part of an
-            override that the shell split.
-    """
+    """Checks overrides as the shell passed them, before they are parsed: refuses, by a UserError,
+    words without `=`. These are misspelt or other tools' verbs (if there are `commands`), or a part
+    of an override that the shell split."""
     problems, left, commands = [], list(words), [*commands]
     while left:
         count, override = first_override(left)

@@ -107,11 +107,8 @@ class Binding:
                     self.skip.append(path)
 
     def left_behind(self) -> None:
-        """Reports modules from outside the project and outside the installed packages.
-
-        They are noted, since the nodes may have them. Modules that only $PYTHONPATH finds are
-        refused, since a job's $PYTHONPATH is that of its bundle.
-        """
+        """Notes modules from outside the project and outside the installed packages: the nodes may
+        have them. Those that only $PYTHONPATH finds are refused: a job's is that of its bundle."""
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         launcher = self.config.get("launcher") or {}
         if launcher.get("modules") or "PYTHONPATH" in str(launcher):
@@ -135,11 +132,8 @@ class Binding:
                 self.notes.append(f"{what}: install it there, {remedy}")
 
     def visit(self, value: Any, path: Path) -> None:
-        """Checks a node and the nodes inside it.
-
-        Nodes below `_recursive_: false` are not bound: the target builds them itself, and may pass
-        further arguments.
-        """
+        """Checks a node and the nodes inside it. Nodes below `_recursive_: false` are not bound:
+        the target builds them itself, and may pass further arguments."""
         from distdl.validation import lightnings
 
         unbuilt: list[Path] = []

@@ -113,12 +113,8 @@ def is_trusted(called: Any, target: str, trust: Trust) -> bool:
 
 
 def refuse(values: Mapping[str, Any], trust: Trust) -> None:
-    """The worker's check of every `_target_` that it is about to build.
-
-    A frozen config may come from somebody else, and validation may not have seen it.
-
-    Args:
-        values: Sections of the config as plain containers, resolved.
+    """The worker's check of every `_target_` that it is about to build, in resolved sections: a
+    frozen config may come from somebody else, and validation may not have seen it.
 
     Raises:
         UserError: With everything that is refused.

@@ -81,11 +81,8 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
 
 
 def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
-    """Builds a Trainer: Lightning refuses arguments that no type check can find.
-
-    Returns:
-        A problem, or the name of a missing package, or None.
-    """
+    """Builds a Trainer: Lightning refuses arguments that no type check can find. Returns a problem,
+    or the name of a missing package, or None."""
     from lightning.pytorch import Trainer
 
     # The devices need not be on this machine, and what distdl sets itself is left out.

@@ -1,8 +1,5 @@
-"""Builds a model on the `meta` device, without memory or weights, to see whether its arguments fit.
-
-`torchvision.models.resnet50` and `timm.create_model` take **kwargs and pass them on, so only
-building the model shows which are valid.
-"""
+"""Builds a model on the `meta` device, without memory or weights: of functions that pass **kwargs
+on, only that shows which arguments are valid."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Combinations that do not work: Trainer arguments, manual optimization, callbacks, strategies.
 
-Validation checks the classes before the start. The worker checks the real objects again before the
-first step.
+Validation checks classes before the start; the worker checks the real objects again.
 """
 
 from __future__ import annotations
@@ -102,11 +101,8 @@ def misfits(
 
 
 def refuse(trainer: Trainer) -> None:
-    """Checks the real objects, including callbacks from the module's `configure_callbacks`.
-
-    Raises:
-        UserError: With everything that does not work together.
-    """
+    """Checks the real objects, including callbacks from the module's `configure_callbacks`; raises
+    a UserError with everything that does not work together."""
     algorithm = trainer.gradient_clip_algorithm
     arguments = {
         "gradient_clip_val": trainer.gradient_clip_val,

@@ -144,11 +144,9 @@ def nothing(resolved: Resolved) -> Iterator[Problem]:
 
 
 def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
-    """Environment variables of a job on other machines.
-
-    A variable that the job will not have is reported, since the job would fail after an hour in a
-    queue. So is a secret in the launcher's settings, which appear resolved in the request.
-    """
+    """Environment variables of a job on other machines: those that it will not have, since it would
+    fail after an hour in a queue, and secrets in the launcher's settings, which the request
+    shows."""
     forwarded = strings(resolved.section("launcher").get("forward_env"))
     for path, name, has_default in resolved.variables() if not here else ():
         forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"

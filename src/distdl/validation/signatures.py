@@ -130,14 +130,10 @@ def bind(
     partial: bool = False,
     offered: Sequence[str] = (),
 ) -> Iterator[tuple[str, str, str]]:
-    """Checks that arguments bind.
+    """Checks that arguments bind, of which `positional` are passed by position.
 
-    Args:
-        called: What the target takes.
-        given: Keyword arguments.
-        positional: How many arguments are passed by position.
-        partial: Whether missing arguments come later (`_partial_: true`).
-        offered: Names that the builder passes if the target takes them.
+    Missing arguments may come later (`partial`), or are those that the builder passes if the target
+    takes them (`offered`).
 
     Yields:
         Name of the argument ("" for the node itself), what is wrong, the remedy. `{}` stands for
@@ -175,11 +171,9 @@ def _fits(value: Any, parameter: Parameter) -> bool:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Whether a plain value fits an annotation. Only simple types are checked.
-
-    These are bool, int, float (an int fits), str, None, Literal, Annotated[int, Ge(1)], and unions
-    of those. A dtype must be one that torch has, and a string is not a tensor.
-    """
+    """Whether a plain value fits an annotation. Only simple types are checked: bool, int, float (an
+    int fits), str, None, Literal, Annotated[int, Ge(1)], and unions of those. A dtype must be one
+    that torch has, and a string is not a tensor."""
     if isinstance(value, dict) and "_target_" in value:
         return True
     origin, members = typing.get_origin(hint), typing.get_args(hint)

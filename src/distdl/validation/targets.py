@@ -69,13 +69,8 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
 
 
 def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
-    """Why a `_target_` is refused and the remedy, or None if it may be imported.
-
-    Args:
-        target: The value of `_target_`.
-        trust: Whose code may be imported besides.
-        path: The node's path; its section may have further rules.
-    """
+    """Why the `_target_` of the node at `path` is refused and the remedy; None if it may be
+    imported."""
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
         dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"

@@ -147,11 +147,8 @@ def validate(
     local: bool | None = None,
     project_root: str | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`).
-
-    Raises:
-        UserError: with all problems of the first stage that finds any.
-    """
+    """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`),
+    or raises a UserError with all problems of the first stage that finds any."""
     refuse(config, size, local=local, project_root=project_root)
     problems, notes, facts = check_bindings(config, size, project_root, local=local)
     if problems:
