@@ -44,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
         remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
         raise UserError.at("--to", f"there is no {options.to!r}", remedy)
     source = checkpoints.find(options.checkpoint)
-    target = options.output or default_target(source, options.to)
+    # In the current folder: in a run's folder it would be taken for a run's checkpoint.
+    stem = source.name.removesuffix(source.suffix) or source.name
+    default = f"{stem}.pth" if options.to == WEIGHTS else f"{stem}-{options.to}.ckpt"
+    target = options.output or Path(default)
     free(target, options.to)
 
     from distdl.checkpoint import convert as parts
@@ -68,12 +71,6 @@ def main(argv: Sequence[str]) -> int:
     elif parts.BEHIND_THE_AVERAGE in checkpoint:
         print("  note: these are the averaged weights (EMA), which validations have seen")
     return 0
-
-
-def default_target(source: Path, to: str) -> Path:
-    """A file in the current folder: in a run's folder it would be taken for a run's checkpoint."""
-    named = source.name.removesuffix(source.suffix) or source.name
-    return Path(f"{named}.pth" if to == WEIGHTS else f"{named}-{to}.ckpt")
 
 
 def free(target: Path, to: str) -> None:

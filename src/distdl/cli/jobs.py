@@ -167,8 +167,7 @@ def list_runs(folder: Path) -> int:
             table.add_row(*row)
         Console(markup=False, emoji=False).print(table)  # brackets are text here
     else:  # for `cut`, `awk` and spreadsheets
-        for row in rows:
-            print(*row, sep="\t")
+        print(*("\t".join(map(str, row)) + "\n" for row in rows), sep="", end="")
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     return 0

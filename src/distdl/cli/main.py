@@ -166,22 +166,19 @@ def show_config(options: argparse.Namespace) -> int:
     if options.multirun:
         jobs = compose.sweep(options.overrides, options.config_dir)
     for overrides in jobs:
-        config = compose.compose(overrides, options.config_dir)
+        shown = config = compose.compose(overrides, options.config_dir)
         if len(jobs) > 1:
             print(f"# {' '.join(overrides)}")
-        shown = config.hydra if options.cfg == "hydra" else config
-        if options.cfg == "job":
-            shown = config.copy()
-            shown.pop("hydra")
-        if options.package:
-            shown = OmegaConf.select(shown, options.package)
-            if shown is None:
-                raise UserError.at("--package", f"the config has no {options.package!r}")
-            if not OmegaConf.is_config(shown):
-                print(shown)
-                continue
+        if options.cfg == "hydra":
+            shown = config.hydra
+        elif options.cfg == "job":
+            config.pop("hydra")
+        if options.package and (shown := OmegaConf.select(shown, options.package)) is None:
+            raise UserError.at("--package", f"the config has no {options.package!r}")
         try:
-            print(OmegaConf.to_yaml(shown, resolve=options.resolve), end="")
+            plain = not OmegaConf.is_config(shown)
+            text = f"{shown}\n" if plain else OmegaConf.to_yaml(shown, resolve=options.resolve)
+            print(text, end="")
         except OmegaConfBaseException as error:
             raise UserError.at("--resolve", str(error).split("\n")[0]) from error
     return 0
@@ -207,8 +204,6 @@ def hydra_itself(arguments: list[str]) -> int:
 
 def print_problems(error: UserError) -> None:
     count = len(error.problems)
-    print(f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}", file=sys.stderr)
-    for problem in error.problems:
-        print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
-    if error.further:
-        print(error.further, file=sys.stderr)
+    lines = [f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}"]
+    lines += [f"  {problem}".replace("\n    ", "\n      ") for problem in error.problems]
+    print(*lines, *([error.further] if error.further else []), sep="\n", file=sys.stderr)

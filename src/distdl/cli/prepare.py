@@ -72,7 +72,11 @@ def main(argv: Sequence[str]) -> int:
         work.tidy()
         print(f"{options.to} is prepared already")
     else:
-        plan = planned(work, source)
+        if work.begun:
+            plan = ShardPlan.load(work.plan_file)
+        else:
+            with Bar("reading headers") as bar:
+                plan = plans.make(source, work.settings, bar)
         describe(plan, options, treatment)
         if options.dry_run:
             print("nothing was written (--dry-run)")
@@ -182,13 +186,6 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
     if options.to.resolve().is_relative_to(options.source.resolve()):
         what = f"{options.to} is inside the source, {options.source}"
         raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
-
-
-def planned(work: Preparation, source: Source) -> ShardPlan:
-    if work.begun:
-        return ShardPlan.load(work.plan_file)
-    with Bar("reading headers") as bar:
-        return plans.make(source, work.settings, bar)
 
 
 def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:

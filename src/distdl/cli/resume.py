@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def start(run: RunDirectory, overrides: Sequence[str]) -> int:
     planned = resuming.plan(run, overrides)
-    if planned.config.dry_run:
-        print(dry_run.render(planned))
-        return 0
-    return launch.start(planned, sys.argv)
+    if not planned.config.dry_run:
+        return launch.start(planned, sys.argv)
+    print(dry_run.render(planned))
+    return 0

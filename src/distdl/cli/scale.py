@@ -134,10 +134,7 @@ def show(
         for n, guess in guesses.items():
             print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
     notes += [*results.disturbed(rows), *printing.gaps(rows, further)]
-    advice = results.advise(rows)
-    for line in notes:
-        print(f"note    {line}")
-    for line in advice:
-        print(f"advice  {line}")
-    vm = rented.name if rented else None
+    advice, vm = results.advise(rows), rented.name if rented else None
+    for line in (*(f"note    {each}" for each in notes), *(f"advice  {each}" for each in advice)):
+        print(line)
     printing.write(members, before, rows, further, notes=notes, advice=advice, vm=vm)

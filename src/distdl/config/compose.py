@@ -112,6 +112,8 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
     `key=value` becomes `++key=value`. All wrong options are reported at once.
     """
+    from hydra import compose as hydra_compose
+
     problems: list[Problem] = []
     layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
     options, inner, values = list[str](), list[str](), list[str]()
@@ -141,18 +143,11 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     if problems:
         raise UserError(*problems)
     chosen = [*layers["experiment"], *layers["debug"]]
-    return [*options, *_inner(inner, [*options, *chosen]), *chosen, *values]
-
-
-def _inner(inner: list[str], ordered: list[str]) -> list[str]:
-    """Overrides like `model/net=wide`, with a `+` if no defaults list has that group."""
-    from hydra import compose as hydra_compose
-
-    if not inner:
-        return []
-    config = hydra_compose(PRIMARY, overrides=ordered, return_hydra_config=True)
-    chosen = config.hydra.runtime.choices
-    return [each if each.partition("=")[0] in chosen else f"+{each}" for each in inner]
+    if inner:  # overrides like `model/net=wide`, with a `+` if no defaults list has that group
+        config = hydra_compose(PRIMARY, overrides=[*options, *chosen], return_hydra_config=True)
+        known = config.hydra.runtime.choices
+        inner = [each if each.partition("=")[0] in known else f"+{each}" for each in inner]
+    return [*options, *inner, *chosen, *values]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
@@ -220,19 +215,17 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
     with hydra_session(config_dirs):
         for override in parse_overrides(overrides):
             text, key = str(override.input_line), override.get_key_element()
-            if not override.is_sweep_override():
-                choices.append([text])
-                continue
             override.config_loader = GlobalHydra.instance().config_loader()  # for model=glob(*)
             try:
-                values = list(override.sweep_string_iterator())
+                swept = override.is_sweep_override()
+                jobs = [f"{key}={v}" for v in override.sweep_string_iterator()] if swept else [text]
             except HydraException as error:
                 what = f"{text} cannot be counted out: {first_lines(error)}"
                 remedy = f"name the values: {key}=a,b or {key}=range(1,4)"
                 raise UserError.at(override.key_or_group, what, remedy) from error
-            if not values:
+            if not jobs:
                 raise UserError.at(override.key_or_group, f"{text} matches nothing")
-            choices.append([f"{key}={value}" for value in values])
+            choices.append(jobs)
     return [list(job) for job in itertools.product(*choices)]
 
 

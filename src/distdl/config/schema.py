@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from distdl.config import words
 from distdl.util.errors import Problem
@@ -52,22 +52,15 @@ _PRECISIONS = (
     *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
     *("64-true", "transformer-engine", "transformer-engine-float16", "None"),
 )
-Precision = Annotated[
-    Any,
-    _must(
-        lambda value: str(value) in _PRECISIONS,
-        "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true",
-    ),
-]
+_PRECISION = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true"
+Precision = Annotated[Any, _must(lambda value: str(value) in _PRECISIONS, _PRECISION)]
 
 
-class _Fixed(BaseModel):
-    # Strict: "3" and true are not accepted as an int; an int is accepted as a float.
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+# Strict: "3" and true are not accepted as an int; an int is accepted as a float.
+class _Fixed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False): ...
 
 
-class _Open(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+class _Open(BaseModel, extra="allow", strict=True, allow_inf_nan=False): ...
 
 
 class Project(_Fixed):
@@ -193,17 +186,14 @@ def known_paths() -> Iterator[str]:
     for key, field in Config.model_fields.items():
         yield key
         for kind in (field.annotation, *get_args(field.annotation)):
-            for name, inner in getattr(kind, "model_fields", {}).items():
-                if inner.alias is None:
-                    yield f"{key}.{name}"
+            fields = getattr(kind, "model_fields", {}).items()
+            yield from (f"{key}.{name}" for name, inner in fields if inner.alias is None)
 
 
 def path_text(path: Path) -> str:
     """Writes a path as the user would: `callbacks.ema.layers[0]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
 
 
 def lies_below(path: str, top: str) -> bool:
@@ -269,16 +259,15 @@ def _unknown(
     path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """One problem for an unknown key, or one for each value below it: `optimiser: {lr: 1}`."""
-    text = path_text(path)
+    text, section = path_text(path), path_text(path[:-1])
     if path[0] in LAYERS:
         yield Problem(str(path[0]), *words.NOT_GLOBAL)
     elif isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _unknown((*path, key), item, known, config)
     else:
-        where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
         remedy = words.for_key(text, value, config) or did_you_mean(text, known)
-        yield Problem(text, f"unknown key {where}", remedy)
+        yield Problem(text, f"unknown key in {section or 'the config'}", remedy)
 
 
 def _absent(
@@ -290,23 +279,22 @@ def _absent(
         return Problem(full, "missing", f"write {full}=...")
     keys = ", ".join(map(str, value)) or "nothing"
     what = f"names no class (_target_), only {keys}"
+    choose = f"choose one: {text}=NAME (--help lists them)"
+    remedy = f"{choose}, or write in a file: _target_: package.Class"
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
         remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
         if option := words.for_component(str(path[0]), str(path[-1]), config):
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
-        return Problem(text, what, remedy)
-    choose = f"choose one: {text}=NAME (--help lists them)"
-    if path[0] in ("optimizer", "schedule") and value:
+    elif path[0] in ("optimizer", "schedule") and value:
         what = f"there is none here to take {keys} ({text}=none, or a file without _target_)"
         argument = f"the model's own argument, such as model.{next(iter(value))}=..."
-        return Problem(text, what, f"{argument}, or {choose}")
-    return Problem(text, what, f"{choose}, or write in a file: _target_: package.Class")
+        remedy = f"{argument}, or {choose}"
+    return Problem(text, what, remedy)
 
 
 _SENTENCES = {
-    "model_type": "a mapping",
-    "dict_type": "a mapping",
+    **dict.fromkeys(("model_type", "dict_type"), "a mapping"),
     "string_pattern_mismatch": "made of letters from a to z, digits, dots, underscores and dashes",
     "string_too_long": "of at most 200 characters",
 }

@@ -140,14 +140,12 @@ def _entry(written: Any) -> str:
 
 
 def print_shadowed() -> None:
-    """Prints a note for each shadowed option, since it is not the documented one."""
-    for option in shadowed():
+    for option in shadowed():  # such an option is not the documented one
         print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
 
 
 def register(config_dirs: Sequence[str] = ()) -> None:
-    """Makes Hydra search the user's folder first. May be called again: it is looked up each
-    time."""
+    """Makes Hydra search the user's folder first, as it is at each search."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin

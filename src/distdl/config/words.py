@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -248,8 +249,8 @@ def for_option(option: str, known: Iterable[str], following: str = "") -> str:
 
 def for_verb(verb: str, rest: Sequence[str]) -> str:
     """What to write instead of `distdl train`; `rest` follows it."""
-    verb = "train" if verb.endswith(".py") else verb
-    return _VERBS.get(verb, "").format(" ".join(rest) or "experiment=NAME")
+    ours = _VERBS.get("train" if verb.endswith(".py") else verb, "")
+    return ours.format(" ".join(rest) or "experiment=NAME")
 
 
 def for_experiment(word: str, rest: Sequence[str]) -> str:
@@ -277,11 +278,9 @@ def for_override(text: str, error: str) -> str:
 
 
 def open_brackets(text: str) -> str:
-    """The closing brackets that a text lacks: `]` for `[0.1`."""
-    if "'" in text or '"' in text:  # brackets inside quotes do not count
-        return ""
+    """The closing brackets that a text without quotes lacks: `]` for `[0.1`."""
     closing, waiting = {"[": "]", "{": "}", "(": ")"}, ""
-    for letter in text:
+    for letter in text if not {"'", '"'} & {*text} else "":  # those inside quotes do not count
         if letter in closing:
             waiting = closing[letter] + waiting
         elif waiting.startswith(letter):
@@ -303,19 +302,14 @@ def first_override(words: Sequence[str]) -> tuple[int, str]:
     if first.endswith(("=", ":")) and second and "=" not in second:
         return 2, f"{first.rstrip(':=')}={second}"
     if "=" in first and _is_open(first):
-        for count, word in enumerate(rest, 2):
-            if "=" in word:  # the next override
-                break
+        until = itertools.takewhile(lambda word: "=" not in word, rest)  # the next override
+        for count, _ in enumerate(until, 2):
             if not _is_open(joined := " ".join(words[:count])):
                 return count, joined
     elif "=" in first and first.endswith(",") and second and "=" not in second:
         count, joined = first_override([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
         return count + 1, joined
     return 1, first
-
-
-def _is_open(text: str) -> bool:
-    return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
 
 
 _KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
@@ -326,6 +320,10 @@ _DASHES, _SIGNS_WIDE = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u00a0\u3000\uff
 _TYPESET = str.maketrans(
     _QUOTES + _DASHES + _SIGNS_WIDE, '"' * len(_QUOTES) + "-" * 6 + "  =:,", "\u200b\ufeff"
 )
+
+
+def _is_open(text: str) -> bool:
+    return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
 
 
 def is_quoted(text: str) -> bool:

@@ -195,17 +195,17 @@ class Binding:
 
     def accepted(self, called: Any, node: dict[str, Any], path: Path) -> bool:
         """Whether it can be called and is of the kind that its section takes."""
-        target, path = node["_target_"], (*path, "_target_")
+        target, why = node["_target_"], None
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
         if not callable(called):
-            self.add(path, f"{target} is a {type(called).__name__}, no class or function")
+            why = (f"{target} is a {type(called).__name__}, no class or function", "")
         elif missing:
-            self.add(path, f"{target} is abstract: it does not define {missing}")
-        elif refused := kinds.problem_of_kind(called, node, path[:-1], self.trust):
-            self.add(path, *refused)
+            why = (f"{target} is abstract: it does not define {missing}", "")
         else:
-            return True
-        return False
+            why = kinds.problem_of_kind(called, node, path, self.trust)
+        if why:
+            self.add((*path, "_target_"), *why)
+        return why is None
 
     def bind(self, called: Any, node: dict[str, Any], path: Path, target: str = "") -> None:
         from distdl.validation.signatures import bind, takes, takes_anything
@@ -253,9 +253,8 @@ class Binding:
 
         inner = (str(each["_target_"]) for _, each in nodes(node))
         foreign = any(not each.startswith(("torch.", *_BUILT_ON_META)) for each in inner)
-        if path[0] != "model" or foreign or any(path == bad[: len(path)] for bad in self.skip):
-            return
-        if wrong := misfit(node):
+        refused = any(path == bad[: len(path)] for bad in self.skip)
+        if path[0] == "model" and not foreign and not refused and (wrong := misfit(node)):
             name, what, remedy = wrong
             remedy = remedy.replace("{}", path_text(path))
             self.add((*path, name) if name else path, f"{target}: {what}", remedy)
@@ -295,8 +294,7 @@ def is_absent(package: str) -> bool:
 
 
 def in_short(error: BaseException) -> str:
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def origin(error: BaseException) -> str:

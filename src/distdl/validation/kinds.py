@@ -173,9 +173,9 @@ def _classes_of(*bases: str) -> Callable[[Any], bool]:
     """A test for classes of allowed packages that derive from one of these bases."""
 
     def takes(thing: Any) -> bool:
-        if not inspect.isclass(thing) or thing.__module__.partition(".")[0] not in ALLOWED:
-            return False
-        return any(base is not None and issubclass(thing, base) for base in map(_known, bases))
+        ours = inspect.isclass(thing) and thing.__module__.partition(".")[0] in ALLOWED
+        known = [base for base in map(_known, bases) if base is not None]
+        return ours and issubclass(thing, (*known,))
 
     return takes
 
@@ -211,21 +211,17 @@ def _is_part(thing: Any) -> bool:
 
 def _is_registered(thing: Any) -> bool:
     """Whether it is a model builder that torchvision's or timm's own registry lists."""
-    name = getattr(thing, "__name__", None)
-    if not inspect.isfunction(thing) or name is None:
-        return False
-    if thing.__module__.startswith("torchvision.models."):
+    if inspect.isfunction(thing) and thing.__module__.startswith("torchvision.models."):
         models = sys.modules["torchvision.models"]
+        name = thing.__name__
         return name in models.list_models() and models.get_model_builder(name) is thing
-    return _is_timm_entry(thing)
+    return inspect.isfunction(thing) and _is_timm_entry(thing)
 
 
 def _is_timm_entry(thing: Any) -> bool:
-    if not str(getattr(thing, "__module__", "")).startswith("timm.models."):
-        return False
-    timm = sys.modules["timm"]
-    name = getattr(thing, "__name__", "")
-    return timm.is_model(name) and timm.model_entrypoint(name) is thing
+    name, home = (str(getattr(thing, key, "")) for key in ("__name__", "__module__"))
+    timm = sys.modules["timm"] if home.startswith("timm.models.") else None
+    return bool(timm and timm.is_model(name) and timm.model_entrypoint(name) is thing)
 
 
 def _of(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:

@@ -151,7 +151,7 @@ def by_hand(model: Any) -> bool | None:
     if not inspect.isclass(model) or not issubclass(model, LightningModule):
         return None
     order = [base for base in model.__mro__ if base not in LightningModule.__mro__[1:]]
-    for place, base in enumerate(order):
+    for position, base in enumerate(order):
         if base is LightningModule:
             continue
         tree = _parsed(base)
@@ -163,7 +163,7 @@ def by_hand(model: Any) -> bool | None:
         lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
         sets = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
         # An `__init__` after Lightning's class in the MRO may not be called.
-        if len(sets) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
+        if len(sets) == names.count(_SWITCH) == 1 and position < order.index(LightningModule):
             return sets[0].endswith("False")
         if _SWITCH in names:
             return None

@@ -25,12 +25,8 @@ from distdl.validation.targets import nodes
 _LOCAL = "distdl.launchers.local"  # this machine only
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
 
-# The package that a tracker's logger imports when it is built, and our extra that installs it.
-PACKAGES = {
-    "WandbLogger": ("wandb", "wandb"),
-    "CometLogger": ("comet_ml", "comet"),
-    "ClearMLLogger": ("clearml", "clearml"),
-}
+# The package that a tracker's logger imports; its first word is our extra that installs it.
+PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": "clearml"}
 # Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
 
@@ -54,8 +50,9 @@ def runs_here(target: str) -> bool:
 
 
 def trainer(resolved: Resolved) -> Iterator[Problem]:
-    """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown."""
-    takes = _trainer_takes()
+    """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown;
+    and a training without batches."""
+    takes, target = _trainer_takes(), resolved.section("task").get("_target_")
     for key, value in resolved.section("trainer").items():
         path, strategy = f"trainer.{key}", words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
@@ -69,6 +66,9 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             near = did_you_mean(path, [f"trainer.{name}" for name in takes])
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
             yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
+        elif key == "limit_train_batches" and value == 0 and target == configs.TRAIN:
+            remedy = f"{path}=null: all; task=validate trains nothing"
+            yield Problem(path, "0 is a training of no batches", remedy)
 
 
 def _trainer_takes() -> list[str]:
@@ -128,19 +128,11 @@ def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
     """Trackers whose package is not installed, if the workers run here."""
     for key, node in resolved.section("tracking").items() if here else ():
         target = str(node.get("_target_")) if isinstance(node, dict) else ""
-        package, extra = PACKAGES.get(target.rpartition(".")[2], ("", ""))
+        package = PACKAGES.get(target.rpartition(".")[2], "")
         if package and importlib.util.find_spec(package) is None:
             what = f"needs the package {package}, which is not installed"
-            remedy = f"pip install 'distdl[{extra}]', or tracking=mlflow"
+            remedy = f"pip install 'distdl[{package.partition('_')[0]}]', or tracking=mlflow"
             yield Problem(f"tracking.{key}", what, remedy)
-
-
-def nothing(resolved: Resolved) -> Iterator[Problem]:
-    """A training without batches."""
-    path, target = "trainer.limit_train_batches", resolved.section("task").get("_target_")
-    if resolved.section("trainer").get("limit_train_batches") == 0 and target == configs.TRAIN:
-        remedy = f"{path}=null: all; task=validate trains nothing"
-        yield Problem(path, "0 is a training of no batches", remedy)
 
 
 def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:

@@ -251,8 +251,8 @@ def _within(value: Any, bound: Any) -> bool:
 def _name_of(hint: Any) -> str:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        bounds = [b for b in members[1:] if isinstance(b, (Ge, Gt))]
-        least = [f" of at least {b.ge}" if isinstance(b, Ge) else f" above {b.gt}" for b in bounds]
+        least = [f" of at least {b.ge}" for b in members[1:] if isinstance(b, Ge)]
+        least += [f" above {b.gt}" for b in members[1:] if isinstance(b, Gt)]
         return _name_of(members[0]) + "".join(least)
     if origin in UNIONS or origin is Literal:
         return " or ".join(map(_name_of if origin in UNIONS else repr, members))

@@ -103,13 +103,13 @@ def advice(target: str) -> str:
 def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
     """The refused `_target_`s of a config, and strings that still hold an interpolation: Hydra
     would resolve them again, and might then find a `_target_`."""
-    problems = []
-    for path, node in nodes(values):
-        if refused := problem_of(node["_target_"], trust, path):
-            path = (*path, "_target_")
-            problems.append((path, Problem(path_text(path), *refused)))
+    refused = [
+        ((*path, "_target_"), why)
+        for path, node in nodes(values)
+        if (why := problem_of(node["_target_"], trust, path))
+    ]
+    what = "still holds an interpolation after it was resolved:"
     for path, text in walk({key: values.get(key) for key in BUILT}):
         if isinstance(text, str) and "${" in text:
-            what = f"still holds an interpolation after it was resolved: {text!r}"
-            problems.append((path, Problem(path_text(path), what)))
-    return problems
+            refused.append((path, (f"{what} {text!r}", "")))
+    return [(path, Problem(path_text(path), *why)) for path, why in refused]

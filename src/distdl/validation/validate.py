@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig
@@ -66,7 +67,6 @@ def problems_of(
         *trainer,
         *(each for each in shape if each.path not in [known.path for known in trainer]),
         *rules.names(resolved),
-        *rules.nothing(resolved),
         *rules.services(resolved, here),
         *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
         *rules.topology(resolved, topology, here),
@@ -124,16 +124,12 @@ def check_bindings(
     """
     resolved = resolve(config)
     known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
-    context = {key: getattr(known, key) for key in ("num_nodes", "devices", "world_size")}
+    more = {"world_size": known.world_size, "local": is_here(resolved, local)}
     request = {
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
         "trust": [trust.folders, trust.allow],
-        "context": {
-            **context,
-            "accelerator": known.accelerator,
-            "local": is_here(resolved, local),
-        },
+        "context": asdict(known) | more,
     }
     answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
@@ -188,10 +184,9 @@ def _ask_child(request: str) -> dict[str, Any]:
     """Runs `distdl.validation.child`. If it hangs or crashes, that is returned as a problem."""
     # -P: do not import from the current folder; the request names the user's own folders.
     command = [sys.executable, "-P", "-m", "distdl.validation.child", str(os.getpid())]
+    streams: dict[str, Any] = {"capture_output": True, "text": True}
     try:
-        child = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=_CHILD_SECONDS
-        )
+        child = subprocess.run(command, input=request, timeout=_CHILD_SECONDS, **streams)
         return json.loads(child.stdout)
     except subprocess.TimeoutExpired:
         what = f"importing what the config names took more than {_CHILD_SECONDS:.0f} s"
