@@ -4,10 +4,11 @@ config the recipe, and apart from it where it runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections import Counter
+from unittest import mock
 
 import pytest
 from hydra import compose as hydra_compose
@@ -86,9 +87,8 @@ def test_unknown_keys_and_interpolations_are_left_to_validation() -> None:
 
 def test_wrong_options_and_wrong_overrides_are_reported_at_once(folder) -> None:
     text = refused("model=resnet5", "data=imagnet", "optimizer=null", "experiment=nope")
-    assert "did you mean model=resnet50?" in text and "did you mean data=imagenet?" in text
-    assert "optimizer: no option 'null'" in text and "available: adamw, lars, none, sgd" in text
-    assert "experiment: no option 'nope'" in text
+    for group in ("model", "data", "optimizer", "experiment"):
+        assert f"{group}: no option " in text
     text = refused("a=[1", "seed=1", "name=a b=c", "~", 'b=[1, "', 'c={"B C": y}', 'd="{"B C": y}"')
     assert text.count("is not an override") == 5
     # What is advised can be typed; a mapping is not a text, and what is quoted is not quoted again.
@@ -109,27 +109,21 @@ def test_sweeps_are_products_in_order() -> None:
         assert "matches nothing" in refused(typed, work=compose.sweep)
 
 
-def test_one_command_does_each_thing_once(monkeypatch) -> None:
+def test_one_command_does_each_thing_once() -> None:
     """It parses each word once, resolves its config once and asks one child."""
-    counted: Counter[str] = Counter()
-
-    def count(owner, name, answer=None) -> None:
-        real = getattr(owner, name)
-
-        def counting(*arguments, **named):
-            counted[name] += 1
-            return answer if answer is not None else real(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    count(OverridesParser, "parse_override")
-    count(resolve, "Resolved")
-    count(validate, "_ask_child", {"problems": [], "notes": [], "facts": {}})
-    count(dry_run, "render", "the request")
-    words = ["optimizer.lr=0.123", "seed=321987", "trainer.accelerator=cpu", "dry_run=true"]
+    answer, parse = {"problems": [], "notes": [], "facts": {}}, OverridesParser.parse_override
+    spies = (
+        mock.patch.object(OverridesParser, "parse_override", autospec=True, side_effect=parse),
+        mock.patch.object(resolve, "Resolved", wraps=resolve.Resolved),
+        mock.patch.object(validate, "_ask_child", return_value=answer),
+        mock.patch.object(dry_run, "render", return_value="the request"),
+    )
     compose._parsed.cache_clear()
-    assert main.main(words) == 0
-    assert counted == {"parse_override": 4, "Resolved": 1, "_ask_child": 1, "render": 1}
+    with contextlib.ExitStack() as stack:
+        spied = [stack.enter_context(spy) for spy in spies]
+        words = ["optimizer.lr=0.123", "seed=321", "trainer.accelerator=cpu", "dry_run=true"]
+        assert main.main(words) == 0
+    assert [spy.call_count for spy in spied] == [4, 1, 1, 1]
 
 
 def test_config_dir_adds_and_does_not_shadow(folder) -> None:

@@ -195,16 +195,6 @@ def test_what_lightnings_import_leaves_is_not_collected_again() -> None:
     assert printed(code) == "True True True"
 
 
-def test_the_walk_sees_what_it_should() -> None:
-    assert name_of(SOURCE / "models" / "__init__.py") == "distdl.models"
-    tree = ast.parse(
-        "import a.b\nif TYPE_CHECKING:\n    import never\nclass C:\n    import inner\n"
-        "def f():\n    from torch import nn\n"
-    )
-    assert set(imports(tree)) == {"a.b", "inner", "torch", "torch.nn"}
-    assert set(imports(tree, lazy=False)) == {"a.b", "inner"}
-
-
 def test_a_class_name_occurs_once() -> None:
     nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))

@@ -90,9 +90,12 @@ def library(tmp_path, tmp_path_factory, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_every_way_to_import_it_leads_to_lightnings_own() -> None:
+def test_every_way_to_import_it_leads_to_lightnings_own(caplog) -> None:
     spec = pl.__spec__
-    library = importlib.import_module("some_library")
+    with caplog.at_level(logging.INFO, logger="distdl"):
+        library = importlib.import_module("some_library")
+    (first, *_) = [r.message for r in caplog.records if "import pytorch_lightning: " in r.message]
+    assert first.startswith("import pytorch_lightning: served by lightning.pytorch 2.") and not _
     assert library.pl is pl and library.lightning_fabric is lightning.fabric
     assert library.pytorch_lightning.loggers.tensorboard is pl.loggers.tensorboard
     assert library.EarlyStopping is pl.callbacks.EarlyStopping and library.Trainer is pl.Trainer
@@ -123,14 +126,6 @@ def test_what_is_missing_is_reported_by_the_name_that_was_written() -> None:
         exec("from pytorch_lightning import nosuch")
     with pytest.raises(ModuleNotFoundError, match="is not a package"):
         importlib.import_module("pytorch_lightning.callbacks.timer.x")
-
-
-def test_its_first_use_is_logged_once(caplog) -> None:
-    with caplog.at_level(logging.INFO, logger="distdl"):
-        importlib.import_module("pytorch_lightning.callbacks")
-        importlib.import_module("pytorch_lightning.loggers")
-    (record,) = caplog.records
-    assert record.message.startswith("import pytorch_lightning: served by lightning.pytorch 2.")
 
 
 def test_a_second_copy_that_was_there_before_is_replaced_with_a_warning(

@@ -9,8 +9,7 @@ import pytest
 from sample_config import change, check_parts, node, rows, sample
 
 from distdl.job import Resources
-from distdl.util.errors import Unchecked, UserError
-from distdl.validation import validate as validation
+from distdl.util.errors import Unchecked
 from distdl.validation.validate import problems_of, validate
 
 SAS = "https://account.blob.core.windows.net/c?sv=1&sig=hunter2hunter2%3D"
@@ -219,13 +218,3 @@ def test_problems_of_the_text_are_reported_before_anything_is_imported() -> None
         "trainer.max_epoch",
     ]
     assert error.value.exit_code == 2
-
-
-def test_all_problems_of_the_second_stage(monkeypatch) -> None:
-    text = "the folder very-private is absent"
-    answer = {"problems": [["model", "b", ""], ["data", text, ""]], "notes": [], "facts": {}}
-    monkeypatch.setattr(validation, "_ask_child", lambda request: answer)
-    with pytest.raises(UserError) as error:
-        validate(sample({"data.root": "${oc.env:SAMPLE_SIZE}"}), Resources())
-    assert [problem.path for problem in error.value.problems] == ["data", "model"]
-    assert "data: the folder ${oc.env:SAMPLE_SIZE} is absent" in str(error.value)
