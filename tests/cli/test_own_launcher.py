@@ -50,27 +50,22 @@ def write(folder, files) -> None:
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """The page's package, in a folder that an editable install would put on Python's path."""
-    folder = tmp_path_factory.mktemp("package")
-    write(folder, {**CODE, "my_launchers/__init__.py": ""})
-    return folder
-
-
-@pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Somebody's project, with the page's options in its ./conf."""
-    folder = tmp_path_factory.mktemp("project")
-    write(folder, {**CONF, "mine.py": MINE, "more.py": MORE})
-    return folder
+    """Somebody's project with the page's options in its ./conf, and beside it the page's package,
+    in a folder that an editable install would put on Python's path."""
+    folder = tmp_path_factory.mktemp("own")
+    write(folder / "package", {**CODE, "my_launchers/__init__.py": ""})
+    write(folder / "project", {**CONF, "mine.py": MINE, "more.py": MORE})
+    return folder / "project"
 
 
 @pytest.fixture(scope="module")
-def run(project, package):
+def run(project):
     """Runs a command in the project, in a process; it must succeed or exit with `code`."""
 
     def ran(*typed, code=0, **more):
-        done = distdl(*typed, cwd=project, env={"PYTHONPATH": str(package)}, **more)
+        env = {"PYTHONPATH": str(project.parent / "package")}
+        done = distdl(*typed, cwd=project, env=env, **more)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
@@ -78,10 +73,11 @@ def run(project, package):
 
 
 @pytest.fixture
-def command_there(command, project, package, monkeypatch):
+def command_there(command, project, monkeypatch):
     """Commands in this process, in the project, with the package importable, also by children."""
-    monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.syspath_prepend(str(package))
+    package = str(project.parent / "package")
+    monkeypatch.setenv("PYTHONPATH", package)
+    monkeypatch.syspath_prepend(package)
     monkeypatch.chdir(project)
     yield command
     sys.modules.pop("more", None)

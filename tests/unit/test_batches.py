@@ -11,10 +11,10 @@ from distdl.util.errors import UserError
 
 
 def config(batch_size=32, accumulate=1, target=None, **more):
-    data = {k: v for k, v in (("batch_size", batch_size), ("_target_", target)) if v is not None}
-    return OmegaConf.create(
-        {"data": data, "trainer": {"accumulate_grad_batches": accumulate}, **more}
-    )
+    data = {"batch_size": batch_size, "_target_": target}
+    data = {key: value for key, value in data.items() if value is not None}
+    trainer = {"accumulate_grad_batches": accumulate}
+    return OmegaConf.create({"data": data, "trainer": trainer, **more})
 
 
 PRODUCTS = [

@@ -54,6 +54,8 @@ def _check(config, context):
 sized.check = _check
 def broken_check(): ...
 broken_check.check = lambda config: 1 / 0
+def curious(): ...
+curious.check = lambda config, context: [Problem("", f"{context['refused']} are refused")]
 """
 TYPED = """
 from __future__ import annotations
@@ -249,11 +251,14 @@ def test_refused_targets_are_never_imported(project) -> None:
     assert check_bindings(sample(changes), None, goes_on=True)[0] == []
 
 
-def test_facts(project) -> None:
+def test_facts_and_what_other_checks_get(project) -> None:
     for name, expected in {"Model": True, "Bare": False, "schedule": None}.items():
         config = sample({"model": node(f"mine.{name}")})
         facts = check_bindings(config, None, str(project), goes_on=True)[2]
         assert facts == {"model_configures_optimizers": expected}
+    changes = {"callbacks.bad": node("failing.f"), "model.x": node("failing.f")}
+    found = problems({**changes, "strategy": node("mine.curious")}, project)
+    assert "strategy: ['callbacks.bad', 'model'] are refused" in [str(p) for p in found]
 
 
 def shipped():

@@ -143,19 +143,15 @@ def test_what_stays_possible(path, value, traps) -> None:
     assert problem_of(value["_target_"], trust, tuple(path.split("."))) is None
 
 
-def test_a_refusal_says_what_to_write(traps) -> None:
+def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps) -> None:
     (problem,) = problems({"callbacks.x": node(RUN, command="x")})
     assert problem.path == "callbacks.x._target_"
     assert f"{RUN} is not a Callback of Lightning's, and callbacks takes nothing" in problem.what
-    assert problem.remedy == (
-        f"such as lightning.pytorch.callbacks.EarlyStopping; if you trust it: project.allow=[{RUN}]"
-    )
+    allow = f"if you trust it: project.allow=[{RUN}]"
+    assert problem.remedy == f"such as lightning.pytorch.callbacks.EarlyStopping; {allow}"
     problem = problems({"callbacks.x": node(LAMBDA, setup=node("torch.hub.os.system"))})[0]
     assert "torch.hub.os.system is Python's own posix.system, and not a layer" in problem.what
     assert "project.allow" not in problem.remedy
-
-
-def test_what_is_allowed_may_be_anything(traps) -> None:
     values = {"model": {"x": node(RUN, command="x")}}
     kinds.refuse(values, Trust(allow=(RUN,)))
     kinds.refuse(values, Trust(allow=("torch",)))

@@ -13,7 +13,7 @@ from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
-from sample_config import problems, rows
+from sample_config import check_parts, problems, rows
 
 from distdl.callbacks import StepMetrics
 from distdl.util.errors import UserError
@@ -68,6 +68,8 @@ class ByName(BoringModel):  # None
 class Several(BoringModel):  # False
     def configure_optimizers(self):
         return [SGD(self.parameters(), 0.1), Adam(self.parameters())], []
+class SeveralByHand(Several):  # True
+    automatic_optimization = False
 class Two(BoringModel):  # False
     def configure_optimizers(self):
         return [SGD(self.parameters(), 0.1), SGD(self.parameters(), 0.1)]
@@ -127,16 +129,21 @@ def test_several_optimizers_are_known_by_their_source(text, several) -> None:
     assert makes_several(BoringModel) is makes_several(pl.LightningModule) is False
 
 
-OURS, BOTH = "distdl.strategies", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
+BOTH = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
 # model, strategy, callbacks of Lightning with the argument of both | what is refused
 TOGETHER = """
 ByHand BatchSizeFinder GradientAccumulationScheduler | trainer.gradient_clip_val \
-trainer.accumulate_grad_batches BatchSizeFinder GradientAccumulationScheduler
-BoringModel BatchSizeFinder GradientAccumulationScheduler | BatchSizeFinder GradientAccumulationScheduler
+trainer.accumulate_grad_batches BatchSizeFinder GradientAccumulationScheduler | \
+self.clip_gradients(optimizer, 0.5, 'norm')
+BoringModel BatchSizeFinder GradientAccumulationScheduler | BatchSizeFinder \
+GradientAccumulationScheduler | scheduling={0: 4}
 Depends BatchSizeFinder GradientAccumulationScheduler | BatchSizeFinder GradientAccumulationScheduler
 ByHand no distdl.strategies.PipelineStrategy | strategy
 ByHand no distdl.strategies.DeepSpeedStrategy | -
 Several distdl.strategies.DDPStrategy | model
+SeveralByHand no distdl.strategies.DDPStrategy | -
+SeveralByHand no distdl.strategies.DeepSpeedStrategy | strategy | strategy=fsdp
+BoringModel alone BackboneFinetuning distdl.strategies.auto | -
 BoringModel ModelPruning distdl.strategies.FSDPStrategy | ModelPruning
 BoringModel ModelPruning distdl.strategies.DDPStrategy | -
 BoringModel BackboneFinetuning distdl.strategies.auto | BackboneFinetuning
@@ -149,24 +156,10 @@ def test_what_does_not_go_together(chosen, refused, models) -> None:
     model, *rest = chosen.split()
     strategy = next((name for name in rest if "." in name), "")
     classes = {name: getattr(pl_callbacks, name) for name in rest if hasattr(pl_callbacks, name)}
-    trainer = {} if "no" in rest else BOTH
-    found = misfits(trainer, classes, getattr(models, model), strategy, 2)
+    trainer, ranks = {} if "no" in rest else BOTH, 1 if "alone" in rest else 2
+    found = [*misfits(trainer, classes, getattr(models, model), strategy, ranks)]
     assert [p.path for p in found] == [name for name in refused[0].split() if name != "-"]
-
-
-def test_what_to_write_instead(models) -> None:
-    clip, _ = misfits(BOTH, {}, models.ByHand)
-    assert "self.clip_gradients(optimizer, 0.5, 'norm')" in clip.remedy
-    scheduler = {"callbacks.x": pl_callbacks.GradientAccumulationScheduler}
-    (schedule,) = misfits(BOTH, scheduler, BoringModel)
-    assert "scheduling={0: 4}" in schedule.remedy
-    tuning = {"x": pl_callbacks.BackboneFinetuning}
-    assert not [*misfits({}, tuning, BoringModel, f"{OURS}.auto", 1)]
-    several = models.Several()
-    several.automatic_optimization = False
-    assert not [*misfits({}, {}, several, f"{OURS}.DDPStrategy")]
-    (problem,) = misfits({}, {}, several, f"{OURS}.DeepSpeedStrategy")
-    assert problem.path == "strategy" and "strategy=fsdp" in problem.remedy
+    check_parts("".join(p.remedy for p in found), refused[1:])
 
 
 @pytest.mark.parametrize(
@@ -217,20 +210,17 @@ def test_what_lightning_raises_is_for_the_user(work, path, text, models) -> None
     assert error.value.problems[0].path == path and error.value.__cause__ is not None
 
 
-def test_other_errors_stay(tmp_path) -> None:
-    with pytest.raises(ValueError, match="mine"), main.lightnings_refusals():
-        raise ValueError("mine")
-    with pytest.raises(AttributeError) as error:
-        tmp_path.add_histogram  # noqa: B018
-    assert explained(error.value) is None
-
-
-def test_a_call_that_the_logger_does_not_have(tmp_path) -> None:
+def test_a_call_that_the_logger_does_not_have_and_errors_of_others(tmp_path) -> None:
     with pytest.raises(AttributeError) as error:
         CSVLogger(tmp_path).experiment.add_histogram("x", 1)
     problem = explained(error.value)
     assert problem.path == "tracking" and "add_histogram" in problem.what
     assert "tracking=[tensorboard,mlflow]" in problem.remedy
+    with pytest.raises(AttributeError) as error:
+        tmp_path.add_histogram  # noqa: B018
+    assert explained(error.value) is None
+    with pytest.raises(ValueError, match="mine"), main.lightnings_refusals():
+        raise ValueError("mine")
 
 
 # ------------------------------------------------------ a module's own metrics beside distdl's
