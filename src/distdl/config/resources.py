@@ -162,10 +162,8 @@ def cpu_cores() -> int:
 
 
 def loader_workers(cores: int) -> int:
-    """The default number of loader workers for a rank with this number of CPU cores.
-
-    One or two cores remain for the training process; more than 16 workers do not feed a GPU faster.
-    """
+    """The default number of loader workers for a rank with this number of CPU cores: one or two
+    remain for the training process, and more than 16 workers do not feed a GPU faster."""
     return min(16, max(1, cores - (1 if cores <= 8 else 2)))
 
 

@@ -86,8 +86,10 @@ def _read(file: Path) -> dict[str, Any]:
     """Reads a config file; empty if it is unreadable or not a mapping. Raises if it is not
     UTF-8."""
     with suppress(OSError, yaml.YAMLError):
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return written if isinstance(written, dict) else {}
+        text = file.read_text(encoding="utf-8")
+        with suppress(ValueError):  # a date that does not exist
+            written = yaml.safe_load(text)
+            return written if isinstance(written, dict) else {}
     return {}
 
 

@@ -36,11 +36,9 @@ UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows what it takes.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
 
-
-# What the builder (worker.build) passes besides the node's own keys. `supplied`: names of the
-# leading positional arguments; `consumed`: keys of the node that are not passed to the target;
-# `null_is_absent`: keys that are passed only if they are set; `offered`: arguments that are passed
-# if the signature takes them.
+# What the builder (worker.build) passes besides the node's own keys. `supplied`: the leading
+# positional arguments; `consumed`: keys that are not passed to the target; `null_is_absent`: keys
+# that are passed only if they are set; `offered`: arguments passed if the signature takes them.
 SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {
         "supplied": ("params",),
