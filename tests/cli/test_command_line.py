@@ -163,7 +163,9 @@ def test_the_users_own_configs(command, without_stage_2, tmp_path) -> None:
     shown = OmegaConf.create(command("--cfg", "job").out)
     assert (shown.model._target_, shown.seed) == ("mine.Fifty", 0)
     assert "_target_: mine.Model" in command("--cfg", "job", "model=mine").out
-    assert "my very own" in command("--help").out
+    (tmp_path / "conf/model/latin.yaml").write_bytes(b"# gr\xf6\xdfer\n")
+    output = command("--help")
+    assert output.code == 0 and "my very own" in output.out and "latin" in output.out
 
 
 def test_a_dry_run_shows_what_would_run_and_writes_nothing(tmp_path) -> None:
