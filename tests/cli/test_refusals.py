@@ -263,7 +263,7 @@ lrr=1 +trainer.max_epoch=3 data=imagenet seed=abc data.batch_size=many optimizer
 +callbacks.shell._target_=os.system +callbacks.foreign._target_=composer.Thing strategy=single
 experiment_name=${projct.name} name=${oc.env:NOT_SET_ANYWHERE}
 +model.api_token=canary-5e11a0 +trainer.callbacks=[] data.image_size=0 schedule.warmup_epochs=-1
-trainer.limit_train_batches=0 checkpoint.resume_from=nowhere
+trainer.limit_train_batches=0
 """
 CLASSES = """
 optimizer.momentun=0.9 optimizer.class_path=mine.Adam data.num_classes=ten data.train_samples=3.0
@@ -277,7 +277,6 @@ RIGHT = {
 }
 # Where the problem is reported, if not at what was typed.
 ELSEWHERE = {"data": "data.root", "callbacks.stop._target_": "callbacks.stop.monitor"}
-ELSEWHERE["checkpoint.resume_from"] = "checkpoint.resume_from=nowhere"
 OWN = """
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -315,6 +314,13 @@ def test_all_problems_in_one_go(words, tmp_path, tmp_path_factory) -> None:
     unchecked = printed.endswith("classes and their arguments were not checked yet\n")
     assert unchecked == (words is TEXT)
     assert "canary-5e11a0" not in printed, "a secret is not repeated"
+
+
+@pytest.mark.usefixtures("no_child")
+def test_a_missing_checkpoint_is_reported_with_the_rest(command) -> None:
+    output = command("checkpoint.resume_from=nowhere", "data.image_size=0")
+    assert output.code == 2 and output.err.startswith("distdl: 2 problems, nothing was started\n")
+    assert "\n  checkpoint.resume_from=nowhere: " in output.err
 
 
 def test_an_unknown_machine_is_one_problem(tmp_path) -> None:
