@@ -23,7 +23,7 @@ VERBS = {
     "logs": "its log; with --follow, until it has ended",
     "wait": "until it has ended",
     "cancel": "end it, with time for a checkpoint",
-    "resubmit": "start it again where it was, at the same place",
+    "resubmit": "resume it on the same platform",
     "fetch": "copy what a job on Azure or AWS has written so far",
 }
 

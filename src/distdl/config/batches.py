@@ -86,7 +86,7 @@ def keep_global_batch(
     config: DictConfig,
     size: Resources,
     before: int | None,
-    given: Sequence[str],
+    chosen: Sequence[str],
     loaders: Loaders | None = None,
 ) -> Kept:
     """Keeps the global batch of a run in an attempt that resumes it.
@@ -94,7 +94,7 @@ def keep_global_batch(
     Args:
         config, size: Of the attempt.
         before: The global batch of the previous attempt, according to its config.
-        given: Paths that the user set in this attempt: they are kept, with a note.
+        chosen: Paths that the user set in this attempt: they are kept, with a note.
         loaders: What the loaders of an earlier attempt really gave, if that is on record.
 
     Raises:
@@ -111,7 +111,7 @@ def keep_global_batch(
         return Kept(notes=[note] if shares != loaders.shares else [])
     if before is None or now is None or now == before:
         return Kept()
-    if {"data.batch_size", "trainer.accumulate_grad_batches"} & set(given):
+    if {"data.batch_size", "trainer.accumulate_grad_batches"} & set(chosen):
         return Kept(notes=[f"the global batch changes from {before} to {now}, as asked for"])
     per_device, rest = divmod(before, shares * accumulate)
     if rest or per_device < 1:

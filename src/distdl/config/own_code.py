@@ -72,6 +72,6 @@ def place_in(trace: str) -> str:
 def in_a_run(folder: Path) -> bool:
     """Whether a folder is a run's folder, or is inside one."""
     return any(
-        (place / "config.yaml").is_file() and (place / "attempts").is_dir()
-        for place in (folder, *folder.parents)
+        (parent / "config.yaml").is_file() and (parent / "attempts").is_dir()
+        for parent in (folder, *folder.parents)
     )

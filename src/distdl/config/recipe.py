@@ -69,8 +69,8 @@ def same_recipe(one: DictConfig, other: DictConfig) -> bool:
 def longer(config: DictConfig) -> str:
     """The overrides that let a resume train longer than the config does."""
     limits = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
-    given = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
-    return " ".join(f"{key}=<more>" for key in given or limits[:2])
+    limited = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
+    return " ".join(f"{key}=<more>" for key in limited or limits[:2])
 
 
 def unit_of(data: Any) -> str:

@@ -152,7 +152,7 @@ class Schedule(Component):
 
 
 class Config(_Fixed):
-    """The whole config. Groups that `~group` may remove have a default; the rest is required."""
+    """The complete config. Groups that `~group` may remove have a default; the rest is required."""
 
     name: Name | None
     experiment_name: Name | None

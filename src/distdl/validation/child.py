@@ -261,9 +261,9 @@ class Binding:
         """Lets a target check its own node by a static or class method `check(node[, context])`.
 
         It returns Problems, with paths relative to the node, and strings that say what it could
-        not check. The context has the number of devices, whether the run is `local`, the whole
-        `config`, and what is `refused` and must not be imported: `model`, `callbacks.stop`. A data
-        node's check that takes no context looks at files, so it is called for local runs only.
+        not check. The context has the number of devices, whether the run is `local`, the `config`,
+        and what is `refused` and must not be imported: `model`, `callbacks.stop`. A data node's
+        check that takes no context looks at files, so it is called for local runs only.
         """
         static = inspect.getattr_static(called, "check", None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)

@@ -128,8 +128,8 @@ def explained(error: BaseException) -> Problem | None:
     for words, (path, what, remedy) in _KNOWN.items():
         if words in str(error):
             frames = traceback.extract_tb(error.__traceback__)
-            own = [f for f in frames if "site-packages" not in f.filename]
-            steps = [f"({f.filename}, line {f.lineno})" for f in own if f.name[-5:] == "_step"]
+            users = [f for f in frames if "site-packages" not in f.filename]
+            steps = [f"({f.filename}, line {f.lineno})" for f in users if f.name[-5:] == "_step"]
             line = f" {steps[-1]}" if steps and what else ""
             return Problem(path, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
     return None

@@ -83,8 +83,8 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         if package in sys.stdlib_module_names:
             return what, ""  # hardly ever intended, so never suggested
         files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
-        own = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
-        if near := closest(package, own):
+        users = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
+        if near := closest(package, users):
             return what, f"did you mean {'.'.join((near, *inner))}?"
         return what, f"if you trust it: project.allow=[{package}]"
     section = str(path[0]) if path else ""

@@ -169,8 +169,8 @@ def _known(resolved: Resolved) -> list[str]:
     """Existing paths to suggest: those of the schema and of the chosen components."""
     sections = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
     inside = (path for top, node in nodes(sections) for path, _ in walk(node, top))
-    own = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
-    return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in own if "[" not in text)])]
+    keys = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
+    return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in keys if "[" not in text)])]
 
 
 def _ask_here(request: str) -> dict[str, Any]:
