@@ -258,7 +258,7 @@ def test_facts_and_what_other_checks_get(project) -> None:
         assert facts == {"model_configures_optimizers": expected}
     changes = {"callbacks.bad": node("failing.f"), "model.x": node("failing.f")}
     found = problems({**changes, "strategy": node("mine.curious")}, project)
-    assert "strategy: ['callbacks.bad', 'model'] are refused" in [str(p) for p in found]
+    assert "strategy: ['model', 'callbacks.bad'] are refused" in [str(p) for p in found]
 
 
 def shipped():
