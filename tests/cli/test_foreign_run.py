@@ -6,91 +6,68 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from distdl.config import compose, recipe
 from distdl.launchers.mpi.supervisor import LOG
-from tests.conftest import TINY, Said, filled
+from tests.conftest import TINY, filled
+from tests.unit.sample_config import node
 
-CONTROLLER = "distdl.launchers.slurm.commands.run"
+EVIL = node("evil.Launcher")
 MPI = "distdl.launchers.mpi.MpiLauncher"
 SLURM = "distdl.launchers.slurm.SlurmLauncher"
 # Launchers that would run something, and handles that would lead somewhere.
-LAUNCHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "a class of theirs": ({"_target_": "evil.Launcher"}, "evil://1"),
-    "a class that they allow": ({"_target_": "evil.Launcher"}, "evil://1"),
-    "a function": ({"_target_": CONTROLLER, "_args_": ["touch", "{ran}"]}, "slurm://1"),
-    "nested": ({"_target_": SLURM, "env": {"_target_": "evil.Launcher"}}, "slurm://1"),
+LAUNCHERS = {
+    "a class of theirs": (EVIL, "evil://1"),
+    "a class that they allow": (EVIL, "evil://1"),
+    "a function": (node("distdl.launchers.slurm.commands.run", "touch", "{ran}"), "slurm://1"),
+    "nested": (node(SLURM, env=EVIL), "slurm://1"),
     "interpolated": (
-        {"_target_": SLURM, "env": "${{oc.create:{{_target_: evil.Launcher}}}}"},
+        node(SLURM, env="${{oc.create:{{_target_: evil.Launcher}}}}"),
         "slurm://1",
     ),
     "interpolated twice": (
-        {"_target_": SLURM, "partition": r"\${{oc.create:{{_target_: evil.Launcher}}}}"},
+        node(SLURM, partition=r"\${{oc.create:{{_target_: evil.Launcher}}}}"),
         "slurm://1",
     ),
-    "a secret": ({"_target_": SLURM, "partition": "${{oc.env:MY_TOKEN}}"}, "slurm://1"),
-    "a program": (
-        {"_target_": MPI, "mpirun": "{program}", "ssh": "{program}"},
-        "mpi://{host}{run}",
-    ),
-    "another's process": ({"_target_": MPI}, "mpi://{host}{run}/attempts/001"),
-    "an option": ({"_target_": SLURM}, "slurm://--help"),
-    "a shell": ({"_target_": SLURM}, "slurm://1; touch {ran}"),
-    "local": ({"_target_": "distdl.launchers.local.LocalLauncher"}, ""),
+    "a secret": (node(SLURM, partition="${{oc.env:MY_TOKEN}}"), "slurm://1"),
+    "a program": (node(MPI, mpirun="{program}", ssh="{program}"), "mpi://{host}{run}"),
+    "another's process": (node(MPI), "mpi://{host}{run}/attempts/001"),
+    "an option": (node(SLURM), "slurm://--help"),
+    "a shell": (node(SLURM), "slurm://1; touch {ran}"),
+    "local": (node("distdl.launchers.local.LocalLauncher"), ""),
 }
+SECRET = "hunter2"
 
 
-@pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "shadow").write_text("root:hunter2-of-a-file\n")
-    monkeypatch.setenv("MY_TOKEN", "hunter2-of-a-shell")
-    return "hunter2"
+class Foreign:
+    """A run with one of the launchers; whatever of its code runs makes a file `ran`."""
 
-
-@pytest.fixture
-def foreign(
-    tmp_path: Path, secret: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], tuple[Path, Path]]:
-    """Lays down a run with one of the launchers; returns it, and the file that its code makes."""
-    killed: list[Any] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: number and killed.append(pid))
-    monkeypatch.setattr(os, "killpg", lambda *given: killed.append(given))
-
-    def create_attempt(name: str, *overrides: str) -> tuple[Path, Path]:
+    def __init__(self, folder, name, *overrides) -> None:
         sys.modules.pop("evil", None)  # of the case before: it would not run again
-        ran, run = tmp_path / "ran", tmp_path / "theirs/default/r"
-        (run / "attempts/001/logs").mkdir(parents=True)
-        trap = f"open({str(ran)!r}, 'w').close()\n"
-        code = trap + "class Launcher: ...\nclass Model: ...\n"
-        for place in (run, run / "conf", tmp_path / "theirs"):
-            place.mkdir(exist_ok=True)
+        self.ran, self.run = folder / "ran", folder / "theirs/default/r"
+        attempt = self.run / "attempts/001"
+        (attempt / "logs").mkdir(parents=True)
+        (self.run / "logs").mkdir()
+        (self.run / "conf").mkdir()
+        code = f"open({str(self.ran)!r}, 'w').close()\nclass Launcher: ...\nclass Model: ...\n"
+        for parent in (self.run, self.run / "conf", folder / "theirs"):
             for module in ("evil", "sitecustomize", "usercustomize", "yaml", "rich", "torch"):
-                (place / f"{module}.py").write_text(code)
-        (run / "conf/project.yaml").write_text("project: {allow: [evil]}\n")
-        program = run / "mpirun"
-        program.write_text(f"#!/bin/sh\ntouch {ran}\necho 'mpirun (Open MPI) 5.0.1'\n")
+                (parent / f"{module}.py").write_text(code)
+        (self.run / "conf/project.yaml").write_text("project: {allow: [evil]}\n")
+        program = self.run / "mpirun"
+        program.write_text(f"#!/bin/sh\ntouch {self.ran}\necho 'mpirun (Open MPI) 5.0.1'\n")
         program.chmod(0o755)
-        words: dict[str, Any] = {
-            "ran": ran,
-            "run": run,
-            "program": program,
-            "host": socket.gethostname(),
-        }
-        words = {key: str(value) for key, value in words.items()}
-        launcher, handle = filled(LAUNCHERS[name][0], words), LAUNCHERS[name][1].format(**words)
+        host = socket.gethostname()
+        words = {"ran": self.ran, "run": self.run, "program": program, "host": host}
+        launcher, handle = filled([*LAUNCHERS[name]], {k: str(v) for k, v in words.items()})
         composed = compose.compose([*TINY, "trainer.devices=1", *overrides])
-        (run / "config.yaml").write_text(recipe.to_yaml(recipe.recipe_of(composed)))
+        (self.run / "config.yaml").write_text(recipe.to_yaml(recipe.recipe_of(composed)))
         where = OmegaConf.to_container(recipe.where_of(composed), resolve=False)
-        assert isinstance(where, dict)
         where["launcher"] = launcher
-        where["project"] = {"root": str(run), "allow": ["evil", "os"], "max_snapshot_mb": 300}
-        attempt = run / "attempts/001"
+        where["project"] = {"root": str(self.run), "allow": ["evil", "os"], "max_snapshot_mb": 300}
         launch = {
             "run_id": "default/r",
             "python_path": [".", "../.."],
@@ -99,112 +76,101 @@ def foreign(
             "changes": {},
             "global_batch_size": 8,
         }
-        (attempt / "launch.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(launch)))
-        state = {"state": "RUNNING", "host": socket.gethostname(), "pid": -1}
-        state |= {"error": "\x1b]0;title\x07", "metrics": {"[/b]val": 1.0}, "started": 1.0}
+        OmegaConf.save(OmegaConf.create(launch), attempt / "launch.yaml")
+        state = {"state": "RUNNING", "host": host, "pid": -1, "error": "\x1b]0;title\x07"}
+        state |= {"metrics": {"[/b]val": 1.0}, "started": 1.0}
         (attempt / "status.json").write_text(json.dumps(state))
         (attempt / "mpirun.json").write_text(json.dumps({**state, "birth": ""}))
         if handle:
             (attempt / "job.json").write_text(json.dumps({"handle": handle, "url": None}))
-        for link in ("logs/rank_0.log", LOG):
-            (attempt / link).symlink_to(tmp_path / "shadow")
-        (run / "attempts/002").symlink_to(tmp_path)
-        (tmp_path / "launch.yaml").write_text("a link leads here\n")
-        (run / "logs").mkdir()
+        (folder / "shadow").write_text(f"root:{SECRET}-of-a-file\n")
+        for link in (attempt / "logs/rank_0.log", attempt / LOG):
+            link.symlink_to(folder / "shadow")
         for link in ("provenance.json", "benchmark.json", "logs/metrics.jsonl"):
-            (run / link).symlink_to(tmp_path / "shadow")
-        return run, ran
-
-    yield create_attempt
-    assert killed == []
+            (self.run / link).symlink_to(folder / "shadow")
+        (self.run / "attempts/002").symlink_to(folder)
+        (folder / "launch.yaml").write_text("a link leads here\n")
 
 
 @pytest.fixture
-def here(tmp_path: Path, command: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another folder, with a project of one's own."""
+def foreign(tmp_path, command, without_stage_2, monkeypatch):
+    """Creates runs beside a folder with a project of one's own, which is the current one."""
+    killed = []
+    monkeypatch.setenv("MY_TOKEN", f"{SECRET}-of-a-shell")
+    monkeypatch.setattr(os, "kill", lambda pid, number: number and killed.append(pid))
+    monkeypatch.setattr(os, "killpg", lambda *arguments: killed.append(arguments))
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    return tmp_path / "mine"
+    yield lambda name, *overrides: Foreign(tmp_path, name, *overrides)
+    assert killed == []
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_nothing_of_it_runs(
-    name: str, foreign, here: Path, secret: str, command: Callable[..., Said], without_stage_2: None
-) -> None:
-    run, ran = foreign(name)
-    path, imported, before = (
-        str(run),
-        {*sys.modules},
-        (run / "attempts/001/launch.yaml").read_text(),
-    )
-    said = {
-        "list": command("jobs", "list", str(run.parents[1])),
-        "status": command("jobs", "status", path),
-        "logs": command("jobs", "logs", path),
-        "cancel": command("jobs", "cancel", path),
-        "report": command("report", path),
-        "dry run": command("resume", path, "dry_run=true"),
-    }
+def test_nothing_of_it_runs(name, foreign, command) -> None:
+    its = foreign(name)
+    path, imported = str(its.run), {*sys.modules}
+    before = (its.run / "attempts/001/launch.yaml").read_text()
+    verbs = ["jobs status", "jobs logs", "jobs cancel", "report"]
     if name != "local":  # that one is said to run here, and would be followed to its end
-        said["follow"] = command("jobs", "logs", "--follow", path)
-    assert not ran.exists(), said
+        verbs.append("jobs logs --follow")
+    outputs = {verb: command(*verb.split(), path) for verb in verbs}
+    outputs["resume"] = command("resume", path, "dry_run=true")
+    outputs["list"] = command("jobs", "list", str(its.run.parents[1]))
+    assert not its.ran.exists(), outputs
     assert "evil" not in {*sys.modules} - imported
-    for verb, one in said.items():
-        assert secret not in one.out + one.err, (verb, one)
-        assert "\x1b" not in one.out, (verb, one)
-    assert secret not in (run / "report.html").read_text()
-    assert (run / "attempts/001/launch.yaml").read_text() == before
-    assert any(w in said["list"].out for w in ("UNKNOWN", "FAILED", "RUNNING")), said["list"]
-    assert said["report"].code == 0 and said["logs"].code == 2
+    for verb, output in outputs.items():
+        assert SECRET not in output.out + output.err, (verb, output)
+        assert "\x1b" not in output.out, (verb, output)
+    assert SECRET not in (its.run / "report.html").read_text()
+    assert (its.run / "attempts/001/launch.yaml").read_text() == before
+    assert any(word in outputs["list"].out for word in ("UNKNOWN", "FAILED", "RUNNING"))
+    assert outputs["report"].code == 0 and outputs["jobs logs"].code == 2
 
 
-def test_it_is_said_what_was_not_asked_and_how_to(
-    foreign, here: Path, command: Callable[..., Said], without_stage_2: None
-) -> None:
-    run, ran = foreign("a class of theirs")
-    said = command("jobs", "status", str(run))
-    assert said.code == 1 and "evil.Launcher is outside the allowed packages" in said.out
-    assert "its platform was not asked" in said.out and "project.allow=[evil]" in said.out
-    said = command("jobs", "status", str(run), "trainer.max_epochs=3")
-    assert said.code == 2 and "changes nothing here" in said.err
-    said = command("resume", str(run), "dry_run=true")
-    assert said.code == 2 and "1 problem" in said.err
-    assert "project.root: the run was started with" in said.err and "no evil.Launcher" in said.err
-    assert f"or if you trust it: project.root={run}\n" in said.err
+def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path) -> None:
+    its = foreign("a class of theirs")
+    path = str(its.run)
+    output = command("jobs", "status", path)
+    assert output.code == 1 and "evil.Launcher is outside the allowed packages" in output.out
+    assert "its platform was not asked" in output.out and "project.allow=[evil]" in output.out
+    output = command("jobs", "status", path, "trainer.max_epochs=3")
+    assert output.code == 2 and "changes nothing here" in output.err
+    output = command("resume", path, "dry_run=true")
+    assert output.code == 2 and "1 problem" in output.err
+    assert "project.root: the run was started with" in output.err
+    assert "no evil.Launcher" in output.err
+    assert f"or if you trust it: project.root={path}\n" in output.err
     # From now on it is trusted, and does what it likes.
-    assert not ran.exists()
-    (here / "evil.py").write_text("class Launcher: ...\n")
-    said = command("jobs", "status", str(run))
-    assert said.code == 2 and "evil.Launcher is not a launcher" in said.err
+    assert not its.ran.exists()
+    (tmp_path / "mine/evil.py").write_text("class Launcher: ...\n")
+    output = command("jobs", "status", path)
+    assert output.code == 2 and "evil.Launcher is not a launcher" in output.err
 
 
-def test_the_run_folder_is_no_project(
-    foreign, here: Path, command: Callable[..., Said], without_stage_2: None, monkeypatch
-) -> None:
-    run, ran = foreign("a class that they allow")
-    monkeypatch.chdir(run)
-    monkeypatch.setattr(sys, "path", [str(run), *sys.path])  # as `python -m` has it
+def test_the_run_folder_is_not_a_project(foreign, command, monkeypatch) -> None:
+    its = foreign("a class that they allow")
+    monkeypatch.chdir(its.run)
+    monkeypatch.setattr(sys, "path", [str(its.run), *sys.path])  # as `python -m` has it
     assert command("jobs", "status", ".").code == 1
     assert command("resume", ".", "dry_run=true").code == 2
-    assert str(run) not in sys.path and not ran.exists()
+    assert str(its.run) not in sys.path and not its.ran.exists()
 
 
-def test_its_mpirun_is_started_only_if_typed(
-    foreign, here: Path, command: Callable[..., Said], without_stage_2: None
-) -> None:
-    run, ran = foreign("a program")
-    said = command("resume", str(run), "dry_run=true")
-    assert said.code == 2 and f"if it is yours: launcher.mpirun={run}/mpirun" in said.err
-    assert not ran.exists()
-    said = command("resume", str(run), "dry_run=true", f"launcher.mpirun={run}/mpirun")
-    assert said.code == 0 and ran.exists(), said
+def test_its_mpirun_is_started_only_if_typed(foreign, command) -> None:
+    its = foreign("a program")
+    typed = ("resume", str(its.run), "dry_run=true")
+    output = command(*typed)
+    assert output.code == 2 and f"if it is yours: launcher.mpirun={its.run}/mpirun" in output.err
+    assert not its.ran.exists()
+    output = command(*typed, f"launcher.mpirun={its.run}/mpirun")
+    assert output.code == 0 and its.ran.exists(), output
 
 
-def test_its_model_is_not_imported_to_be_checked(
-    foreign, here: Path, command: Callable[..., Said]
-) -> None:
+def test_its_model_is_not_imported_to_be_checked(tmp_path, command) -> None:
     """With the real child, which imports what a config names."""
-    run, ran = foreign("local", "model._target_=evil.Model")
-    said = command("resume", str(run), "dry_run=true")
-    assert said.code == 2 and "has no evil.Model" in said.err
-    assert not ran.exists()
+    its = Foreign(tmp_path, "local", "model._target_=evil.Model")
+    (tmp_path / "mine").mkdir()
+    os.chdir(tmp_path / "mine")
+    output = command("resume", str(its.run), "dry_run=true")
+    assert output.code == 2 and "has no evil.Model" in output.err
+    assert not its.ran.exists()

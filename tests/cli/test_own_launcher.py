@@ -7,51 +7,42 @@ import re
 import sys
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT, TINY, UNCHECKED, distdl, last_step, losses, status
 
-PAGE = ROOT / "docs/own_launcher.md"
 FENCE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILES = dict(FENCE.findall(PAGE.read_text()))
+FILES = dict(FENCE.findall((ROOT / "docs/own_launcher.md").read_text()))
+CONF = {name: text for name, text in FILES.items() if name.startswith("conf/")}
+CODE = {**{name: text for name, text in FILES.items() if name not in CONF}}
 ALLOW = "project.allow=[my_launchers]"
+LAUNCHER = ("launcher=background", ALLOW, "follow=false")
+CPU = ("debug=cpu", "trainer.devices=2")
 # A class of the user's own project, which must be in the bundle; it says whose code it runs with.
 MINE = """
 import distdl
 from lightning.pytorch import Callback
-
 class Witness(Callback):
     def on_train_start(self, trainer, module):
         print("ours:", distdl.__file__, "mine:", __file__, flush=True)
 """
+# More launchers, in the project.
+MORE = """
+from distdl.util.errors import Problem, UserError
+from my_launchers.background import BackgroundLauncher
+class Away(BackgroundLauncher):
+    def reach(self, request):
+        raise UserError(Problem("launcher", "nobody is there"))
+class Full(BackgroundLauncher):
+    def submit(self, request):
+        raise UserError(Problem("launcher", "the queue is full"))
+class Alone(BackgroundLauncher):
+    in_turn = True
+"""
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's package, in a folder that an editable install would put on Python's path."""
-    folder = tmp_path_factory.mktemp("package")
-    write(folder, {k: v for k, v in FILES.items() if not k.startswith("conf/")})
-    (folder / "my_launchers/__init__.py").touch()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def env(package: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(package)}
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Somebody's project, with the page's options in its ./conf."""
-    folder = tmp_path_factory.mktemp("project")
-    write(folder, {k: v for k, v in FILES.items() if k.startswith("conf/")})
-    (folder / "mine.py").write_text(MINE)
-    return folder
-
-
-def write(folder: Path, files: dict[str, str]) -> None:
+def write(folder, files) -> None:
     assert files
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -59,167 +50,158 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(project: Path, env: dict[str, str]) -> Path:
-    """Submitted and left; the command returns at once."""
-    said = distdl(
-        *TINY,
-        "launcher=background",
-        ALLOW,
-        "trainer.devices=2",
-        "trainer.max_epochs=1",
-        "+callbacks.witness._target_=mine.Witness",
-        "follow=false",
-        "name=x",
-        cwd=project,
-        env=env,
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    found = project / "outputs/default/x"
-    assert f"submitted  background://{found}/attempts/001" in said.stdout
-    return found
+def project(tmp_path_factory):
+    """Somebody's project with the page's options in its ./conf, and beside it the page's package,
+    in a folder that an editable install would put on Python's path."""
+    folder = tmp_path_factory.mktemp("own")
+    write(folder / "package", {**CODE, "my_launchers/__init__.py": ""})
+    write(folder / "project", {**CONF, "mine.py": MINE, "more.py": MORE})
+    return folder / "project"
 
 
-def test_it_trains_and_later_shells_find_it(run, project, env) -> None:
-    followed = distdl("jobs", "logs", "--follow", "outputs/default/x", cwd=project, env=env)
-    assert followed.returncode == 0, followed.stdout + followed.stderr
-    code = run / "attempts/001/bundle/code"
-    assert f"ours: {code}/distdl/__init__.py mine: {code}/project/mine.py" in followed.stdout
-    assert len(losses(run)) == 10
-    assert status(run)["state"] == "SUCCEEDED"
-    assert not (code / "project/my_launchers").exists(), "the launcher itself does not travel"
+@pytest.fixture(scope="module")
+def run(project):
+    """Runs a command in the project, in a process; it must succeed or exit with `code`."""
 
-    said = distdl("jobs", "status", "outputs/default/x", cwd=project, env=env)
-    assert "state   SUCCEEDED" in said.stdout and "background://" in said.stdout
-    said = distdl("jobs", "list", cwd=project, env=env)
-    assert "SUCCEEDED" in said.stdout and "background://" in said.stdout
-    record = json.loads((run / "attempts/001/job.json").read_text())
-    assert record["handle"] == f"background://{run}/attempts/001"
+    def ran(*typed, code=0, **more):
+        env = {"PYTHONPATH": str(project.parent / "package")}
+        done = distdl(*typed, cwd=project, env=env, **more)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
 
-
-def test_a_cancelled_job_has_saved_and_is_known_as_such(project, env) -> None:
-    given = (*TINY, "launcher=background", ALLOW, "trainer.devices=1", "trainer.max_epochs=99")
-    given += ("follow=false", "name=long")
-    said = distdl(*given, cwd=project, env=env, module=UNCHECKED)
-    assert said.returncode == 0, said.stdout + said.stderr
-    run = project / "outputs/default/long"
-    deadline = time.monotonic() + 120
-    while last_step(run) < 2:
-        assert time.monotonic() < deadline, (run / "attempts/001/job.log").read_text()
-        time.sleep(0.1)
-    said = distdl("jobs", "cancel", "outputs/default/long", cwd=project, env=env)
-    assert "asked to end" in said.stdout
-    waited = distdl("jobs", "wait", "outputs/default/long", cwd=project, env=env)
-    assert waited.returncode == 75 and waited.stdout.startswith("PREEMPTED"), waited
-    assert list((run / "checkpoints").glob("*.ckpt.manifest.json"))
-
-
-PLACES = """
-from distdl.util.errors import Problem, UserError
-from my_launchers.background import BackgroundLauncher
-
-class Away(BackgroundLauncher):
-    def reach(self, request):
-        raise UserError(Problem("launcher", "nobody is there"))
-
-class Full(BackgroundLauncher):
-    def submit(self, request):
-        raise UserError(Problem("launcher", "the queue is full"))
-"""
+    return ran
 
 
 @pytest.fixture
-def here(project, package, monkeypatch) -> Path:
-    """This process in the project's folder, with the package importable, in its children too."""
-    monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.syspath_prepend(str(package))
+def command_there(command, project, monkeypatch):
+    """Commands in this process, in the project, with the package importable, also by children."""
+    package = str(project.parent / "package")
+    monkeypatch.setenv("PYTHONPATH", package)
+    monkeypatch.syspath_prepend(package)
     monkeypatch.chdir(project)
-    return project
+    yield command
+    sys.modules.pop("more", None)
 
 
-CPU = ("debug=cpu", "trainer.devices=2", "dry_run=true")
-
-
-def test_where_nothing_queues_a_sweep_goes_in_turn(project, env) -> None:
-    (project / "alone.py").write_text(
-        "from my_launchers.background import BackgroundLauncher\n\n\n"
-        "class Alone(BackgroundLauncher):\n    in_turn = True\n"
+def test_it_trains_and_later_shells_find_it(run, project) -> None:
+    folder = project / "outputs/default/x"
+    typed = (
+        "trainer.devices=2",
+        "trainer.max_epochs=1",
+        "+callbacks.witness._target_=mine.Witness",
     )
-    given = ("launcher=background", "launcher._target_=alone.Alone", ALLOW, "trainer.devices=1")
-    short = ("trainer.max_epochs=1", "data.train_samples=8", "seed=1,2", "name=turns")
-    given = ("-m", *TINY, *given, *short, "follow=false")
-    done = distdl(*given, cwd=project, env=env, module=UNCHECKED)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second = sorted(
-        (status(run) for run in (project / "outputs/default/turns").iterdir()),
-        key=lambda found: found["started"],
-    )
+    output = run(*TINY, *LAUNCHER, *typed, "name=x")
+    handle = f"background://{folder}/attempts/001"
+    assert f"submitted  {handle}" in output
+    output = run("jobs", "logs", "--follow", "outputs/default/x")
+    code = folder / "attempts/001/bundle/code"
+    assert f"ours: {code}/distdl/__init__.py mine: {code}/project/mine.py" in output
+    assert len(losses(folder)) == 10
+    assert status(folder)["state"] == "SUCCEEDED"
+    assert not (code / "project/my_launchers").exists(), "the launcher itself does not travel"
+    output = run("jobs", "status", "outputs/default/x")
+    assert "state   SUCCEEDED" in output and "background://" in output
+    output = run("jobs", "list")
+    assert "SUCCEEDED" in output and "background://" in output
+    assert json.loads((folder / "attempts/001/job.json").read_text())["handle"] == handle
+
+
+def test_a_cancelled_job_has_saved_and_is_known_as_such(run, project) -> None:
+    folder = project / "outputs/default/long"
+    typed = (*TINY, *LAUNCHER, "trainer.devices=1", "trainer.max_epochs=99", "name=long")
+    run(*typed, module=UNCHECKED)
+    deadline = time.monotonic() + 120
+    while last_step(folder) < 2:
+        assert time.monotonic() < deadline, (folder / "attempts/001/job.log").read_text()
+        time.sleep(0.1)
+    assert "asked to end" in run("jobs", "cancel", "outputs/default/long")
+    assert run("jobs", "wait", "outputs/default/long", code=75).startswith("PREEMPTED")
+    assert list((folder / "checkpoints").glob("*.ckpt.manifest.json"))
+
+
+def test_where_nothing_queues_a_sweep_runs_one_after_the_other(run, project) -> None:
+    typed = ("launcher._target_=more.Alone", "trainer.devices=1", "trainer.max_epochs=1")
+    typed += ("data.train_samples=8", "seed=1,2", "name=turns")
+    run("-m", *TINY, *LAUNCHER, *typed, module=UNCHECKED)
+    members = map(status, (project / "outputs/default/turns").iterdir())
+    first, second = sorted(members, key=lambda status: status["started"])
     assert first["state"] == second["state"] == "SUCCEEDED"
     assert second["started"] >= first["ended"]
 
 
-def test_it_must_be_allowed(command, without_stage_2, here) -> None:
-    said = command("launcher=background", *CPU)
-    assert said.code == 2
-    assert "my_launchers.background.BackgroundLauncher is outside the allowed packages" in said.err
-    assert f"if you trust it: {ALLOW}" in said.err
-    before = sorted(here.rglob("*"))
-    said = command("experiment=mine", *CPU)
-    assert said.code == 0, said
-    assert re.search(r"^nice -n 10 \S+ -m distdl.agent --devices 2 -- ", said.out, re.MULTILINE)
-    assert sorted(here.rglob("*")) == before
+def test_it_must_be_allowed(command_there, project, without_stage_2) -> None:
+    output = command_there("launcher=background", *CPU, "dry_run=true")
+    assert output.code == 2 and "  launcher._target_: " in output.err and ALLOW in output.err
+    before = sorted(project.rglob("*"))
+    output = command_there("experiment=mine", *CPU, "dry_run=true")
+    assert output.code == 0, output
+    assert re.search(r"^nice -n 10 \S+ -m distdl.agent --devices 2 -- ", output.out, re.MULTILINE)
+    assert sorted(project.rglob("*")) == before
 
 
-def test_its_settings_are_checked(command, here) -> None:
-    said = command(
-        "launcher=background", *CPU, ALLOW, "launcher.niceness=20", "trainer.num_nodes=2"
+def test_the_yaml_may_come_with_the_package(command_there, tmp_path, without_stage_2) -> None:
+    write(tmp_path / "their", {"launcher/theirs.yaml": CONF["conf/launcher/background.yaml"]})
+    typed = (
+        "--config-dir",
+        str(tmp_path / "their"),
+        "launcher=theirs",
+        *CPU,
+        "dry_run=true",
+        ALLOW,
     )
-    assert said.code == 2
-    assert "launcher.niceness: 20 is not 0 to 19\n      launcher.niceness=10" in said.err
-    assert "this is one machine" in said.err
+    output = command_there(*typed)
+    assert output.code == 0 and "nice -n 10" in output.out, output
 
 
-def test_what_its_place_refuses(command, without_stage_2, here) -> None:
-    (here / "places.py").write_text(PLACES)
-    given = (*CPU[:2], "launcher=background", ALLOW, "name=refused")
-    said = command("launcher._target_=places.Away", *given)
-    assert said.code == 2 and "nobody is there" in said.err and "is kept" not in said.err
-    assert not (here / "outputs/default/refused").exists()
+def test_what_its_platform_refuses(command_there, project, without_stage_2) -> None:
+    folder = project / "outputs/default"
+    away, full = (f"launcher._target_=more.{name}" for name in ("Away", "Full"))
+    output = command_there(*CPU, *LAUNCHER, away, "name=refused")
+    assert output.code == 2 and "nobody is there" in output.err and "is kept" not in output.err
+    assert not (folder / "refused").exists()
+    output = command_there(*CPU, *LAUNCHER, full, "name=refused")
+    assert output.code == 2 and "the queue is full" in output.err
+    assert "outputs/default/refused is kept" in output.err
+    row = r"outputs/default/refused\t1\tFAILED\tmore, not submitted"
+    assert re.search(row, command_there("jobs", "list").out)
+    assert (
+        "job     more, not submitted"
+        in command_there("jobs", "status", str(folder / "refused")).out
+    )
 
-    said = command("launcher._target_=places.Full", *given)
-    assert said.code == 2 and "the queue is full" in said.err
-    assert "outputs/default/refused is kept" in said.err
-    listed = command("jobs", "list").out
-    assert re.search(r"outputs/default/refused\t1\tFAILED\tplaces, not submitted", listed), listed
-    said = command("jobs", "status", "outputs/default/refused")
-    assert "job     places, not submitted" in said.out
-
-    secret = "launcher.forward_env=[NOT_SET_ANYWHERE]"
-    said = command("launcher=background", *CPU, ALLOW, secret)
-    assert said.code == 0 and "$NOT_SET_ANYWHERE is not set here" in said.out
-    said = command("launcher._target_=places.Full", *given[:-1], "name=unset", secret)
-    assert said.code == 2 and "not set in this shell: NOT_SET_ANYWHERE" in said.err
-    assert not (here / "outputs/default/unset").exists()
-
-    (here / "places.py").unlink()  # a package that is not installed here
-    sys.modules.pop("places")
-    job = here / "outputs/default/refused/attempts/001/job.json"
-    job.write_text('{"handle": "places://1"}')
-    said = command("jobs", "status", "outputs/default/refused")
-    assert "places.Full is outside the allowed packages" in said.out
-    said = command("jobs", "status", "outputs/default/refused", "project.allow=[places]")
-    assert said.code == 2 and "is places installed in this environment?" in said.err
-    said = command("jobs", "status", "refused")
-    assert said.code == 2 and "did you mean outputs/default/refused?" in said.err
+    unset = (*CPU, *LAUNCHER, "launcher.forward_env=[NOT_SET_ANYWHERE]", "name=unset")
+    output = command_there(*unset, "dry_run=true")
+    assert output.code == 0 and "$NOT_SET_ANYWHERE is not set here" in output.out
+    output = command_there(*unset, full)
+    assert output.code == 2 and "not set in this shell: NOT_SET_ANYWHERE" in output.err
+    assert not (folder / "unset").exists()
 
 
-def test_the_yaml_may_come_with_the_package(command, without_stage_2, here, tmp_path) -> None:
-    write(tmp_path / "their", {"launcher/theirs.yaml": FILES["conf/launcher/background.yaml"]})
-    said = command("--config-dir", str(tmp_path / "their"), "launcher=theirs", *CPU, ALLOW)
-    assert said.code == 0, said
-    assert "nice -n 10" in said.out
+def test_a_run_of_a_launcher_that_is_not_installed_any_more(
+    command_there, project, without_stage_2
+) -> None:
+    command_there(*CPU, *LAUNCHER, "launcher._target_=more.Full", "name=gone")
+    (project / "more.py").unlink()
+    sys.modules.pop("more")
+    job = project / "outputs/default/gone/attempts/001/job.json"
+    job.write_text('{"handle": "more://1"}')
+    verb = ("jobs", "status", "outputs/default/gone")
+    assert "more.Full is outside the allowed packages" in command_there(*verb).out
+    output = command_there(*verb, "project.allow=[more]")
+    assert output.code == 2 and "is more installed in this environment?" in output.err
+    output = command_there("jobs", "status", "gone")
+    assert output.code == 2 and "did you mean outputs/default/gone?" in output.err
 
 
-def test_the_packages_metadata(package) -> None:
-    metadata = tomllib.loads((package / "pyproject.toml").read_text())
+def test_its_settings_are_checked(command_there) -> None:
+    wrong = ("launcher.niceness=20", "trainer.num_nodes=2", "dry_run=true")
+    output = command_there(*CPU, *LAUNCHER, *wrong)
+    assert output.code == 2
+    assert "launcher.niceness: 20 is not 0 to 19\n      launcher.niceness=10" in output.err
+    assert "this is one machine" in output.err
+
+
+def test_the_packages_metadata() -> None:
+    metadata = tomllib.loads(CODE["pyproject.toml"])
     assert metadata["tool"]["setuptools"]["packages"] == ["my_launchers"]
     assert metadata["project"]["name"] == "my-launchers"

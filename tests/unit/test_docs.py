@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -28,7 +29,6 @@ FENCE = re.compile(r"^```(\w*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # What a reader puts something of his own for. /path/to/... composes, it is only no folder.
 PLACEHOLDER = re.compile(r"\bRUN\b|<|\.\.\.|\bDIR\b")
-VERBS_WITH_OVERRIDES = ("resume",)
 
 
 def name(page: Path) -> str:
@@ -42,18 +42,18 @@ class Command:
     page: Path
     folder: str  # where the reader is, by the `cd` lines before it
     words: tuple[str, ...]
-    files: dict[str, str] = field(hash=False, default_factory=dict)
-    shell: tuple[str, ...] = ()  # what copies and edits files, before it
+    files: dict[str, str] = field(hash=False)
+    shell: tuple[str, ...]  # what copies and edits files, before it
 
     def __str__(self) -> str:
         return f"{name(self.page)}: {' '.join(self.words)}"[:120]
 
 
 def commands(page: Path) -> Iterator[Command]:
-    text = page.read_text()
-    files = {path: body for _, path, body in FENCE.findall(text) if path}
+    blocks = FENCE.findall(page.read_text())
+    files = {path: body for _, path, body in blocks if path}
     shell: list[str] = []
-    for language, path, body in FENCE.findall(text):
+    for language, path, body in blocks:
         if path or language not in ("bash", "console", ""):
             continue
         folder = name(page.parent) if page.is_relative_to(ROOT / "examples") else "."
@@ -66,21 +66,17 @@ def commands(page: Path) -> Iterator[Command]:
                 folder = words[1]
             if words and words[0] in ("mkdir", "cp", "sed"):
                 shell.append(line)
-            found = arguments(words)
-            refused = line.startswith("$ ")  # a transcript, whose answer stands below it
-            if found is not None and not refused:
-                yield Command(page, folder, found, files, tuple(shell))
+            # Below `$ ` stands the answer, which may be a refusal.
+            if (typed := arguments(words)) is not None and not line.startswith("$ "):
+                yield Command(page, folder, typed, files, tuple(shell))
 
 
 def arguments(words: list[str]) -> tuple[str, ...] | None:
     """What follows `distdl` in `A=1 torchrun -n 2 -m distdl ...`, None for another command."""
-    while words and re.match(r"^[A-Z_]+=", words[0]):
-        words = words[1:]
+    words = [*itertools.dropwhile(re.compile("^[A-Z_]+=").match, words)]
     program = Path(words[0]).name if words else ""
-    if words[:1] == ["distdl"]:
-        return tuple(words[1:])
     starts = (program.startswith("python") and words[1:2] == ["-m"]) or program == "torchrun"
-    if starts and "distdl" in words:
+    if words[:1] == ["distdl"] or (starts and "distdl" in words):
         return tuple(words[words.index("distdl") + 1 :])
     return None
 
@@ -89,41 +85,28 @@ ALL = [command for page in PAGES for command in commands(page)]
 DISTINCT = {(command.folder, command.words, *command.files): command for command in ALL}
 
 
-def compose_all(words: list[str]) -> Iterator[tuple[str, list[object]]]:
-    """Every config that a command line means, with what stage 1 finds wrong with it."""
-    options = command_line.parse(words)
-    check(options.overrides)
-    jobs = [options.overrides]
-    swept = compose.sweep_keys(options.overrides)
-    assert bool(swept) == options.multirun, f"-m and several values belong together: {words}"
-    if options.multirun:
-        jobs = compose.sweep(options.overrides)
-    for job in jobs:
-        yield " ".join(job), list(problems_of(compose.compose(job), local=True))
-
-
 @pytest.mark.parametrize("command", DISTINCT.values(), ids=str)
 def test_commands_compose(command, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("DISTDL_CONF", raising=False)
     words = list(command.words)
-    if command.folder != ".":
-        monkeypatch.chdir(ROOT / command.folder)
-    else:
-        monkeypatch.chdir(tmp_path)
-        for line in (None, *command.shell):  # what is copied may be written anew below
-            if line:
-                subprocess.run(["bash", "-ec", line], check=True)
-            for path, body in command.files.items():
-                (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-                (tmp_path / path).write_text(body)
+    monkeypatch.chdir(tmp_path if command.folder == "." else ROOT / command.folder)
+    for line in (":", *command.shell) if command.folder == "." else ():
+        subprocess.run(["bash", "-ec", line], check=True)
+        for path, body in command.files.items():  # what was copied may be written anew here
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(body)
     if words and words[0] in command_line.COMMANDS:
-        words = [w for w in words if "=" in w] if words[0] in VERBS_WITH_OVERRIDES else []
-    elif any(PLACEHOLDER.search(w) for w in words) or words[:1] in (["--help"], ["-sc"]):
+        words = [word for word in words if "=" in word] if words[0] == "resume" else []
+    elif any(PLACEHOLDER.search(word) for word in words) or words[:1] in (["--help"], ["-sc"]):
         return
-    for job, found in compose_all(words):
+    options = command_line.parse(words)
+    check(options.overrides)
+    swept = bool(compose.sweep_keys(options.overrides))
+    assert swept == options.multirun, f"-m and several values belong together: {words}"
+    for job in compose.sweep(options.overrides) if swept else [options.overrides]:
         # What is not a part of `all`, such as wandb, may be missing here.
-        problems = [problem for problem in found if "not installed" not in problem.what]
-        assert not problems, f"{job}: {'; '.join(map(str, problems))}"
+        problems = problems_of(compose.compose(job), local=True)
+        assert [p for p in problems if "not installed" not in p.what] == [], job
 
 
 def test_there_are_commands() -> None:
@@ -137,16 +120,15 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page) -> None:
-    text = FENCE.sub("", page.read_text())
-    for target in LINK.findall(text):
+def test_links_lead_somewhere_and_nothing_is_of_one_machine(page) -> None:
+    text = page.read_text()
+    assert re.findall(r"(?<![\w.])/(?:home|root|work|Users|mnt|tmp)/\S*", text) == []
+    for target in LINK.findall(FENCE.sub("", text)):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), f"{name(page)} links to {target}"
-        if anchor:
-            assert anchor in anchors(linked), f"{name(page)} links to {target}"
+        assert linked.exists() and (not anchor or anchor in anchors(linked)), target
 
 
 def anchors(page: Path) -> set[str]:
@@ -164,16 +146,9 @@ def test_every_page_is_in_the_index() -> None:
 def test_every_option_is_mentioned() -> None:
     text = "\n".join(page.read_text() for page in PAGES if page.parent != ROOT / "benchmarks")
     options = {(path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml")}
-    lists = set(re.findall(r"(\w+)=\[?([\w,]+)", text))
-    said = {(group, option) for group, found in lists for option in found.split(",")}
-    missing = sorted(f"{group}={option}" for group, option in options - said)
-    assert not missing, f"in no document: {', '.join(missing)}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_nothing_of_one_machine(page) -> None:
-    found = re.findall(r"(?<![\w.])/(?:home|root|work|Users|mnt|tmp)/\S*", page.read_text())
-    assert not found, f"{name(page)} names folders of one machine: {', '.join(found)}"
+    lists = re.findall(r"(\w+)=\[?([\w,]+)", text)
+    mentioned = {(group, option) for group, names in lists for option in names.split(",")}
+    assert options - mentioned == set()
 
 
 def test_what_the_architecture_names_is_there() -> None:

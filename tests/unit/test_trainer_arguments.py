@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from sample_config import in_process, refusals, sample
+from sample_config import check_parts, problems, rows
+from torch.optim import SGD, Adam
 
 from distdl.callbacks.metrics import rates
 from distdl.config import compose, words
 from distdl.config.words import strategy_for
-from tests.conftest import Said
 
-DELTA = "{_target_: datetime.timedelta, seconds: 100}"
-SIMPLE = "{_target_: lightning.pytorch.profilers.SimpleProfiler}"
 # All that plain Lightning takes, and distdl does not own.
-TEXT = """
+TAKEN = """
 devices=2 devices="2" devices=-1 devices='-1' devices=auto accelerator=auto accelerator=cpu
 precision=16 precision=32 precision=64 precision=bf16 precision="16" precision="32"
 precision=16-mixed precision=bf16-mixed precision=16-true precision=bf16-true precision=32-true
@@ -37,150 +33,109 @@ accumulate_grad_batches=4 gradient_clip_val=1 gradient_clip_val=0.5 gradient_cli
 deterministic=true deterministic=warn benchmark=true inference_mode=false profiler=simple
 profiler=advanced profiler=pytorch detect_anomaly=true reload_dataloaders_every_n_epochs=1
 use_distributed_sampler=false enable_autolog_hparams=false
+max_time={_target_:datetime.timedelta,seconds:100}
+val_check_interval={_target_:datetime.timedelta,seconds:100}
+profiler={_target_:lightning.pytorch.profilers.SimpleProfiler}
+""".split()  # noqa: SIM905
+REFUSED = """
+accelerator=tpu | must be 'auto', 'cpu', 'gpu', 'cuda' or 'mps'
+devices=0 | must be a number of devices
+precision=fp8 | must be 32-true,
+precision=transformer-engine | needs the package transformer_engine
+max_time=12:00:00 | trainer.max_time: Lightning refuses it: MisconfigurationException
+max_time={minute:1} | 'minute' is an invalid keyword
+limit_train_batches=1.5 | trainer.limit_train_batches: Lightning refuses it
+val_check_interval=0 | must be greater than
+val_check_interval=soon | Expected 'DD:HH:MM:SS'
+val_check_interval=0.5 trainer.check_val_every_n_epoch=null | check_val_every_n_epoch
+profiler=fast | trainer.profiler: Lightning refuses it
+profiler=true | must be a string or a mapping
+fast_dev_run=-1 | greater than or equal to 0
+barebones=true | task=benchmark
+model_registry=mine | litmodels
+logger=true | tracking=mlflow
+callbacks=[] | +callbacks.<name>._target_
+plugins=x | trainer.precision
+default_root_dir=x | output_dir=FOLDER
+enable_progress_bar=true | callbacks.progress=null
+enable_checkpointing=false | checkpoint.*
+strategy=ddp_spawn | strategy=ddp
 """
-NODES = [f"max_time={DELTA}", f"val_check_interval={DELTA}", f"profiler={SIMPLE}"]
-TAKEN = [*TEXT.split(), *NODES]
-REFUSED = {
-    "accelerator=tpu": "must be 'auto', 'cpu', 'gpu', 'cuda' or 'mps'",
-    "devices=0": "must be a number of devices",
-    "precision=fp8": "must be 32-true,",
-    "precision=transformer-engine": "needs the package transformer_engine",
-    "max_time=12:00:00": "trainer.max_time: Lightning refuses it: MisconfigurationException",
-    "max_time={minute:1}": "'minute' is an invalid keyword",
-    "limit_train_batches=1.5": "trainer.limit_train_batches: Lightning refuses it",
-    "val_check_interval=0": "must be greater than",
-    "val_check_interval=1.5": "trainer.val_check_interval: Lightning refuses it",
-    "val_check_interval=soon": "Expected 'DD:HH:MM:SS'",
-    "profiler=fast": "trainer.profiler: Lightning refuses it",
-    "profiler=true": "must be a string or a mapping",
-    "fast_dev_run=-1": "greater than or equal to 0",
-    "barebones=true": "task=benchmark",
-    "model_registry=mine": "litmodels",
-    "logger=true": "tracking=mlflow",
-    "callbacks=[]": "+callbacks.<name>._target_",
-    "plugins=x": "trainer.precision",
-    "default_root_dir=x": "output_dir=FOLDER",
-    "enable_progress_bar=true": "callbacks.progress=null",
-    "enable_checkpointing=false": "checkpoint.*",
-    "strategy=ddp_spawn": "strategy=ddp",
-    "no_such=1": "lightning's Trainer takes no argument",
-}
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """What both stages say to `trainer.<override>`, the second in this process."""
-
-    in_process(monkeypatch)
-
-    def tell(*overrides: str) -> str:
-        given = [f"trainer.{override}" for override in overrides]
-        trainer = compose.compose(["trainer.accelerator=cpu", *given])
-        return "\n".join(refusals(sample({"trainer": trainer.trainer})))
-
-    yield tell
-    torch.use_deterministic_algorithms(False)
+def refused(override: str) -> str:
+    overrides = ["trainer.accelerator=cpu", *f"trainer.{override}".split()]
+    return "\n".join(map(str, problems({"trainer": compose.compose(overrides).trainer})))
 
 
 @pytest.mark.parametrize("override", TAKEN)
-def test_what_lightning_takes_is_taken(told: Callable[..., str], override: str) -> None:
-    assert told(override) == ""
+def test_what_lightning_takes_is_taken(override) -> None:
+    assert refused(override) == ""
     assert not torch.are_deterministic_algorithms_enabled(), "asked about, and not done"
 
 
+@pytest.mark.parametrize(("override", "parts"), rows(REFUSED))
+def test_what_is_refused_says_why(override, parts) -> None:
+    check_parts(refused(override), parts)
+
+
 def test_every_argument_is_in_the_tables() -> None:
-    import inspect
-
-    ours = {entry.split("=")[0] for entry in (*TAKEN, *REFUSED)}
-    more = {"sync_batchnorm"}  # planning asks whether there is a GPU
-    assert inspect.signature(pl.Trainer).parameters.keys() <= ours | more
-
-
-@pytest.mark.parametrize(("override", "expected"), REFUSED.items())
-def test_what_is_refused_says_why(told: Callable[..., str], override: str, expected: str) -> None:
-    assert expected in told(override)
+    wrong = {typed.split("=")[0] for typed, _ in rows(REFUSED)}
+    known = {typed.split("=")[0] for typed in TAKEN} | wrong
+    known.add("sync_batchnorm")  # planning asks whether there is a GPU
+    assert inspect.signature(pl.Trainer).parameters.keys() <= known
+    assert words.TRAINER_OWNED.keys() <= wrong
 
 
-def test_arguments_that_exclude_each_other(told: Callable[..., str]) -> None:
-    assert "check_val_every_n_epoch" in told(
-        "val_check_interval=0.5", "check_val_every_n_epoch=null"
-    )
+DEVICES = {'"2"': 2, '"0,1"': [0, 1], '"3,"': [3], '"-1"': -1, "auto": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [('"2"', 2), ('"0,1"', [0, 1]), ('"3,"', [3]), ('"-1"', -1), ("auto", "auto")],
-)
-def test_texts_of_devices(given: str, meant: Any) -> None:
-    assert compose.compose([f"trainer.devices={given}"]).trainer.devices == meant
+def test_texts_of_devices() -> None:
+    for text, devices in DEVICES.items():
+        assert compose.compose([f"trainer.devices={text}"]).trainer.devices == devices
 
 
-# ------------------------------------------------------------------------------- strategies
-
-
-def test_lightnings_names_of_strategies_lead_to_options_of_ours(
-    command: Callable[..., Said],
-) -> None:
+def test_lightnings_names_of_strategies_lead_to_options_of_ours(command) -> None:
     names = set(StrategyRegistry.available_strategies())
     assert len(names) > 20
     with compose.hydra_session():
         options = compose.group_options("strategy")
     for name in sorted(names):
-        words = strategy_for(name)
-        assert bool(words) != bool(re.search("xla|tpu|nvme", name))
-        if words:
-            overrides = [word for word in words.split(",")[0].split() if "=" in word]
-            assert overrides[0].partition("=")[2] in options
-            compose.compose(overrides)  # the keys are the option's
-            for override in overrides[1:]:
-                key = override.partition("=")[0].removeprefix("strategy.")
-                assert key in compose.compose(overrides[:1]).strategy or "ddp" in words
+        ours = strategy_for(name)
+        assert bool(ours) != bool(re.search("xla|tpu|nvme", name))
+        first, *rest = [word for word in ours.split(",")[0].split() if "=" in word] or [""]
+        if first:
+            assert first.partition("=")[2] in options
+            compose.compose([first, *rest])  # the keys are the option's
+            section = compose.compose([first]).strategy
+            keys = [word.partition("=")[0].removeprefix("strategy.") for word in rest]
+            assert "ddp" in ours or all(key in section for key in keys)
     for typed in ("strategy=", "trainer.strategy=", "+trainer.strategy="):
-        said = command(f"{typed}ddp_find_unused_parameters_true")
-        assert said.code == 2
-        assert "strategy=ddp strategy.find_unused_parameters=true" in said.err
+        output = command(f"{typed}ddp_find_unused_parameters_true")
+        assert output.code == 2
+        assert "strategy=ddp strategy.find_unused_parameters=true" in output.err
 
 
 def test_a_strategys_words() -> None:
     assert strategy_for("ddp_notebook") == strategy_for("dp") == "strategy=ddp"
-    assert strategy_for("deepspeed_stage_2") == "strategy=deepspeed_zero2"
+    assert strategy_for("fsdp_cpu_offload") == "strategy=fsdp strategy.offload=true"
     offload = "strategy=deepspeed_offload strategy.stage=3"
     assert strategy_for("deepspeed_stage_3_offload").startswith(offload)
-    assert strategy_for("fsdp_cpu_offload") == "strategy=fsdp strategy.offload=true"
     assert strategy_for("nobodys") == ""
 
 
-@pytest.mark.parametrize(
-    "text", ["strategy: ddp_spawn", "defaults: [{override /strategy: ddp_spawn}]"]
-)
-@pytest.mark.usefixtures("without_stage_2")
-def test_in_a_file_of_the_users(text: str, command: Callable[..., Said], tmp_path: Path) -> None:
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "ours.yaml").write_text(f"# @package _global_\n{text}\n")
-    said = command("experiment=ours", "model=resnet18", "trainer.accelerator=cpu")
-    assert said.code == 2 and "\n      strategy=ddp\n" in said.err + "\n"
-
-
-# ------------------------------------------------------------------------------------ rates
-
-
-def _optimizer(cls: Any, *rates: float, **more: Any) -> Any:
+def optimizer(cls, *rates, **more):
     return cls([{"params": [torch.zeros(1)], "lr": rate, **more} for rate in rates])
 
 
 def test_names_of_rates_are_those_of_the_monitor() -> None:
-    sgd, adam = torch.optim.SGD, torch.optim.Adam
     assert rates([]) == {}
-    assert rates([_optimizer(sgd, 0.1)]) == {"lr": 0.1}
-    assert rates([_optimizer(sgd, 0.1, 0.1, reference_lr=0.1)]) == {"lr": 0.1}
-    several = [_optimizer(sgd, 0.1, 0.2), _optimizer(adam, 0.3), _optimizer(adam, 0.4)]
-    found = rates(several)
-    assert found.pop("lr") == 0.1
+    assert rates([optimizer(SGD, 0.1)]) == {"lr": 0.1}
+    assert rates([optimizer(SGD, 0.1, 0.1, reference_lr=0.1)]) == {"lr": 0.1}
+    several = [optimizer(SGD, 0.1, 0.2), optimizer(Adam, 0.3), optimizer(Adam, 0.4)]
+    named = rates(several)
+    assert named.pop("lr") == 0.1
     monitor = pl.callbacks.LearningRateMonitor()
     names, _ = monitor._find_names_from_optimizers(several, [], defaultdict(int))
-    assert sorted(found) == sorted(name for group in names for name in group)
-    assert list(found.values()) == [0.1, 0.2, 0.3, 0.4]
-
-
-def test_the_owned_are_told_where_they_are_set() -> None:
-    assert words.TRAINER_OWNED.keys() <= {entry.split("=")[0] for entry in REFUSED}
+    assert sorted(named) == sorted(name for group in names for name in group)
+    assert list(named.values()) == [0.1, 0.2, 0.3, 0.4]

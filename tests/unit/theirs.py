@@ -13,14 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(LightningModule):
-    def __init__(
-        self,
-        width: int = 4,
-        kind: str = "adam",
-        compiled: bool = False,
-        lr: float = 0.01,
-        decay: float = 0.0,
-    ) -> None:
+    def __init__(self, width=4, kind="adam", compiled=False, lr=0.01, decay=0.0) -> None:
         super().__init__()
         self.save_hyperparameters()
         layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1))
@@ -55,10 +48,10 @@ class Net(LightningModule):
         if self.kind in ("two", "uneven"):
             uneven = [{"params": [each]} for each in last]
             return adam(first, 0.01), adam(uneven if self.kind == "uneven" else last, 0.01)
-        if self.kind in ("sgd", "bare"):
-            return (
-                sgd(first + last, 0.01, 0.9) if self.kind == "sgd" else adam(first + last, self.lr)
-            )
+        if self.kind == "sgd":
+            return sgd(first + last, 0.01, 0.9)
+        if self.kind == "bare":
+            return adam(first + last, self.lr)
         rates: dict[str, Any] = {"lr": self.lr, "weight_decay": self.decay}
         optimizer = adam(groups if self.kind == "halves" else first + last, **rates)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]

@@ -24,38 +24,30 @@ STRATEGIES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes one file, and prints which parts of it are equal to the source.
-
-    Raises:
-        UserError: The source cannot be read, or the target exists or has an unknown suffix.
-    """
+    """Writes one file, and prints which parts of it are equal to the source."""
     known = (*STRATEGIES, WEIGHTS)
+    text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "python -m distdl convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "python -m distdl convert", description=__doc__, formatter_class=text
     )
-    parser.add_argument("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
-    parser.add_argument("--to", required=True, help=f"one of {', '.join(known)}")
-    parser.add_argument("--world-size", type=int, help="check that the batch divides by it")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=".ckpt; of weights .pth or .safetensors. By default the checkpoint's name, in the "
-        "current folder: epoch_002-fsdp.ckpt, epoch_002.pth",
-    )
-    parser.add_argument(
-        "--trust-pickle",
-        action="store_true",
-        help="let the checkpoint run code while it is read: only for your own",
-    )
+    add = parser.add_argument
+    add("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
+    add("--to", required=True, help=f"one of {', '.join(known)}")
+    add("--world-size", type=int, help="check that the batch divides by it")
+    named = ".ckpt; of weights .pth or .safetensors. By default the checkpoint's name, in the "
+    add("--output", type=Path, help=f"{named}current folder: epoch_002-fsdp.ckpt, epoch_002.pth")
+    trust = "let the checkpoint run code while it is read: only for your own"
+    add("--trust-pickle", action="store_true", help=trust)
     options = parser.parse_args(argv)
     if options.to not in known:
         near = closest(options.to, known) or next((n for n in known if options.to in n), "")
         remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
         raise UserError.at("--to", f"there is no {options.to!r}", remedy)
     source = checkpoints.find(options.checkpoint)
-    target = options.output or default_target(source, options.to)
+    # In the current folder: in a run's folder it would be taken for a run's checkpoint.
+    stem = source.name.removesuffix(source.suffix) or source.name
+    default = f"{stem}.pth" if options.to == WEIGHTS else f"{stem}-{options.to}.ckpt"
+    target = options.output or Path(default)
     free(target, options.to)
 
     from distdl.checkpoint import convert as parts
@@ -81,18 +73,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def default_target(source: Path, to: str) -> Path:
-    """A file in the current folder: in a run's folder it would be taken for a run's checkpoint."""
-    named = source.name.removesuffix(source.suffix) or source.name
-    return Path(f"{named}.pth" if to == WEIGHTS else f"{named}-{to}.ckpt")
-
-
 def free(target: Path, to: str) -> None:
-    """Refuses a target that exists or has the wrong suffix.
-
-    Raises:
-        UserError: The target exists, or its suffix is wrong.
-    """
+    """Refuses a target that exists or has the wrong suffix, by a UserError."""
     forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
     if target.suffix not in forms:
         what = f"{target} is not called {' or '.join(forms)}"
@@ -102,11 +84,8 @@ def free(target: Path, to: str) -> None:
 
 
 def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
-    """Refuses a checkpoint that a training cannot resume from.
-
-    Raises:
-        UserError: It holds weights only, or its global batch is not divisible by `world_size`.
-    """
+    """Refuses a checkpoint that a training cannot resume from, by a UserError: one of weights only,
+    or with a global batch that is not divisible by `world_size`."""
     if "optimizer_states" not in checkpoint:
         what, remedy = "holds weights and no state of a training", "start a training from them"
         raise UserError.at(str(source), what, f"{remedy}: model.weights={source}")
@@ -120,8 +99,7 @@ def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) ->
 def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:
     from distdl.checkpoint import portable
 
-    states = checkpoint["optimizer_states"]
-    if not all(portable.is_named(state) for state in states):
+    if not all(map(portable.is_named, checkpoint["optimizer_states"])):
         print(
             "  note: its optimizer state is keyed by position, as distdl 0.1 and Lightning write "
             "it: it fits a model with the same parameter groups"

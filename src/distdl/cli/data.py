@@ -19,38 +19,27 @@ abfss://..., https://..., s3://bucket/path. Exit code 1: there are damaged image
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one screen.
-
-    Returns:
-        status: 0, or 1 if there are damaged images.
-
-    Raises:
-        UserError: There is no data set, or an option is wrong.
-    """
+    """Prints one screen; 1 if there are damaged images."""
     parser = DataParser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "what a data set holds, how fast it is read here, and whether that feeds the GPUs"
-    check_ = verbs.add_parser(
-        "check",
-        help=text,
-        description=text,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    form = argparse.RawDescriptionHelpFormatter
+    verb = verbs.add_parser(
+        "check", help=text, description=text, epilog=EPILOG, formatter_class=form
     )
-    check_.add_argument("uri", metavar="URI")
-    check_.add_argument("--all", action="store_true", help="look at every image, not at some")
-    check_.add_argument("--sample", type=int, default=400, metavar="N", help="images (400)")
-    check_.add_argument("--model", default="resnet50", help="(resnet50)")
-    check_.add_argument("--gpu", help="k80 ... v100, a100, h100, h200 (this machine's, else h100)")
-    check_.add_argument(
-        "--gpus", type=int, help="that share this machine's cores (as it has, or 1)"
-    )
-    check_.add_argument("--rate", type=float, help="img/s that one GPU trains, as you measured it")
-    check_.add_argument("--batch-size", type=int, default=256, help="per GPU (256)")
-    check_.add_argument("--image-size", type=int, default=224, help="pixels (224)")
+    add = verb.add_argument
+    add("uri", metavar="URI")
+    add("--all", action="store_true", help="look at every image, not at some")
+    add("--sample", type=int, default=400, metavar="N", help="images (400)")
+    add("--model", default="resnet50", help="(resnet50)")
+    add("--gpu", help="k80 ... v100, a100, h100, h200 (this machine's, else h100)")
+    add("--gpus", type=int, help="that share this machine's cores (as it has, or 1)")
+    add("--rate", type=float, help="img/s that one GPU trains, as you measured it")
+    add("--batch-size", type=int, default=256, help="per GPU (256)")
+    add("--image-size", type=int, default=224, help="pixels (224)")
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = closest(unknown[0].partition("=")[0], check_._option_string_actions)
+        near = closest(unknown[0].partition("=")[0], verb._option_string_actions)
         remedy = f"did you mean: {near}" if near else "python -m distdl data check --help"
         raise UserError.at(unknown[0], "is not an option of data check", remedy)
     counts = ("sample", "gpus", "batch_size", "image_size")

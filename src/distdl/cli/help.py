@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from distdl.config import compose, user_conf
 
@@ -36,8 +36,7 @@ A name=... makes a run that can be started again; dry_run=true prints what would
 
 
 def text(commands: Mapping[str, tuple[str, str]]) -> str:
-    parts = [HEAD, "commands:"]
-    parts += [f"  {name:<12} {line}" for name, (_, line) in commands.items()]
+    parts = [HEAD, "commands:", *(f"  {name:<12} {line}" for name, (_, line) in commands.items())]
     parts += ["", "groups and their options (* by default):"]
     defaults = compose.defaults()
     for group, options in sorted(_groups().items()):
@@ -52,19 +51,14 @@ def _groups() -> dict[str, dict[str, str]]:
     """group -> option -> its first comment, ours and then the user's."""
     groups: dict[str, dict[str, str]] = {}
     mine = user_conf.folder()
-    for root in [files("distdl.conf"), *([mine] if mine else [])]:
-        for group in root.iterdir():
-            if not group.is_dir() or group.name.startswith(("_", ".")):
-                continue
-            for option in group.iterdir():
-                if option.name.endswith(".yaml"):
-                    name = option.name.removesuffix(".yaml")
-                    groups.setdefault(group.name, {})[name] = _about(option)
+    for root in (Path(str(files("distdl.conf"))), *([mine] if mine else [])):
+        for file in root.glob("[!_.]*/*.yaml"):
+            groups.setdefault(file.parent.name, {})[file.stem] = _about(file)
     return groups
 
 
-def _about(option: Traversable) -> str:
-    for line in option.read_bytes().decode("utf-8", "replace").splitlines():
+def _about(file: Path) -> str:
+    for line in file.read_bytes().decode("utf-8", "replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
         if line and not line.startswith("#"):

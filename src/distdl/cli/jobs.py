@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ VERBS = {
     "logs": "its log; with --follow, until it has ended",
     "wait": "until it has ended",
     "cancel": "end it, with time for a checkpoint",
-    "resubmit": "start it again where it was, at the same place",
+    "resubmit": "resume it on the same platform",
     "fetch": "copy what a job on Azure or AWS has written so far",
 }
 
@@ -30,11 +31,7 @@ VERBS = {
 def main(argv: Sequence[str]) -> int:
     """One verb on one run, one job (by its handle) or all runs of a folder.
 
-    Returns:
-        status: 0, or 1 if the platform cannot say. wait and logs --follow: the run's own exit code.
-
-    Raises:
-        UserError: There is no such run or job, or the verb does not apply to it.
+    Returns 1 if the platform cannot say; wait and logs --follow return the run's own exit code.
     """
     options = parse(argv)
     if options.verb == "list":
@@ -44,49 +41,44 @@ def main(argv: Sequence[str]) -> int:
 
         return resume.start(RunDirectory.open(options.target), options.overrides)
     targets = jobs.targets(options.target, options.attempt, allowed(options.overrides))
+    if options.verb == "logs" and len(targets) > 1:
+        raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
     if options.verb == "status":
         return status(targets)
-    if options.verb == "cancel":
-        return cancel(targets)
-    if options.verb == "fetch":
-        return fetch(targets, options.to)
-    if options.verb == "wait":
-        return max(wait(*target) for target in targets)
-    if len(targets) > 1:
-        raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
-    return show_logs(*targets[0], options.follow)
+    verbs: dict[str, Callable[[Job, Attempt | None], int]] = {
+        "cancel": cancel,
+        "fetch": functools.partial(fetch, to=getattr(options, "to", None)),
+        "wait": wait,
+        "logs": functools.partial(show_logs, follow=getattr(options, "follow", False)),
+    }
+    return max(verbs[options.verb](*target) for target in targets)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m distdl jobs", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, text in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text)
+        add = (verb := verbs.add_parser(name, help=text, description=text)).add_argument
         if name == "list":
-            verb.add_argument("target", nargs="?", metavar="FOLDER", help="default: outputs")
+            add("target", nargs="?", metavar="FOLDER", help="default: outputs")
             continue
-        verb.add_argument("target", metavar="RUN", help="a run's folder, or slurm://123")
-        verb.set_defaults(attempt=None, overrides=[])
+        add("target", metavar="RUN", help="a run's folder, or slurm://123")
+        verb.set_defaults(attempt=None)
         if name == "resubmit":
-            verb.add_argument("overrides", nargs="*", help="as of `resume`: trainer.max_epochs=20")
+            add("overrides", nargs="*", help="as of `resume`: trainer.max_epochs=20")
         else:
-            verb.add_argument(
-                "overrides", nargs="*", help="project.allow=[PACKAGE]: a launcher's that you trust"
-            )
-            verb.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
+            trusted = "project.allow=[PACKAGE]: a launcher's that you trust"
+            add("overrides", nargs="*", help=trusted)
+            add("--attempt", type=int, metavar="N", help="default: the newest")
         if name == "logs":
-            verb.add_argument("--follow", "-f", action="store_true")
+            add("--follow", "-f", action="store_true")
         if name == "fetch":
-            verb.add_argument("--to", type=Path, help="default: the run's own folder")
+            add("--to", type=Path, help="default: the run's own folder")
     return parser.parse_args(argv)
 
 
 def allowed(overrides: Sequence[str]) -> list[str]:
-    """What `project.allow=[...]` on the command line allows, for this command.
-
-    Raises:
-        UserError: Another setting is given: these commands do not change a run's settings.
-    """
+    """What `project.allow=[...]` on the command line allows; other settings are refused."""
     from distdl.config import compose
 
     names: list[str] = []
@@ -101,10 +93,10 @@ def allowed(overrides: Sequence[str]) -> list[str]:
 
 def status(targets: Sequence[Target]) -> int:
     jobs.ask(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
-    unknown, problems = False, list[Problem]()
+    states, problems = set[JobState](), list[Problem]()
     for job, attempt in targets:
         state = state_of(job, attempt)
-        unknown |= state is JobState.UNKNOWN
+        states.add(state)
         print(*job_status.lines(job, attempt, state), sep="\n")
         try:
             if attempt is not None:
@@ -113,7 +105,7 @@ def status(targets: Sequence[Target]) -> int:
             problems += damaged.problems
     if problems:
         raise UserError(*problems)
-    return 1 if unknown else 0
+    return int(JobState.UNKNOWN in states)
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
@@ -143,23 +135,21 @@ def wait(job: Job, attempt: Attempt | None) -> int:
     return state.exit_code
 
 
-def cancel(targets: Sequence[Target]) -> int:
-    for job, attempt in targets:
-        state = state_of(job, attempt)
-        if state.ended:
-            print(f"{job.handle}: {state.lower()} already")
-        else:
-            job.cancel()
-            print(f"{job.handle}: asked to end; its checkpoint is being written")
+def cancel(job: Job, attempt: Attempt | None) -> int:
+    state = state_of(job, attempt)
+    if state.ended:
+        print(f"{job.handle}: {state.lower()} already")
+    else:
+        job.cancel()
+        print(f"{job.handle}: asked to end; its checkpoint is being written")
     return 0
 
 
-def fetch(targets: Sequence[Target], to: Path | None) -> int:
-    for job, attempt in targets:
-        copy: Callable[[Path], None] | None = getattr(job, "fetch", None)
-        if copy is None:
-            print(f"{job.handle}: its files are here already")
-            continue
+def fetch(job: Job, attempt: Attempt | None, to: Path | None) -> int:
+    copy: Callable[[Path], None] | None = getattr(job, "fetch", None)
+    if copy is None:
+        print(f"{job.handle}: its files are here already")
+    else:
         target = to or (attempt.path.parents[1] if attempt else Path.cwd())
         copy(target)
         print(f"{job.handle}: fetched into {shown(target)}")
@@ -177,8 +167,7 @@ def list_runs(folder: Path) -> int:
             table.add_row(*row)
         Console(markup=False, emoji=False).print(table)  # brackets are text here
     else:  # for `cut`, `awk` and spreadsheets
-        for row in rows:
-            print(*row, sep="\t")
+        print(*("\t".join(map(str, row)) + "\n" for row in rows), sep="", end="")
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     return 0

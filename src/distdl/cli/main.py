@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from distdl import __version__
 from distdl.config import words
@@ -18,6 +18,9 @@ from distdl.config.own_code import in_a_run
 from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 # Verbs besides a training run: module and one line for --help.
 COMMANDS = {
@@ -41,20 +44,21 @@ HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for errors that the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    verb = arguments[0] if arguments and arguments[0] in COMMANDS else ""
     try:
         if in_a_run(Path.cwd()):  # `python -m` imports from it; the run may be somebody else's
             sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
         lightning_names.serve()
-        if not arguments or arguments[0] not in COMMANDS or arguments[0] in STARTING:
+        starts = not verb or verb in STARTING
+        if starts:
             process_exit.outlive_readers()
-        if arguments and arguments[0] in COMMANDS:
-            with stopping.raised() if arguments[0] in STARTING else nullcontext():
-                module = importlib.import_module(COMMANDS[arguments[0]][0])
-                return int(module.main(arguments[1:]) or 0)
-        if any(a.split("=")[0] in HYDRAS for a in arguments):
+        if not verb and any(a.split("=")[0] in HYDRAS for a in arguments):
             return hydra_itself(arguments)
-        with stopping.raised():
-            return run(arguments)
+        with stopping.raised() if starts else nullcontext():
+            if not verb:
+                return run(arguments)
+            module = importlib.import_module(COMMANDS[verb][0])
+            return int(module.main(arguments[1:]) or 0)
     except stopping.Ended as ended:
         print(f"{ended.state.lower()} by {ended}", file=sys.stderr)
         return ended.state.exit_code
@@ -98,26 +102,27 @@ def run(arguments: list[str]) -> int:
     from distdl.config import compose
 
     if options.multirun:
-        return sweep(options.overrides, options.config_dir)
-    if compose.sweep_keys(options.overrides):
-        keys = ", ".join(compose.sweep_keys(options.overrides))
+        from distdl.launch import sweeps
+
+        return sweeps.main(options.overrides, options.config_dir)
+    if keys := compose.sweep_keys(options.overrides):
         remedy = "add -m to run each of them; a list is written [a,b]"
-        raise UserError.at(keys, "several values, and no sweep", remedy)
+        raise UserError.at(", ".join(keys), "several values, and no sweep", remedy)
     return launch(compose.compose(options.overrides, options.config_dir))
 
 
-def launch(config: object) -> int:
+def launch(config: DictConfig) -> int:
     from distdl.config import user_conf
     from distdl.launch import dry_run, planning
     from distdl.launch import start as launching
 
     user_conf.print_shadowed()
-    planned = planning.plan(config)  # type: ignore[arg-type]
+    planned = planning.plan(config)
     planning.check_classes(planned)
     if planned.config.dry_run:
         print(dry_run.render(planned))
         return 0
-    return launching.start(planned, [sys.argv[0], *sys.argv[1:]])
+    return launching.start(planned, [*sys.argv])
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,26 +132,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         option = message.rpartition("unrecognized arguments: ")[2].split()[0]
-        if option.startswith("-"):
-            from distdl.config.schema import LAYERS, known_paths
+        if not option.startswith("-"):
+            raise UserError(message)
+        from distdl.config.schema import LAYERS, known_paths
 
-            pairs = zip(self.typed, [*self.typed[1:], ""], strict=True)
-            following = next((word for typed, word in pairs if typed == option), "")
-            known = [*LAYERS, *known_paths()]
-            remedy = words.for_option(option, known, following) or "--help lists the options"
-            raise UserError.at(option, "is not an option of distdl", remedy)
-        raise UserError(message)
+        pairs = itertools.pairwise([*self.typed, ""])
+        following = next((word for typed, word in pairs if typed == option), "")
+        remedy = words.for_option(option, [*LAYERS, *known_paths()], following)
+        remedy = remedy or "--help lists the options"
+        raise UserError.at(option, "is not an option of distdl", remedy)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m distdl", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("-m", "--multirun", action="store_true")
+    for flags in (("-h", "--help"), ("--version",), ("-m", "--multirun"), ("--resolve",)):
+        parser.add_argument(*flags, action="store_true")
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("-p", "--package")
-    parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-cd", "--config-dir", action="append", default=[])
     parser.typed = arguments
     return parser.parse_intermixed_args(arguments)
@@ -163,32 +166,22 @@ def show_config(options: argparse.Namespace) -> int:
     if options.multirun:
         jobs = compose.sweep(options.overrides, options.config_dir)
     for overrides in jobs:
-        config = compose.compose(overrides, options.config_dir)
+        shown = config = compose.compose(overrides, options.config_dir)
         if len(jobs) > 1:
             print(f"# {' '.join(overrides)}")
-        shown = config.hydra if options.cfg == "hydra" else config
-        if options.cfg == "job":
-            shown = config.copy()
-            shown.pop("hydra")
-        if options.package:
-            shown = OmegaConf.select(shown, options.package)
-            if shown is None:
-                raise UserError.at("--package", f"the config has no {options.package!r}")
-            if not OmegaConf.is_config(shown):
-                print(shown)
-                continue
+        if options.cfg == "hydra":
+            shown = config.hydra
+        elif options.cfg == "job":
+            config.pop("hydra")
+        if options.package and (shown := OmegaConf.select(shown, options.package)) is None:
+            raise UserError.at("--package", f"the config has no {options.package!r}")
         try:
-            print(OmegaConf.to_yaml(shown, resolve=options.resolve), end="")
+            plain = not OmegaConf.is_config(shown)
+            text = f"{shown}\n" if plain else OmegaConf.to_yaml(shown, resolve=options.resolve)
+            print(text, end="")
         except OmegaConfBaseException as error:
             raise UserError.at("--resolve", str(error).split("\n")[0]) from error
     return 0
-
-
-def sweep(overrides: list[str], config_dirs: list[str]) -> int:
-    """Runs each job of a sweep as its own run in a fresh process; all are checked first."""
-    from distdl.launch import sweeps
-
-    return sweeps.main(overrides, config_dirs)
 
 
 def hydra_itself(arguments: list[str]) -> int:
@@ -211,8 +204,6 @@ def hydra_itself(arguments: list[str]) -> int:
 
 def print_problems(error: UserError) -> None:
     count = len(error.problems)
-    print(f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}", file=sys.stderr)
-    for problem in error.problems:
-        print(f"  {problem}".replace("\n    ", "\n      "), file=sys.stderr)
-    if error.further:
-        print(error.further, file=sys.stderr)
+    lines = [f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}"]
+    lines += [f"  {problem}".replace("\n    ", "\n      ") for problem in error.problems]
+    print(*lines, *([error.further] if error.further else []), sep="\n", file=sys.stderr)

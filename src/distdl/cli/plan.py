@@ -23,24 +23,19 @@ memory is needed; data.root must be readable here, or plan with data=synthetic.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table of strategies and a recommendation.
-
-    Raises:
-        UserError: The config, the sizes or the training step are wrong.
-    """
+    """Prints a table of strategies and a recommendation."""
     parser = argparse.ArgumentParser(
         "python -m distdl plan",
         description="Estimates memory and traffic of each strategy, and recommends one.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", help="as for a run")
-    parser.add_argument("--devices", type=int, help="all together; by default the run's, else 8")
-    parser.add_argument("--device-memory", type=float, default=16, help="GiB of each (16)")
-    parser.add_argument("--link", type=float, default=100, help="Gbit/s that each sends (100)")
-    parser.add_argument(
-        "--tflops", type=float, default=50, help="of each, as sustained, not as advertised (50)"
-    )
+    add = parser.add_argument
+    add("overrides", nargs="*", help="as for a run")
+    add("--devices", type=int, help="all together; by default the run's, else 8")
+    add("--device-memory", type=float, default=16, help="GiB of each (16)")
+    add("--link", type=float, default=100, help="Gbit/s that each sends (100)")
+    add("--tflops", type=float, default=50, help="of each, as sustained, not as advertised (50)")
     options = parser.parse_intermixed_args(list(argv))
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be more than 0, not {value}")
@@ -49,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise UserError(*problems)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from distdl.planner import strategies
 
         machine = (options.device_memory * 2**30, options.link * 1e9, options.tflops * 1e12)

@@ -7,6 +7,7 @@ again. See docs/data/prepare.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import shlex
 import shutil
@@ -51,28 +52,17 @@ def ended_by_sigterm() -> Iterator[None]:
 
 @ended_by_sigterm()
 def main(argv: Sequence[str]) -> int:
-    """Prepares one data set, or continues an interrupted preparation, and prints what to type next.
-
-    Raises:
-        UserError: The options, the source or the folder are wrong, or images are damaged.
-    """
+    """Prepares one data set, or continues an interrupted preparation, and prints what to type
+    next."""
     module, rest = kind_of(list(argv))
     options = parse(module, rest)
     treatment = Treatment(options.max_side, options.short_side, options.quality)
     check(options, treatment)
-    if options.to.resolve().is_relative_to(options.source.resolve()):
-        what = f"{options.to} is inside the source, {options.source}"
-        raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
     with readable("--source"):
         source: Source = module.open_source(options)
         described = source.describe()
-    settings = {
-        "source": described,
-        "format": options.format,
-        "images": asdict(treatment),
-        "seed": options.seed,
-        "shard_mb": options.shard_mb,
-    }
+    settings = {"source": described, "images": asdict(treatment)}
+    settings |= {key: getattr(options, key) for key in ("format", "seed", "shard_mb")}
     work = Preparation(options.to, settings)
     if options.upload and (options.dry_run or not work.complete):
         from distdl.datasets.upload import check_target
@@ -82,7 +72,11 @@ def main(argv: Sequence[str]) -> int:
         work.tidy()
         print(f"{options.to} is prepared already")
     else:
-        plan = planned(work, source)
+        if work.begun:
+            plan = ShardPlan.load(work.plan_file)
+        else:
+            with Bar("reading headers") as bar:
+                plan = plans.make(source, work.settings, bar)
         describe(plan, options, treatment)
         if options.dry_run:
             print("nothing was written (--dry-run)")
@@ -108,13 +102,12 @@ def resumable() -> Iterator[None]:
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
     """The module of a source, and the arguments after its name."""
     shown = [f"{COMMAND} {name:9} {text}" for name, (_, text) in KINDS.items()]
-    if argv and argv[0] in ("-h", "--help"):
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
         print("\n".join((f"{__doc__}", *shown, "", f"options: {COMMAND} imagenet --help")))
         raise SystemExit(0)
-    if not argv or argv[0].startswith("-"):
-        what = "what is it? The first word says so"
-        raise UserError.at("prepare", what, "\n    ".join(shown))
-    name = argv[0]
+    if name[:1] in ("", "-"):
+        raise UserError.at("prepare", "the first word names the source", "\n    ".join(shown))
     if name not in KINDS and "." not in name:
         near = closest(name, KINDS)
         remedy = f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown)
@@ -131,8 +124,8 @@ class DataParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = [word for word in message.split() if word.startswith("--")]
-        known = list(self._option_string_actions)
-        near = closest(wrong[0], known) if message.startswith("unrecognized") and wrong else None
+        unknown = wrong and message.startswith("unrecognized")
+        near = closest(wrong[0], self._option_string_actions) if unknown else ""
         remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
         raise UserError.at(" ".join(self.prog.split()[3:]), message, remedy)
 
@@ -149,31 +142,23 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     name = name if name in KINDS else module.__name__
     parser = DataParser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--source", type=not_empty, required=True, metavar="DIR", help="where the images are")
-    add(
-        "--to",
-        type=not_empty,
-        required=True,
-        metavar="OUT",
-        help="a new folder, or one to continue",
-    )
-    add("--format", choices=FORMATS, default="shards", help="folder: OUT/train/<class>/*.jpg")
+    add = functools.partial(parser.add_argument, metavar="N")
+    text = functools.partial(parser.add_argument, type=not_empty)
+    flag = functools.partial(parser.add_argument, action="store_true")
+    text("--source", required=True, metavar="DIR", help="where the images are")
+    text("--to", required=True, metavar="OUT", help="a new folder, or one to continue")
+    layout = "folder: OUT/train/<class>/*.jpg"
+    parser.add_argument("--format", choices=FORMATS, default="shards", help=layout)
     add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
-    add("--max-side", type=int, metavar="N", help="scale longer sides down to N pixels; lossy")
-    add("--short-side", type=int, metavar="N", help="scale shorter sides down to N pixels; lossy")
+    add("--max-side", type=int, help="scale longer sides down to N pixels; lossy")
+    add("--short-side", type=int, help="scale shorter sides down to N pixels; lossy")
     quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only what is scaled); lossy"
     add("--quality", type=int, metavar="Q", help=quality)
-    add("--skip-damaged", action="store_true", help="leave out what cannot be decoded")
-    add("--seed", type=int, default=0, help="of the order of the training images (0)")
-    add("--workers", type=int, default=cpu_cores(), metavar="N", help=f"processes ({cpu_cores()})")
-    add(
-        "--upload",
-        type=not_empty,
-        metavar="URL",
-        help="send it on: azure://container/path, s3://...",
-    )
-    add("--dry-run", action="store_true", help="print the plan, write nothing")
+    flag("--skip-damaged", help="leave out what cannot be decoded")
+    add("--seed", type=int, default=0, metavar=None, help="of the order of the training images (0)")
+    add("--workers", type=int, default=cpu_cores(), help=f"processes ({cpu_cores()})")
+    text("--upload", metavar="URL", help="send it on: azure://container/path, s3://...")
+    flag("--dry-run", help="print the plan, write nothing")
     module.add_options(parser)
     options = parser.parse_args(argv)
     options.source = Path(options.source).expanduser()
@@ -198,31 +183,25 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
             what = "a million small files are slow to read from a store"
             raise UserError.at("--upload", what, "--format shards")
         open_store(options.upload)  # refuses a wrong address now, not after hours
-
-
-def planned(work: Preparation, source: Source) -> ShardPlan:
-    if work.begun:
-        return ShardPlan.load(work.plan_file)
-    with Bar("reading headers") as bar:
-        return plans.make(source, work.settings, bar)
+    if options.to.resolve().is_relative_to(options.source.resolve()):
+        what = f"{options.to} is inside the source, {options.source}"
+        raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
 
 
 def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
     """Prints what will be written."""
     kind = plan.settings["source"]["kind"]
     print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
+    empty = []
     for split in SPLITS:
         parts = [part for part in plan.parts if part.split == split]
         images = sum(len(part.samples) for part in parts)
-        text = f"  {split:5}  {counted(images, 'image'):>16}"
-        text += f"  {size(sum(part.bytes for part in parts)):>8}"
-        if options.format == "shards":
-            text += f"  {counted(len(parts), 'shard')}"
-        print(text)
-    empty = [split for split in SPLITS if not any(part.split == split for part in plan.parts)]
-    for split in empty:
-        print(f"no {SPLITS[split]} images: {how_to_have(split, kind)}")
-    print(f"images: {treatment}")
+        shards = f"  {counted(len(parts), 'shard')}" if options.format == "shards" else ""
+        length = size(sum(part.bytes for part in parts))
+        print(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
+        if not parts:
+            empty.append(f"no {SPLITS[split]} images: {how_to_have(split, kind)}")
+    print(*empty, f"images: {treatment}", sep="\n")
     workers = counted(options.workers, "process", "processes")
     print(f"to {options.to} ({options.format}), by {workers}")
 
@@ -264,8 +243,7 @@ def prepare(
 
 
 def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> None:
-    """Raises UserError if the disk is too small. Not checked if images get smaller by an unknown
-    amount."""
+    """Raises UserError if the disk is too small, unless images get smaller by an unknown amount."""
     free = shutil.disk_usage(out).free
     needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
     if needed > free and not treatment.lossy:

@@ -26,59 +26,42 @@ changes only what differs and deletes nothing. dry_run=true prints the resources
 
 
 def main(argv: Sequence[str]) -> int:
-    """Provisions a platform.
-
-    Raises:
-        UserError: The platform is unknown, or refuses its settings.
-    """
+    """Provisions a platform."""
     parser = argparse.ArgumentParser("python -m distdl provision", add_help=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     options = parser.parse_args(argv)
-    place, *words = options.words or [""]
-    if options.help or not place:
-        return print_help(words)
-    if place != "azureml":
+    platform, *words = options.words or [""]
+    signature = words[:1] == ["sas"]
+    if platform and platform != "azureml" and not options.help:
         remedy = "python -m distdl provision azureml --help"
-        raise UserError.at(place, "is not a place that can be provisioned", remedy)
-    if words[:1] == ["sas"]:
-        from distdl.launchers.azureml.provision import sas
+        raise UserError.at(platform, "is not a place that can be provisioned", remedy)
+    from distdl.launchers.azureml.provision import sas, settings
 
+    if options.help or not platform:
+        print(sas.HELP if signature else USAGE + settings.text())
+        return 0
+    if signature:
         return sas.run(values(words[1:]))
     from distdl.launchers.azureml.provision import command
 
     return command.run(values(words))
 
 
-def print_help(words: Sequence[str]) -> int:
-    """Prints the help; needs no Azure package."""
-    from distdl.launchers.azureml.provision import sas, settings
-
-    if list(words[:1]) == ["sas"]:
-        print(sas.HELP)
-    else:
-        print(USAGE + settings.text())
-    return 0
-
-
 def values(words: Sequence[str]) -> dict[str, Any]:
-    """Parses key=value in Hydra's grammar, as everywhere else.
-
-    Raises:
-        UserError: A word is not an override, or does not set a single value.
-    """
+    """Parses key=value in Hydra's grammar, as everywhere else; each word must set one value."""
     from distdl.config import compose
 
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     problems = []
     for override in compose.parse_overrides(list(words)):
         key = override.key_or_group
         if override.is_delete() or override.is_add() or override.is_sweep_override():
             problems.append(Problem(key, "sets one value here", f"write {key}=VALUE"))
         elif isinstance(value := override.value(), dict):
-            found.update({f"{key}.{name}": item for name, item in value.items()})
+            settings |= {f"{key}.{name}": item for name, item in value.items()}
         else:
-            found[key] = value
+            settings[key] = value
     if problems:
         raise UserError(*problems)
-    return found
+    return settings

@@ -11,11 +11,7 @@ from distdl.util.tail import plain
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page.
-
-    Raises:
-        UserError: RUN is not a run, or the output is a file that is not a report.
-    """
+    """Writes the page."""
     parser = argparse.ArgumentParser(prog="distdl report", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder")
     parser.add_argument("--output", metavar="FILE", help="default: RUN/report.html")

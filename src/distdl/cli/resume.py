@@ -16,15 +16,7 @@ from distdl.util.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts the next attempt of a run.
-
-    Where it runs may change (`launcher=`, `trainer.devices=`, `trainer.num_nodes=`, `task=`). In
-    the recipe `strategy=`, `data.batch_size`, accumulation, the length and the form of the
-    checkpoints may change. Any other change would make it another run.
-
-    Raises:
-        UserError: RUN is not a run, or an override would make it another run.
-    """
+    """Starts the next attempt of a run; `launch.resuming` decides which overrides it may have."""
     parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
     parser.add_argument("overrides", nargs="*", help="e.g. trainer.max_epochs=20 trainer.devices=2")
@@ -34,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         remedy = "python -m distdl jobs list shows them"
         if newest is not None:
             remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
-        raise UserError.at("RUN", "which run is to go on?", remedy)
+        raise UserError.at("RUN", "which run is to be resumed?", remedy)
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
         return external.main(lambda here: resuming.plan(run, options.overrides, here))
@@ -43,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def start(run: RunDirectory, overrides: Sequence[str]) -> int:
     planned = resuming.plan(run, overrides)
-    if planned.config.dry_run:
-        print(dry_run.render(planned))
-        return 0
-    return launch.start(planned, sys.argv)
+    if not planned.config.dry_run:
+        return launch.start(planned, sys.argv)
+    print(dry_run.render(planned))
+    return 0

@@ -31,28 +31,23 @@ LACKING = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures the missing sizes, and prints all results.
-
-    Raises:
-        UserError: The sizes or the config are wrong; nothing is started.
-    """
+    """Measures the missing sizes, and prints all results."""
     parser = argparse.ArgumentParser(
         "python -m distdl scale",
         description="Measures weak and strong scaling; see docs/benchmark.md.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", help="as for a run")
-    parser.add_argument("--devices", help="of one node: 1,2,4 (up to what is here)")
-    parser.add_argument("--nodes", default="", help="with all devices of a node: 2,4,8")
-    parser.add_argument("--strategy", action="append", help="may be repeated; without it ddp")
-    parser.add_argument("--mode", default="weak,strong", help="weak or strong; without it both")
-    parser.add_argument("--vm", help="an Azure VM size, for prices; that of launcher=azureml")
-    parser.add_argument("--spot", "--low-priority", action="store_true", help="its spot price")
-    parser.add_argument("--between", type=float, help="Gbit/s of a node's network, to predict with")
-    parser.add_argument(
-        "--predict", type=int, metavar="N", help="on paper, up to N devices, as 4096"
-    )
+    add = parser.add_argument
+    add("overrides", nargs="*", help="as for a run")
+    add("--devices", help="of one node: 1,2,4 (up to what is here)")
+    add("--nodes", default="", help="with all devices of a node: 2,4,8")
+    add("--strategy", action="append", help="may be repeated; without it ddp")
+    add("--mode", default="weak,strong", help="weak or strong; without it both")
+    add("--vm", help="an Azure VM size, for prices; that of launcher=azureml")
+    add("--spot", "--low-priority", action="store_true", help="its spot price")
+    add("--between", type=float, help="Gbit/s of a node's network, to predict with")
+    add("--predict", type=int, metavar="N", help="on paper, up to N devices, as 4096")
     options = parser.parse_intermixed_args(list(argv))
     modes = options.mode.split(",")
     problems = [
@@ -76,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if (1, 1) not in counts:
         print("note    one device is measured as well: the others are held against it")
         counts.insert(0, (1, 1))
-    strategies = options.strategy or ["ddp"]
-    members = scaling_runs.members(options.overrides, strategies, counts, modes)
+    members = scaling_runs.members(options.overrides, options.strategy or ["ddp"], counts, modes)
     rented = results.rented_of(options.vm, options.spot, members[0].config.launcher)
     code = scaling_runs.measure(members)
     if members[0].config.dry_run:
@@ -140,10 +134,7 @@ def show(
         for n, guess in guesses.items():
             print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
     notes += [*results.disturbed(rows), *printing.gaps(rows, further)]
-    advice = results.advise(rows)
-    for line in notes:
-        print(f"note    {line}")
-    for line in advice:
-        print(f"advice  {line}")
-    vm = rented.name if rented else None
+    advice, vm = results.advise(rows), rented.name if rented else None
+    for line in (*(f"note    {each}" for each in notes), *(f"advice  {each}" for each in advice)):
+        print(line)
     printing.write(members, before, rows, further, notes=notes, advice=advice, vm=vm)

@@ -9,15 +9,8 @@ from distdl.tracking.sync import sync
 
 
 def main(argv: list[str]) -> int:
-    """Sends the rest of a run: `sync RUN`.
-
-    Returns:
-        0 if everything has arrived or a process of the run is still sending; 1 if the server
-        fails.
-
-    Raises:
-        UserError: RUN is not a run, or was never tracked in MLflow.
-    """
+    """Sends the rest of a run; 0 if all has arrived or a process of the run is still sending, else
+    1."""
     parser = argparse.ArgumentParser(prog="distdl track", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("sync", help="send what the tracking server has not got yet")

@@ -22,40 +22,29 @@ class Kept:
 
 @dataclass
 class Loaders:
-    """The batches that an attempt's loaders really made.
+    """The batches that an attempt's loaders really made."""
 
-    Args:
-        batch_size: Samples per device (or pipeline) and batch.
-        declared: `data.batch_size`, or None.
-        shares: How many devices or pipelines took different data.
-    """
-
-    batch_size: int
-    declared: int | None
-    shares: int
+    batch_size: int  # samples per device (or pipeline) and batch
+    declared: int | None  # `data.batch_size`
+    shares: int  # how many devices or pipelines took different data
 
 
 def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
-    """The first that is on record. Values that are not numbers are ignored: nothing guarantees the
-    content of a status file."""
+    """The first on record in status files, whose content nothing guarantees."""
     for status in statuses:
-        found = status.get("loaders")
-        found = found if isinstance(found, Mapping) else {}
-        rows, declared, shares = (found.get(f.name) for f in fields(Loaders))
-        if isinstance(rows, int) and isinstance(shares, int):
-            return Loaders(rows, declared if isinstance(declared, int) else None, shares)
+        loaders = status.get("loaders")
+        if isinstance(loaders, Mapping):
+            rows, declared, shares = (loaders.get(field.name) for field in fields(Loaders))
+            if isinstance(rows, int) and isinstance(shares, int):
+                return Loaders(rows, declared if isinstance(declared, int) else None, shares)
     return None
 
 
 def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
-    """(samples per device or pipeline, number of devices or pipelines, accumulation).
-
-    The first is None if the config has no `data.batch_size`.
-    """
-    data = config.get("data") or {}
-    accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
+    """(`data.batch_size`, number of devices or pipelines, accumulation)."""
     shares = replicas(config.get("strategy"), size.world_size)
-    return data.get("batch_size"), shares, accumulate
+    accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
+    return (config.get("data") or {}).get("batch_size"), shares, accumulate
 
 
 def global_batch_size(config: DictConfig, size: Resources) -> int | None:
@@ -67,10 +56,9 @@ def global_batch_size(config: DictConfig, size: Resources) -> int | None:
 def describe(config: DictConfig, size: Resources) -> str:
     """`256 x 8 devices x 2 accumulated = 4096 per step`, as far as the config says it.
 
-    Only distdl's own data modules are known to pass `data.batch_size` to their loaders. For others
-    the text says where the number comes from.
+    Only distdl's own data modules are known to pass `data.batch_size` to their loaders.
     """
-    batch_size, _, _ = factors(config, size)
+    batch_size = factors(config, size)[0]
     if batch_size is None:
         return "as the loaders say when training starts (there is no data.batch_size)"
     sure = is_own(config.data.get("_target_", "distdl."))
@@ -80,9 +68,13 @@ def describe(config: DictConfig, size: Resources) -> str:
 def product(batch_size: int, config: DictConfig, size: Resources) -> str:
     """`256 x 8 devices x 2 accumulated = 4096 per step`."""
     _, shares, accumulate = factors(config, size)
-    more = f" x {accumulate} accumulated" if accumulate > 1 else ""
     total = batch_size * shares * accumulate
-    return f"{batch_size} x {_shares(shares, size)}{more} = {total} per step"
+    return f"{batch_size} x {_parts(shares, accumulate, size)} = {total} per step"
+
+
+def _parts(shares: int, accumulate: int, size: Resources) -> str:
+    more = f" x {accumulate} accumulated" if accumulate > 1 else ""
+    return _shares(shares, size) + more
 
 
 def _shares(shares: int, size: Resources) -> str:
@@ -94,26 +86,24 @@ def keep_global_batch(
     config: DictConfig,
     size: Resources,
     before: int | None,
-    given: Sequence[str],
+    chosen: Sequence[str],
     loaders: Loaders | None = None,
 ) -> Kept:
     """Keeps the global batch of a run in an attempt that resumes it.
 
     Args:
-        config: The attempt's config.
-        size: The attempt's size.
+        config, size: Of the attempt.
         before: The global batch of the previous attempt, according to its config.
-        given: Paths that the user set in this attempt: they are kept, with a note.
+        chosen: Paths that the user set in this attempt: they are kept, with a note.
         loaders: What the loaders of an earlier attempt really gave, if that is on record.
 
     Raises:
         UserError: The world size changed, and the global batch is not divisible by it.
     """
-    now = global_batch_size(config, size)
+    now, (_, shares, accumulate) = global_batch_size(config, size), factors(config, size)
     if loaders is not None and loaders.batch_size != loaders.declared:
         # The data module has another argument for it, or divides it: the product cannot be kept.
-        was, shares = loaders.declared, factors(config, size)[1]
-        state = "is not set" if was is None else f"was {was}"
+        state = "is not set" if loaders.declared is None else f"was {loaders.declared}"
         note = (
             f"data.batch_size {state}, and the loaders gave {loaders.batch_size} x "
             f"{loaders.shares}: it is left as it is, and the global batch is what the loaders make"
@@ -121,23 +111,16 @@ def keep_global_batch(
         return Kept(notes=[note] if shares != loaders.shares else [])
     if before is None or now is None or now == before:
         return Kept()
-    if {"data.batch_size", "trainer.accumulate_grad_batches"} & set(given):
+    if {"data.batch_size", "trainer.accumulate_grad_batches"} & set(chosen):
         return Kept(notes=[f"the global batch changes from {before} to {now}, as asked for"])
-    _, shares, accumulate = factors(config, size)
     per_device, rest = divmod(before, shares * accumulate)
     if rest or per_device < 1:
-        cut = f" x {accumulate} accumulated" if accumulate > 1 else ""
-        shown = f"{_shares(shares, size)}{cut}"
-        what = f"the run's global batch of {before} does not divide by {shown}"
-        remedy = (
-            "choose a number of devices that divides it, or say the new batch: "
-            "data.batch_size=<per device>"
+        raise UserError.at(
+            "trainer.devices",
+            f"the run's global batch of {before} does not divide by "
+            f"{_parts(shares, accumulate, size)}",
+            "choose a number of devices that divides it, or set the new batch: "
+            "data.batch_size=<per device>",
         )
-        raise UserError.at("trainer.devices", what, remedy)
-    return Kept(
-        {"data.batch_size": per_device},
-        [
-            f"data.batch_size is {per_device} on {_shares(shares, size)}: "
-            f"the global batch stays {before}"
-        ],
-    )
+    note = f"data.batch_size is {per_device} on {_shares(shares, size)}: "
+    return Kept({"data.batch_size": per_device}, [f"{note}the global batch stays {before}"])

@@ -66,13 +66,12 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     OmegaConf.set_readonly(config.hydra, None)
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
-    choices = config.hydra.runtime.choices
-    if _is_empty(config, "experiment_name"):
-        experiment = choices.get("experiment")
-        config.experiment_name = str(experiment).replace("/", "_") if experiment else "default"
-    for group in ("tracking", "callbacks"):
-        if _is_empty(config, group):
-            config[group] = {}
+    experiment = str(config.hydra.runtime.choices.get("experiment") or "default")
+    empty = {"experiment_name": experiment.replace("/", "_"), "tracking": {}, "callbacks": {}}
+    for key, value in empty.items():
+        # Interpolations are not resolved here: validation reports a broken one with the others.
+        if not OmegaConf.is_interpolation(config, key) and config.get(key) is None:
+            config[key] = value
     if not OmegaConf.is_interpolation(config, "trainer"):
         _in_one_form(config.get("trainer"))
     return config
@@ -84,12 +83,12 @@ def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
     from hydra import compose as hydra_compose
 
     data = config.get("data")
-    if not isinstance(data, DictConfig) or is_own(data.get("_target_")):
-        return
-    before = hydra_compose(PRIMARY, overrides=[o for o in overrides if not o.startswith("+debug=")])
-    for key in [key for key in data if key not in (before.get("data") or {})]:
+    if isinstance(data, DictConfig) and not is_own(data.get("_target_")):
+        plain = [each for each in overrides if not each.startswith("+debug=")]
+        before = hydra_compose(PRIMARY, overrides=plain).get("data") or {}
         OmegaConf.set_struct(data, False)
-        data.pop(key)
+        for key in [key for key in data if key not in before]:
+            data.pop(key)
 
 
 def _in_one_form(trainer: Any) -> None:
@@ -107,31 +106,28 @@ def _in_one_form(trainer: Any) -> None:
         trainer.precision = f"{precision}-{'mixed' if '16' in str(precision) else 'true'}"
 
 
-def _is_empty(config: DictConfig, key: str) -> bool:
-    # Not resolved here: validation reports a broken interpolation with the other problems.
-    return not OmegaConf.is_interpolation(config, key) and config.get(key) is None
-
-
 def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """Converts what the user typed into what Hydra takes.
+    """Converts what the user typed into what Hydra takes, in a `hydra_session`.
 
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
-    `key=value` becomes `++key=value`. Needs a `hydra_session`. All wrong options are reported at
-    once.
+    `key=value` becomes `++key=value`. All wrong options are reported at once.
     """
+    from hydra import compose as hydra_compose
+
     problems: list[Problem] = []
     layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
     options, inner, values = list[str](), list[str](), list[str]()
     for override in parse_overrides(overrides):
-        line = str(override.input_line)
-        key = override.key_or_group
+        line, key = str(override.input_line), override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
         if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
             what = "distdl lays out its own runs, and Hydra's setting would do nothing"
             problems.append(Problem(key, what, words.for_key(key)))
         elif override.is_delete() or key.startswith("hydra"):
             options.append(line)
-        elif is_group(key) and not isinstance(override.value(), dict):
+        elif not is_group(key) or isinstance(override.value(), dict):
+            values.append("++" + body)
+        else:
             problems += _unknown_options(override)
             if key in LAYERS:
                 layers[key].append("+" + body)
@@ -139,36 +135,24 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
                 inner.append(body)
             else:
                 options.append(body if key in defaults() else "+" + body)
-        else:
-            values.append("++" + body)
-    for layer, chosen in layers.items():
-        if len(chosen) > 1:
-            names = ", ".join(each.partition("=")[2] for each in chosen)
-            remedy = f"choose one; a file builds on another by `- {names.split(', ')[0]}` under "
-            problems.append(Problem(layer, f"chosen twice: {names}", f"{remedy}its defaults"))
+    for layer, (first, *more) in ((layer, chosen) for layer, chosen in layers.items() if chosen):
+        if more:
+            names = [each.partition("=")[2] for each in (first, *more)]
+            remedy = f"choose one; a file builds on another by `- {names[0]}` under its defaults"
+            problems.append(Problem(layer, f"chosen twice: {', '.join(names)}", remedy))
     if problems:
         raise UserError(*problems)
-    ordered = [*options, *layers["experiment"], *layers["debug"]]
-    return [*options, *_inner(inner, ordered), *ordered[len(options) :], *values]
-
-
-def _inner(inner: list[str], ordered: list[str]) -> list[str]:
-    """Overrides like `model/net=wide`, with a `+` if no defaults list has that group."""
-    from hydra import compose as hydra_compose
-
-    if not inner:
-        return []
-    config = hydra_compose(PRIMARY, overrides=ordered, return_hydra_config=True)
-    chosen = config.hydra.runtime.choices
-    return [each if each.partition("=")[0] in chosen else f"+{each}" for each in inner]
+    chosen = [*layers["experiment"], *layers["debug"]]
+    if inner:  # overrides like `model/net=wide`, with a `+` if no defaults list has that group
+        config = hydra_compose(PRIMARY, overrides=[*options, *chosen], return_hydra_config=True)
+        known = config.hydra.runtime.choices
+        inner = [each if each.partition("=")[0] in known else f"+{each}" for each in inner]
+    return [*options, *inner, *chosen, *values]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
-    """Parses overrides by Hydra's own grammar; each text only once.
-
-    Raises:
-        UserError: One of them is not an override, e.g. a word without `=`.
-    """
+    """Parses overrides by Hydra's own grammar, each text only once; others are refused by a
+    UserError."""
     from hydra.errors import HydraException
 
     words.check(overrides)
@@ -177,8 +161,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
         try:
             parsed.append(_parsed(text))
         except HydraException as error:
-            key, wrong = text.partition("=")[0].strip(), f"{redact(repr(text))} is not an override"
-            problems.append(Problem(key, wrong, words.for_override(text, first_lines(error))))
+            remedy = words.for_override(text, first_lines(error))
+            wrong = f"{redact(repr(text))} is not an override"
+            problems.append(Problem(text.partition("=")[0].strip(), wrong, remedy))
     if problems:
         raise UserError(*problems)
     return parsed
@@ -192,8 +177,7 @@ def _parsed(text: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """An override with quotes around its non-ASCII words, which Hydra accepts only in quotes:
-    `data.root=/home/müller/x`."""
+    """An override with quotes around its non-ASCII words, as Hydra needs them."""
     key, equals, value = text.partition("=")
     if value.isascii() or words.is_quoted(value):
         return text
@@ -223,10 +207,7 @@ def defaults() -> dict[str, list[str]]:
 
 def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
     """The jobs of a sweep: the product of all `a=1,2`, `a=range(3)`, `a=choice(x,y)`, in order.
-
-    Raises:
-        UserError: The values of a sweep cannot be listed, such as `a=interval(0,1)`.
-    """
+    Values that cannot be listed, such as `a=interval(0,1)`, are refused by a UserError."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
@@ -234,19 +215,17 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
     with hydra_session(config_dirs):
         for override in parse_overrides(overrides):
             text, key = str(override.input_line), override.get_key_element()
-            if not override.is_sweep_override():
-                choices.append([text])
-                continue
             override.config_loader = GlobalHydra.instance().config_loader()  # for model=glob(*)
             try:
-                values = list(override.sweep_string_iterator())
+                swept = override.is_sweep_override()
+                jobs = [f"{key}={v}" for v in override.sweep_string_iterator()] if swept else [text]
             except HydraException as error:
                 what = f"{text} cannot be counted out: {first_lines(error)}"
                 remedy = f"name the values: {key}=a,b or {key}=range(1,4)"
                 raise UserError.at(override.key_or_group, what, remedy) from error
-            if not values:
+            if not jobs:
                 raise UserError.at(override.key_or_group, f"{text} matches nothing")
-            choices.append([f"{key}={value}" for value in values])
+            choices.append(jobs)
     return [list(job) for job in itertools.product(*choices)]
 
 
@@ -257,17 +236,13 @@ def sweep_keys(overrides: Sequence[str]) -> list[str]:
 def _unknown_options(override: Any) -> Iterable[Problem]:
     group = override.key_or_group
     known = group_options(group)
-    if override.is_sweep_override():
-        chosen = [str(v) for v in override.sweep_iterator()]
-    else:
-        value = override.value()
-        chosen = [str(v) for v in (value if isinstance(value, list) else [value])]
-    for option in chosen:
+    swept = override.is_sweep_override()
+    chosen = override.sweep_iterator() if swept else override.value()
+    for option in map(str, chosen if swept or isinstance(chosen, list) else [chosen]):
         option = "null" if option == "None" else option
         folder, _, name = option.rpartition("/")
-        if option in known or option.startswith("$"):
-            continue
-        if not folder or name not in group_options(f"{group}/{folder}"):
+        inner = folder and name in group_options(f"{group}/{folder}")
+        if option not in known and not option.startswith("$") and not inner:
             yield _no_option(group, option)
 
 
@@ -277,13 +252,11 @@ def _no_option(group: str, option: str, where: str = "") -> Problem:
     named = re.sub(rf"^(.*/)?{group}/|\.ya?ml$", "", option)  # a path: conf/experiment/ours.yaml
     close = "none" if option == "null" and "none" in known else closest(named, known)
     close = named if named in known else close
-    hint = f"did you mean {group}={close}? " if close else ""
-    if other := words.for_choice(group, option):
-        return Problem(group, f"no option {option!r}{where}", other)
+    if remedy := words.for_choice(group, option):
+        return Problem(group, f"no option {option!r}{where}", remedy)
+    hint = f"did you mean {group}={close}? " if close else user_conf.not_read(group, named)
     if elsewhere := user_conf.elsewhere(group, named):
         hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
-    elif not hint:
-        hint = user_conf.not_read(group, named)
     return Problem(group, f"no option {option!r}{where}", f"{hint}available: {', '.join(known)}")
 
 

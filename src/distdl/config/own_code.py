@@ -17,20 +17,20 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
     First the current folder, if it is in the project, then the project's root, each with its `src`
     unless that is a package itself. Then the other entries of sys.path below the root: $PYTHONPATH,
-    and packages installed in editable mode. Folders outside the project are left out, since a job
-    has only a copy of the project.
-
-    A run's folder is left out too, even if it is the current one: it may come from somebody else.
+    and packages installed in editable mode. Left out are folders outside the project, of which a
+    job has no copy, and a run's folder, which may come from somebody else.
     """
-    project, folder = Path(root).resolve(), Path.cwd()
-    places: list[Path] = []
-    for top in [folder, project] if folder.is_relative_to(project) else [project]:
-        places.append(top)
+    project, current = Path(root).resolve(), Path.cwd()
+    folders: list[Path] = []
+    for top in [current, project] if current.is_relative_to(project) else [project]:
+        folders.append(top)
         if (top / "src").is_dir() and not (top / "src" / "__init__.py").exists():
-            places.append(top / "src")
+            folders.append(top / "src")
     known = [Path(entry) for entry in sys.path]
-    places += [f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)]
-    return tuple(dict.fromkeys(str(place) for place in places if not in_a_run(place)))
+    folders += [
+        f for f in known if f.is_relative_to(project) and f.is_dir() and not is_installed(f)
+    ]
+    return tuple(dict.fromkeys(str(folder) for folder in folders if not in_a_run(folder)))
 
 
 def python_path(root: Path) -> list[str]:
@@ -59,11 +59,8 @@ def is_installed(path: Path) -> bool:
 
 
 def place_in(trace: str) -> str:
-    """The last line of a traceback that is in the user's code, or "" if none is.
-
-    For example `solar/net.py, line 12, in training_step`. The traceback is text, because a loader's
-    worker sends its own as text.
-    """
+    """The last line of a traceback (text, as a loader's worker sends its own) that is in the user's
+    code: `solar/net.py, line 12, in training_step`; "" if none is."""
     for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
         path, product = Path(file), Path(__file__).parent
         if path.is_file() and not path.is_relative_to(product) and not is_installed(path):
@@ -75,6 +72,6 @@ def place_in(trace: str) -> str:
 def in_a_run(folder: Path) -> bool:
     """Whether a folder is a run's folder, or is inside one."""
     return any(
-        (place / "config.yaml").is_file() and (place / "attempts").is_dir()
-        for place in (folder, *folder.parents)
+        (parent / "config.yaml").is_file() and (parent / "attempts").is_dir()
+        for parent in (folder, *folder.parents)
     )

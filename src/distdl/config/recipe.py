@@ -17,17 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 # Keys that say where a run runs, not what it is.
 WHERE = (
-    "task",
-    "launcher",
-    "output_dir",
-    "dry_run",
-    "follow",
-    "project.root",
-    "project.allow",
-    "project.max_snapshot_mb",
-    "checkpoint.trust_pickle",
-    "trainer.devices",
-    "trainer.num_nodes",
+    *("task", "launcher", "output_dir", "dry_run", "follow", "project.root", "project.allow"),
+    *("project.max_snapshot_mb", "checkpoint.trust_pickle", "trainer.devices", "trainer.num_nodes"),
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Values of `task._target_`.
@@ -35,15 +26,9 @@ TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
 EVALUATE = ("distdl.tasks.validate", "distdl.tasks.test")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
-    "data.batch_size",
-    "data.on_damaged",
-    "trainer.accumulate_grad_batches",
-    "trainer.max_epochs",
-    "trainer.max_steps",
-    "trainer.max_time",
-    "checkpoint.sharded",
-    "checkpoint.monitor",
-    "checkpoint.mode",
+    *("data.batch_size", "data.on_damaged", "trainer.accumulate_grad_batches"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time"),
+    *("checkpoint.sharded", "checkpoint.monitor", "checkpoint.mode"),
 )
 
 
@@ -67,8 +52,7 @@ OmegaConf.register_new_resolver("input", _input, replace=True)
 def recipe_of(config: DictConfig) -> DictConfig:
     """The recipe: the config without the keys of WHERE, with `${hydra:}` and `${now:}` resolved.
 
-    `${oc.env:X}` stays unresolved: the worker resolves host paths and secrets, and they are never
-    sent.
+    `${oc.env:X}` stays: the worker resolves host paths and secrets, and they are never sent.
     """
     recipe = _written(config)
     recipe.pop("hydra", None)
@@ -85,16 +69,12 @@ def same_recipe(one: DictConfig, other: DictConfig) -> bool:
 def longer(config: DictConfig) -> str:
     """The overrides that let a resume train longer than the config does."""
     limits = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
-    given = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
-    return " ".join(f"{key}=<more>" for key in given or limits[:2])
+    limited = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
+    return " ".join(f"{key}=<more>" for key in limited or limits[:2])
 
 
 def unit_of(data: Any) -> str:
-    """The unit of throughput: distdl's own data sets are images, others may be anything.
-
-    Args:
-        data: What `data._target_` names, or the module of its class.
-    """
+    """The unit of throughput: distdl's own data sets (by `_target_` or module) are images."""
     return "img/s" if is_own(data) else "samples/s"
 
 
@@ -125,9 +105,7 @@ def merge(
 
 def plain(node: Any) -> dict[str, Any]:
     """A mapping node as plain Python, resolved; empty for None."""
-    if not node:
-        return {}
-    values = OmegaConf.to_container(node, resolve=True)
+    values = OmegaConf.to_container(node, resolve=True) if node else {}
     assert isinstance(values, dict)
     return values  # type: ignore[return-value]
 

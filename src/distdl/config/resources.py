@@ -21,7 +21,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs that a process started here would see."""
     return len(visible())
 
 
@@ -56,9 +55,7 @@ def listed(text: str) -> list[str]:
     """The names in a $CUDA_VISIBLE_DEVICES, as CUDA reads it.
 
     An invalid name (`-1`) ends the list, numbers and UUIDs do not mix, and a repeated name empties
-    the list.
-
-    Sources: CUDA C++ Programming Guide, "CUDA Environment Variables"; torch.cuda does the same.
+    the list (CUDA C++ Programming Guide, "CUDA Environment Variables"; torch.cuda does the same).
     """
     names: list[str] = []
     first = ""
@@ -95,8 +92,7 @@ def resolve(
         UserError: This machine does not have the size, or the size cannot be known from here.
     """
     accelerator = str(trainer.get("accelerator") or "auto")
-    devices = trainer.get("devices", "auto")
-    num_nodes = trainer.get("num_nodes", 1)
+    devices, num_nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if not local:
         return _elsewhere(accelerator, devices, num_nodes, known)
     if num_nodes != 1:
@@ -114,43 +110,35 @@ def resolve(
         what = f"a GPU is asked for, and this machine shows none (by {shown_by})"
         remedy = "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU"
         raise UserError.at("trainer.accelerator", what, remedy)
-    ids: tuple[str, ...] | None = None
     if isinstance(devices, (list, tuple)):
         ids = _chosen(devices, names, accelerator, shown_by)
-        devices = len(devices)
-    elif devices in ("auto", -1, None):
+        return Resources(1, len(devices), accelerator, ids)
+    if devices in ("auto", -1, None):
         devices = gpus if accelerator == "gpu" else 1
     if accelerator == "gpu" and devices > gpus:
         what = f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})"
-        remedy = f"write trainer.devices={gpus}"
-        raise UserError.at("trainer.devices", what, remedy)
-    return Resources(1, int(devices), accelerator, ids)
+        raise UserError.at("trainer.devices", what, f"write trainer.devices={gpus}")
+    return Resources(1, int(devices), accelerator)
 
 
 def _chosen(
-    given: Sequence[int], names: Sequence[str], accelerator: str, shown_by: str
+    indices: Sequence[int], names: Sequence[str], accelerator: str, shown_by: str
 ) -> tuple[str, ...]:
-    """The GPUs that a list in `trainer.devices` chooses: its numbers are indices into the visible
-    GPUs, as in Lightning and torch."""
-    what = remedy = ""
+    """The visible GPUs that a list in `trainer.devices` chooses by index, as Lightning does."""
     if accelerator != "gpu":
-        none = (
-            f", as no GPU is visible (by {shown_by})" if accelerator == "cpu" and not names else ""
-        )
+        none = f", as no GPU is visible (by {shown_by})" * (accelerator == "cpu" and not names)
         what = f"a list chooses GPUs, and trainer.accelerator is {accelerator}{none}"
-        remedy = f"write trainer.devices={len(given)}"
-    elif len(set(given)) < len(given):
-        what = f"{list(given)} names a GPU twice"
-        remedy = f"write trainer.devices=[{','.join(map(str, sorted(set(given))))}]"
-    elif not all(0 <= index < len(names) for index in given):
-        what = (
-            f"{list(given)} is asked for; ids count the {len(names)} GPUs visible "
-            f"(by {shown_by}), from 0 to {len(names) - 1}"
-        )
+        remedy = f"write trainer.devices={len(indices)}"
+    elif len(set(indices)) < len(indices):
+        what = f"{list(indices)} names a GPU twice"
+        remedy = f"write trainer.devices=[{','.join(map(str, sorted(set(indices))))}]"
+    elif not all(0 <= index < len(names) for index in indices):
+        what = f"{list(indices)} is asked for; ids count the {len(names)} GPUs visible "
+        what += f"(by {shown_by}), from 0 to {len(names) - 1}"
         remedy = f"write trainer.devices={len(names)} for all of them"
-    if what:
-        raise UserError.at("trainer.devices", what, remedy)
-    return tuple(names[index] for index in given)
+    else:
+        return tuple(names[index] for index in indices)
+    raise UserError.at("trainer.devices", what, remedy)
 
 
 def _elsewhere(
@@ -174,23 +162,14 @@ def cpu_cores() -> int:
 
 
 def loader_workers(cores: int) -> int:
-    """The default number of loader workers for a rank with this number of CPU cores.
-
-    One core, or two if there are more than 8, is left for the training process: its threads pin
-    batches and write checkpoints. More than 16 workers cost memory and do not feed a GPU faster.
-    """
+    """The default number of loader workers for a rank with this number of CPU cores: one or two
+    remain for the training process, and more than 16 workers do not feed a GPU faster."""
     return min(16, max(1, cores - (1 if cores <= 8 else 2)))
 
 
 def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
-    """The number of shares of the data: each rank takes different data.
-
-    If the strategy has `stages`, the ranks of one pipeline share a batch and count as one.
-
-    Args:
-        strategy: The config's node.
-        ranks: The world size.
-    """
+    """The number of shares of the data: each rank takes different data, or, if the config's
+    strategy has `stages`, each pipeline of that many ranks."""
     if not strategy or "stages" not in strategy:
         return ranks
     stages = strategy["stages"] or ranks

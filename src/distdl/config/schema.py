@@ -9,10 +9,12 @@ most mistakes are found without importing Lightning; binding finds unknown argum
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from distdl.config import words
 from distdl.util.errors import Problem
@@ -22,51 +24,43 @@ from distdl.util.suggest import did_you_mean, respelt, written
 Path = tuple[str | int, ...]
 
 
-def _named(value: str) -> str:
-    """Refuses "None", which is Python's null, and "", which is what an unset variable leaves."""
-    if value.strip() in ("", "None"):
-        raise ValueError("null or a text")
-    return value
+def _must(fits: Callable[[Any], bool], expected: str) -> AfterValidator:
+    def checked(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(expected)
+        return value
+
+    return AfterValidator(checked)
 
 
-Text = Annotated[str, AfterValidator(_named)]
-Name = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), AfterValidator(_named)
-]
+def _are_devices(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value or -1]
+    counted = [type(number) is int and number >= 0 for number in numbers]
+    return value in ("auto", -1) or (bool(counted) and all(counted))
+
+
+# Not "None", which is Python's null, nor "", which is what an unset variable leaves.
+_NAMED = _must(lambda value: value.strip() not in ("", "None"), "null or a text")
+Text = Annotated[str, _NAMED]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), _NAMED]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
 # "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
 Time = Text | dict[str, Any]
-Limit = Annotated[int, Field(ge=0)] | NotNegative | None
-
-
-def _devices(value: Any) -> Any:
-    numbers = value if isinstance(value, list) else [value]
-    counted = [type(n) is int and n >= 0 for n in numbers]
-    if value not in ("auto", -1) and (value == 0 or not counted or not all(counted)):
-        raise ValueError("a number of devices of each node, 1 or more, -1 or auto for all of them")
-    return value
-
-
-def _precision(value: Any) -> Any:
-    if value is not None and str(value) not in _PRECISIONS:
-        raise ValueError("32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true")
-    return value
-
-
+Limit = Count | NotNegative | None
+_DEVICES = "a number of devices of each node, 1 or more, -1 or auto for all of them"
 _PRECISIONS = (
     *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
     *("64-true", "transformer-engine", "transformer-engine-float16"),
 )
-Precision = Annotated[Any, AfterValidator(_precision)]
+_PRECISION = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true"
+Precision = Annotated[Any, _must(lambda value: str(value) in _PRECISIONS, _PRECISION)] | None
 
 
-class _Fixed(BaseModel):
-    # Strict: "3" and true are not accepted as an int; an int is accepted as a float.
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+# Strict: "3" and true are not accepted as an int; an int is accepted as a float.
+class _Fixed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False): ...
 
 
-class _Open(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+class _Open(BaseModel, extra="allow", strict=True, allow_inf_nan=False): ...
 
 
 class Project(_Fixed):
@@ -94,7 +88,7 @@ class TrainerArguments(_Open):
     """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: Annotated[Any, AfterValidator(_devices)] = "auto"
+    devices: Annotated[Any, _must(_are_devices, _DEVICES)] = "auto"
     num_nodes: Positive = 1
     precision: Precision = None
     fast_dev_run: bool | Count = False
@@ -137,16 +131,13 @@ class Component(_Open):
     args: list[Any] = Field([], alias="_args_")
 
 
-def _some(value: Any) -> Any:
-    if type(value) is int and value < 1:
-        raise ValueError("an integer of at least 1")
-    return value
+_SOME = _must(lambda value: type(value) is not int or value >= 1, "an integer of at least 1")
 
 
 class Data(Component):
     batch_size: Positive = 1
     num_workers: Count | None = None
-    image_size: Annotated[Any, AfterValidator(_some)] = None  # a user's class may take a pair
+    image_size: Annotated[Any, _SOME] = None  # a user's class may take a pair
 
 
 class Optimizer(Component):
@@ -161,7 +152,7 @@ class Schedule(Component):
 
 
 class Config(_Fixed):
-    """The whole config. Groups that `~group` may remove have a default; the rest is required."""
+    """The complete config. Groups that `~group` may remove have a default; the rest is required."""
 
     name: Name | None
     experiment_name: Name | None
@@ -195,17 +186,14 @@ def known_paths() -> Iterator[str]:
     for key, field in Config.model_fields.items():
         yield key
         for kind in (field.annotation, *get_args(field.annotation)):
-            for name, inner in getattr(kind, "model_fields", {}).items():
-                if inner.alias is None:
-                    yield f"{key}.{name}"
+            fields = getattr(kind, "model_fields", {}).items()
+            yield from (f"{key}.{name}" for name, inner in fields if inner.alias is None)
 
 
 def path_text(path: Path) -> str:
     """Writes a path as the user would: `callbacks.ema.layers[0]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
 
 
 def lies_below(path: str, top: str) -> bool:
@@ -229,11 +217,8 @@ def check(
 ) -> Iterator[Problem]:
     """Checks resolved values against the schema.
 
-    Args:
-        values: The resolved config as plain containers.
-        show: Formats the value at a path; values from the environment stay hidden.
-        known: Paths to choose suggestions from.
-    """
+    `show` formats the value at a path, without values of the environment; `known` are paths to
+    suggest."""
     expected: dict[Path, list[str]] = {}
     for path, deeper, error in _errors(values):
         if error["type"] == "extra_forbidden":
@@ -244,8 +229,8 @@ def check(
             expected.setdefault(path, []).append(_sentence(error))
     for path, sentences in expected.items():
         either = " or ".join(dict.fromkeys(sentences))
-        what = f"must be {either}, not {show(path)}"
-        yield Problem(path_text(path), what, _remedy(path, either, values))
+        remedy = _remedy(path, either, values)
+        yield Problem(path_text(path), f"must be {either}, not {show(path)}", remedy)
 
 
 def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
@@ -267,25 +252,22 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
 
 
 def _at(values: Any, path: Path) -> Any:
-    for part in path:
-        values = values[part]
-    return values
+    return functools.reduce(operator.getitem, path, values)
 
 
 def _unknown(
     path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """One problem for an unknown key, or one for each value below it: `optimiser: {lr: 1}`."""
-    text = path_text(path)
+    text, section = path_text(path), path_text(path[:-1])
     if path[0] in LAYERS:
         yield Problem(str(path[0]), *words.NOT_GLOBAL)
     elif isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _unknown((*path, key), item, known, config)
     else:
-        where = f"in {text.rpartition('.')[0]}" if "." in text else "in the config"
         remedy = words.for_key(text, value, config) or did_you_mean(text, known)
-        yield Problem(text, f"unknown key {where}", remedy)
+        yield Problem(text, f"unknown key in {section or 'the config'}", remedy)
 
 
 def _absent(
@@ -297,23 +279,22 @@ def _absent(
         return Problem(full, "missing", f"write {full}=...")
     keys = ", ".join(map(str, value)) or "nothing"
     what = f"names no class (_target_), only {keys}"
+    choose = f"choose one: {text}=NAME (--help lists them)"
+    remedy = f"{choose}, or write in a file: _target_: package.Class"
     if path[0] in COLLECTIONS:
         near = did_you_mean(text, [name for name in known if name.count(".") == 1])
         remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
         if option := words.for_component(str(path[0]), str(path[-1]), config):
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
-        return Problem(text, what, remedy)
-    choose = f"choose one: {text}=NAME (--help lists them)"
-    if path[0] in ("optimizer", "schedule") and value:
+    elif path[0] in ("optimizer", "schedule") and value:
         what = f"there is none here to take {keys} ({text}=none, or a file without _target_)"
         argument = f"the model's own argument, such as model.{next(iter(value))}=..."
-        return Problem(text, what, f"{argument}, or {choose}")
-    return Problem(text, what, f"{choose}, or write in a file: _target_: package.Class")
+        remedy = f"{argument}, or {choose}"
+    return Problem(text, what, remedy)
 
 
 _SENTENCES = {
-    "model_type": "a mapping",
-    "dict_type": "a mapping",
+    **dict.fromkeys(("model_type", "dict_type"), "a mapping"),
     "string_pattern_mismatch": "made of letters from a to z, digits, dots, underscores and dashes",
     "string_too_long": "of at most 200 characters",
 }

@@ -30,17 +30,12 @@ def folder() -> Path | None:
     Raises:
         UserError: $DISTDL_CONF is not a folder, or the folder would replace our primary config.
     """
-    import distdl.conf
-
     named = os.environ.get(VARIABLE)
     path = Path(named or "conf").resolve()
-    if not named and in_a_run(path):  # a run's folder may come from somebody else
-        return None
-    if not path.is_dir():
-        if named:
-            raise UserError.at(VARIABLE, f"{named!r} is not a folder")
-        return None
-    if path.samefile(Path(distdl.conf.__file__).parent):
+    if named and not path.is_dir():
+        raise UserError.at(VARIABLE, f"{named!r} is not a folder")
+    # A run's folder may come from somebody else.
+    if not path.is_dir() or (not named and in_a_run(path)) or path.samefile(_ours()):
         return None
     if (path / "distdl.yaml").exists():
         raise UserError.at(
@@ -51,6 +46,12 @@ def folder() -> Path | None:
     return path
 
 
+def _ours() -> Path:
+    import distdl.conf
+
+    return Path(distdl.conf.__file__).parent
+
+
 def folders() -> list[Path]:
     """The user's folders: `./conf`, and those of --config-dir."""
     return [*([first] if (first := folder()) else []), *_further]
@@ -58,14 +59,9 @@ def folders() -> list[Path]:
 
 def shadowed() -> list[str]:
     """Our options that the user's folder replaces, as `model/resnet50`."""
-    import distdl.conf
-
     path = folder()
-    if path is None:
-        return []
-    ours = Path(distdl.conf.__file__).parent
-    files = (f.relative_to(path) for f in sorted(path.glob("*/**/*.yaml")))
-    return [str(f.with_suffix("")) for f in files if (ours / f).exists()]
+    files = [f.relative_to(path) for f in sorted(path.glob("*/**/*.yaml"))] if path else []
+    return [str(file.with_suffix("")) for file in files if (_ours() / file).exists()]
 
 
 def elsewhere(group: str, option: str) -> Path | None:
@@ -82,24 +78,19 @@ def not_read(group: str, option: str) -> str:
     if folders() or in_a_run(Path.cwd()):
         return ""
     other = next((name for name in ("configs", "config") if Path(name, group).is_dir()), "")
-    return "there is no ./conf here" + (
-        f" (there is ./{other}: --config-dir {other}); " if other else "; "
-    )
+    hint = f" (there is ./{other}: --config-dir {other})" if other else ""
+    return f"there is no ./conf here{hint}; "
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Reads a config file; empty if it is unreadable or not a mapping.
-
-    Raises:
-        UnicodeDecodeError: It is not UTF-8.
-    """
-    try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return written if isinstance(written, dict) else {}
+    """Reads a config file; empty if it is unreadable or not a mapping. Raises if it is not
+    UTF-8."""
+    with suppress(OSError, yaml.YAMLError):
+        text = file.read_text(encoding="utf-8")
+        with suppress(ValueError):  # a date that does not exist
+            written = yaml.safe_load(text)
+            return written if isinstance(written, dict) else {}
+    return {}
 
 
 def allowed() -> tuple[str, ...]:
@@ -151,17 +142,12 @@ def _entry(written: Any) -> str:
 
 
 def print_shadowed() -> None:
-    """Prints a note for each shadowed option, since it is not the documented one."""
-    for option in shadowed():
+    for option in shadowed():  # such an option is not the documented one
         print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
 
 
 def register(config_dirs: Sequence[str] = ()) -> None:
-    """Makes Hydra search the user's folder first. May be called again: it is looked up each time.
-
-    Raises:
-        UserError: One of the directories of --config-dir does not exist.
-    """
+    """Makes Hydra search the user's folder first, as it is at each search."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from distdl.util.suggest import closest, nearest
 _PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
 _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
 _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
+_BEST = "checkpoint.monitor=METRIC checkpoint.mode=max"
 _SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
 _NOWHERE = "not there yet: best.ckpt loads by Module.load_from_checkpoint in a script of yours"
 
@@ -38,10 +40,11 @@ _KEYS = table(f"""
     hydra.job: experiment_name=NAME and name=NAME name a run; nothing changes the folder
     hydra: distdl writes its own logs and folders; of hydra only hydra.searchpath is read
     ckpt_path resume_from_checkpoint: {_START}
-    logger loggers: tracking=NAME (--help lists them); several: tracking=[mlflow,tensorboard]
+    logger loggers wandb comet neptune clearml mlflow tensorboard csv: tracking=NAME (--help lists \
+them); several: tracking=[mlflow,tensorboard]
     seed_everything: seed=N
     task_name: experiment_name=NAME
-    optimized_metric: checkpoint.monitor=METRIC checkpoint.mode=max chooses best.ckpt
+    optimized_metric: {_BEST} chooses best.ckpt
     train test: choose one: task=train, task=validate or task=test
     paths.data_dir: where it is used: data.root=FOLDER, or as your class calls it
     paths: output_dir=FOLDER for the runs, data.root=FOLDER for the data
@@ -70,19 +73,14 @@ _KEYS = table(f"""
     out output save_dir log_dir out_dir work_dir default_root_dir: output_dir=FOLDER
     run_name exp_name project_name: experiment_name=NAME and name=NAME
     resume resume_run: python -m distdl resume RUN
+    checkpoint.save_top_k model_checkpoint callbacks.model_checkpoint: {_BEST}, \
+checkpoint.keep_last=N
+    callbacks.rich_progress_bar: +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar
+    fp16 bf16 amp half dtype mixed_precision: trainer.precision=16-mixed, bf16-mixed or 32-true
+    bs bsz train_batch_size per_device_train_batch_size: data.batch_size=N, of each device
+    lr learning_rate base_lr max_lr: optimizer.lr=..., or model.lr=... where the model makes the \
+optimizer itself
 """)
-for _theirs, _ours in {
-    "checkpoint.save_top_k model_checkpoint callbacks.model_checkpoint": "checkpoint.monitor=METRIC"
-    " checkpoint.mode=max, checkpoint.keep_last=N",
-    "callbacks.rich_progress_bar": "+callbacks.bar._target_="
-    "lightning.pytorch.callbacks.RichProgressBar",
-    "fp16 bf16 amp half dtype mixed_precision": "trainer.precision=16-mixed, bf16-mixed or 32-true",
-    "bs bsz train_batch_size per_device_train_batch_size": "data.batch_size=N, of each device",
-    "lr learning_rate base_lr max_lr": "optimizer.lr=..., or model.lr=... where the model makes the"
-    " optimizer itself",
-    "wandb comet neptune clearml mlflow tensorboard csv": _KEYS["logger"],
-}.items():
-    _KEYS |= dict.fromkeys(_theirs.split(), _ours)
 # Arguments of the Trainer that distdl sets itself.
 TRAINER_OWNED = {
     "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
@@ -133,11 +131,9 @@ _CHOICES = table(f"""
     task=fit: task=train
     task=eval: task=test task.checkpoint=FILE
     task=predict: {_NOWHERE}
+    tracking=neptune: Neptune was shut down, and Lightning's logger for it only raises: \
+tracking=wandb, comet or clearml
 """)
-_CHOICES["tracking=neptune"] = (
-    "Neptune was shut down, and Lightning's logger for it only raises: "
-    "tracking=wandb, comet or clearml"
-)
 # Options of the command line.
 _OPTIONS = table(f"""
     --config-name -cn --config: experiment=NAME takes conf/experiment/NAME.yaml
@@ -180,8 +176,7 @@ def precision_for(name: str) -> str:
 def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:
     """What to write instead of a key like `hydra.run.dir`; "" for an unknown key.
 
-    Args:
-        config: The resolved config, if it is known already.
+    `config` is the resolved config, if it is known already.
     """
     key = "early_stopping.patience" if key == "patience" else key
     name, _, rest = key.partition(".")
@@ -206,20 +201,17 @@ def for_choice(group: str, option: str) -> str:
 
 def for_component(collection: str, name: str, config: Mapping[str, Any] | None = None) -> str:
     """How to add an option to those of the config; "" if distdl has no option of that name."""
-    default = {"callbacks": "default", "tracking": "mlflow"}[collection]
     shipped = files("distdl.conf").joinpath(collection, f"{name}.yaml").is_file()
-    if not shipped or name in (default, "none"):
+    if not shipped or name in ("none", {"callbacks": "default", "tracking": "mlflow"}[collection]):
         return ""
     return f"{collection}=[{','.join([*_chosen(collection, config), name])}]"
 
 
 def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
     """The options of a collection that the config uses, found by the keys in the option files.
-
-    A key that is in no option file does not depend on the options, and is ignored.
-    """
+    Keys that are in no option file are ignored."""
     options: dict[str, set[str]] = {}
-    for folder in (Path(str(files("distdl.conf"))), *user_conf.folders()):
+    for folder in _folders():
         for file in folder.glob(f"{collection}/*.yaml"):
             for key in re.findall(r"^(\w+):", file.read_text(errors="replace"), re.MULTILINE):
                 options.setdefault(key, set()).add(file.stem)
@@ -232,12 +224,14 @@ def _chosen(collection: str, config: Mapping[str, Any] | None) -> list[str]:
     return [*dict.fromkeys(name for (name,) in names)]
 
 
+def _folders() -> list[Path]:
+    return [Path(str(files("distdl.conf"))), *user_conf.folders()]
+
+
 def for_option(option: str, known: Iterable[str], following: str = "") -> str:
     """What to write instead of `--config-name` or `--max_epochs=3`; "" for an unknown option.
 
-    Args:
-        known: Every key of the config.
-        following: The word after it, which may be its value.
+    `known` are all keys of the config; `following` is the next word, which may be its value.
     """
     name, equals, value = option.partition("=")
     if not equals and "=" not in following and not following.startswith("-"):
@@ -255,16 +249,15 @@ def for_option(option: str, known: Iterable[str], following: str = "") -> str:
 
 def for_verb(verb: str, rest: Sequence[str]) -> str:
     """What to write instead of `distdl train`; `rest` follows it."""
-    verb = "train" if verb.endswith(".py") else verb
-    return _VERBS.get(verb, "").format(" ".join(rest) or "experiment=NAME")
+    ours = _VERBS.get("train" if verb.endswith(".py") else verb, "")
+    return ours.format(" ".join(rest) or "experiment=NAME")
 
 
 def for_experiment(word: str, rest: Sequence[str]) -> str:
     """What to write instead of `distdl conf/experiment/ours.yaml` or `distdl ours`; "" if there is
     no such experiment."""
     name = re.sub(r"^(.*/)?experiment/|\.ya?ml$", "", word)
-    folders = [Path(str(files("distdl.conf"))), *user_conf.folders()]
-    if not any((folder / f"experiment/{name}.yaml").is_file() for folder in folders):
+    if not any((folder / f"experiment/{name}.yaml").is_file() for folder in _folders()):
         return ""
     return " ".join(["python -m distdl", f"experiment={name}", *rest])
 
@@ -281,16 +274,13 @@ def for_override(text: str, error: str) -> str:
     if value.startswith(("{", '"', "'")):  # a mapping, or quoted already
         return redact(error)
     escaped = value.replace('"', '\\"')
-    example = redact(f"""'{key}="{escaped}"'""")
-    return f"{redact(error)}\n    a text with special characters: {example}"
+    return redact(f"""{error}\n    a text with special characters: '{key}="{escaped}"'""")
 
 
 def open_brackets(text: str) -> str:
-    """The closing brackets that a text lacks: `]` for `[0.1`."""
-    if "'" in text or '"' in text:  # brackets inside quotes do not count
-        return ""
+    """The closing brackets that a text without quotes lacks: `]` for `[0.1`."""
     closing, waiting = {"[": "]", "{": "}", "(": ")"}, ""
-    for letter in text:
+    for letter in text if not {"'", '"'} & {*text} else "":  # those inside quotes do not count
         if letter in closing:
             waiting = closing[letter] + waiting
         elif waiting.startswith(letter):
@@ -312,42 +302,28 @@ def first_override(words: Sequence[str]) -> tuple[int, str]:
     if first.endswith(("=", ":")) and second and "=" not in second:
         return 2, f"{first.rstrip(':=')}={second}"
     if "=" in first and _is_open(first):
-        return _closed(words)
-    if "=" in first and first.endswith(",") and second and "=" not in second:
+        until = itertools.takewhile(lambda word: "=" not in word, rest)  # the next override
+        for count, _ in enumerate(until, 2):
+            if not _is_open(joined := " ".join(words[:count])):
+                return count, joined
+    elif "=" in first and first.endswith(",") and second and "=" not in second:
         count, joined = first_override([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`
         return count + 1, joined
     return 1, first
-
-
-def _closed(words: Sequence[str]) -> tuple[int, str]:
-    """`first_override` for a first word with open brackets or quotes."""
-    for count in range(2, len(words) + 1):
-        if "=" in words[count - 1]:  # the next override
-            break
-        if not _is_open(joined := " ".join(words[:count])):
-            return count, joined
-    return 1, words[0]
-
-
-def _is_open(text: str) -> bool:
-    return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
 
 
 _KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
 _SIGNS = ("=", ":", "==", ":=")
 # Quotes, dashes and spaces as word processors and web pages write them.
 _QUOTES = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a"
+_DASHES, _SIGNS_WIDE = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u00a0\u3000\uff1d\uff1a\uff0c"
 _TYPESET = str.maketrans(
-    {
-        **dict.fromkeys(_QUOTES, '"'),
-        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
-        **dict.fromkeys("\u00a0\u3000", " "),
-        **dict.fromkeys("\u200b\ufeff", ""),
-        "\uff1d": "=",
-        "\uff1a": ":",
-        "\uff0c": ",",
-    }
+    _QUOTES + _DASHES + _SIGNS_WIDE, '"' * len(_QUOTES) + "-" * 6 + "  =:,", "\u200b\ufeff"
 )
+
+
+def _is_open(text: str) -> bool:
+    return bool(open_brackets(text)) or sum(letter in _QUOTES for letter in text) % 2 == 1
 
 
 def is_quoted(text: str) -> bool:
@@ -358,9 +334,8 @@ def is_quoted(text: str) -> bool:
 def meant(word: str) -> str:
     """A word as it should have been typed; unchanged if nothing is wrong with it.
 
-    `seed : 4` and `seed==4` become `seed=4`, typographic quotes and dashes become plain ones, and
-    `data.root=~/x` becomes `data.root=/home/me/x`.
-    """
+    `seed : 4` and `seed==4` become `seed=4`, typographic signs plain ones, `~/x` becomes
+    `/home/me/x`."""
     text = word.translate(_TYPESET).strip()
     if text.startswith("-"):
         name = text.lstrip("-")
@@ -378,15 +353,9 @@ def meant(word: str) -> str:
 
 
 def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
-    """Checks overrides as the shell passed them, before they are parsed.
-
-    Args:
-        commands: The commands that a word may be a misspelling of.
-
-    Raises:
-        UserError: A word without `=` is a misspelt verb, another tool's verb, or part of an
-            override that the shell split.
-    """
+    """Checks overrides as the shell passed them, before they are parsed: refuses, by a UserError,
+    words without `=`. These are misspelt or other tools' verbs (if there are `commands`), or a part
+    of an override that the shell split."""
     problems, left, commands = [], list(words), [*commands]
     while left:
         count, override = first_override(left)
@@ -395,26 +364,20 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
             continue
         typed, close = meant(override), closest(word, commands)
         verb = for_verb(word, left) or (for_experiment(word, left) if count == 1 else "")
+        what, remedy, last = "is not an override", "write key=value, or group=option", False
         if count > 1:
-            what = "the shell takes it for several words"
-            problems.append(Problem(typed, what, f"write {shlex.quote(typed)}"))
+            what, word = "the shell takes it for several words", typed
+            remedy = f"write {shlex.quote(typed)}"
         elif typed != word and ("=" in typed or typed.startswith("-")):
-            problems.append(Problem(word, "is not an override", f"write {shlex.quote(typed)}"))
-            if typed.startswith("-"):
-                break  # what follows is its value
+            remedy, last = f"write {shlex.quote(typed)}", typed.startswith("-")
         elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
-            joined = f"{word}={left.pop(0)}"
-            problems.append(Problem(word, "is not an override", f"write {shlex.quote(joined)}"))
-        elif not commands:
-            problems.append(Problem(word, "is not an override", "write key=value, or group=option"))
-        else:
-            remedy = verb or (
-                f"did you mean: python -m distdl {close}"
-                if close
-                else f"write key=value, or first one of the commands {', '.join(commands)}"
-            )
-            problems.append(Problem(word, "is not a command and no override", remedy))
-            if close or verb:
-                break  # what follows are that command's arguments
+            remedy = f"write {shlex.quote(f'{word}={left.pop(0)}')}"
+        elif commands:
+            what, last = "is not a command and no override", bool(close or verb)
+            known = f"write key=value, or first one of the commands {', '.join(commands)}"
+            remedy = verb or (f"did you mean: python -m distdl {close}" if close else known)
+        problems.append(Problem(word, what, remedy))
+        if last:
+            break  # what follows are that command's arguments, or the option's value
     if problems:
         raise UserError(*problems)

@@ -36,11 +36,9 @@ UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows what it takes.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
 
-
-# What the builder (worker.build) passes besides the node's own keys. `supplied`: names of the
-# leading positional arguments; `consumed`: keys of the node that are not passed to the target;
-# `null_is_absent`: keys that are passed only if they are set; `offered`: arguments that are passed
-# if the signature takes them.
+# What the builder (worker.build) passes besides the node's own keys. `supplied`: the leading
+# positional arguments; `consumed`: keys that are not passed to the target; `null_is_absent`: keys
+# that are passed only if they are set; `offered`: arguments passed if the signature takes them.
 SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {
         "supplied": ("params",),
@@ -101,44 +99,39 @@ class Binding:
         for path, node in nodes({key: self.config.get(key) for key in BUILT}):
             if path not in self.skip:
                 called = self.locate(node["_target_"], path)
-                if called is None or not self.accepted(called, node, path):
-                    self.skip.append(path)
-                else:
+                if called is not None and self.accepted(called, node, path):
                     self.called[path] = called
+                else:
+                    self.skip.append(path)
 
     def left_behind(self) -> None:
-        """Reports modules from outside the project and outside the installed packages.
-
-        They are noted, since the nodes may have them. Modules that only $PYTHONPATH finds are
-        refused, since a job's $PYTHONPATH is that of its bundle.
-        """
+        """Notes modules from outside the project and outside the installed packages: the nodes may
+        have them. Those that only $PYTHONPATH finds are refused: a job's is that of its bundle."""
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         launcher = self.config.get("launcher") or {}
         if launcher.get("modules") or "PYTHONPATH" in str(launcher):
             searched = []  # the user sets up modules or $PYTHONPATH of the nodes
         installed = [folder for _, folder in editable()]
         launches = str(launcher.get("_target_")).partition(".")[0]  # runs here, not on the nodes
-        new = {*sys.modules} - self.before - {launches}
-        for name in sorted(n for n in new if n.isidentifier()):
+        for name in sorted({*sys.modules} - self.before - {launches}):
             module = sys.modules[name]
             files = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
             home = FilePath(str(files[0] or ".")).parent
-            known = name.startswith("__") or str(home) in self.trust.folders
-            if home.is_absolute() and not known and not is_installed(home):
-                what = f"{name} is imported from {home}, which no job takes along"
-                remedy = "or choose project.root above both"
-                if str(home) in searched and not any(home.is_relative_to(f) for f in installed):
-                    what += ", and no node looks for it: PYTHONPATH is another one there"
-                    self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
-                else:
-                    self.notes.append(f"{what}: install it there, {remedy}")
+            known = name.startswith("__") or not name.isidentifier()
+            known = known or str(home) in self.trust.folders or is_installed(home)
+            if known or not home.is_absolute():
+                continue
+            what = f"{name} is imported from {home}, which no job takes along"
+            remedy = "or choose project.root above both"
+            if str(home) in searched and not any(home.is_relative_to(f) for f in installed):
+                what += ", and no node looks for it: PYTHONPATH is another one there"
+                self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
+            else:
+                self.notes.append(f"{what}: install it there, {remedy}")
 
     def visit(self, value: Any, path: Path) -> None:
-        """Checks a node and the nodes inside it.
-
-        Nodes below `_recursive_: false` are not bound: the target builds them itself, and may pass
-        further arguments.
-        """
+        """Checks a node and the nodes inside it. Nodes below `_recursive_: false` are not bound:
+        the target builds them itself, and may pass further arguments."""
         from distdl.validation import lightnings
 
         unbuilt: list[Path] = []
@@ -146,16 +139,17 @@ class Binding:
             built = not any(inner[: len(above)] == above for above in unbuilt)
             if node.get("_recursive_", True) is False:
                 unbuilt.append(inner)
-            place = (*path, *inner)
-            if place in self.skip:
+            location = (*path, *inner)
+            if location in self.skip:
                 continue
-            lightnings.component(self, self.called[place], place)
+            called = self.called[location]
+            lightnings.component(self, called, location)
             before = len(self.problems)
             if built:
-                self.bind(self.called[place], node, place)
+                self.bind(called, node, location)
             # A hook may rely on values that are known to be wrong; an extra key does no harm.
             if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
-                self.hook(self.called[place], node, place)
+                self.hook(called, node, location)
 
     def add(self, path: Path, what: str, remedy: str = "") -> None:
         self.problems.append(Problem(path_text(path), what, remedy))
@@ -187,49 +181,46 @@ class Binding:
             self.add(path, f"{target} cannot be imported: {in_short(error)}", remedy)
         finally:
             sys.argv = typed
-        return None
 
     def absent(self, package: str, path: Path) -> None:
         if self.local:
             what = f"needs the package {package}, which is not installed"
             self.add(path, what, "install it into this environment")
         else:
-            note = f"not checked: {path_text(path)}: package {package} is not installed here"
-            self.notes.append(note)
+            self.notes.append(
+                f"not checked: {path_text(path)}: package {package} is not installed here"
+            )
 
     def accepted(self, called: Any, node: dict[str, Any], path: Path) -> bool:
         """Whether it can be called and is of the kind that its section takes."""
-        target, path = node["_target_"], (*path, "_target_")
+        target, why = node["_target_"], None
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
         if not callable(called):
-            self.add(path, f"{target} is a {type(called).__name__}, no class or function")
+            why = (f"{target} is a {type(called).__name__}, no class or function", "")
         elif missing:
-            self.add(path, f"{target} is abstract: it does not define {missing}")
-        elif refused := kinds.problem_of_kind(called, node, path[:-1], self.trust):
-            self.add(path, *refused)
+            why = (f"{target} is abstract: it does not define {missing}", "")
         else:
-            return True
-        return False
+            why = kinds.problem_of_kind(called, node, path, self.trust)
+        if why:
+            self.add((*path, "_target_"), *why)
+        return why is None
 
     def bind(self, called: Any, node: dict[str, Any], path: Path, target: str = "") -> None:
         from distdl.validation.signatures import bind, takes, takes_anything
 
         target, text = target or node["_target_"], path_text(path)
-        table = SUPPLIED.get(text, {})
-        hidden = (*_SPECIAL, *table.get("consumed", ()))
-        unset = [key for key in table.get("null_is_absent", ()) if node.get(key) is None]
-        arguments = {k: v for k, v in node.items() if k not in hidden and k not in unset}
         parameters = takes(called)
         if parameters is None:
             return
-        positional = len(table.get("supplied", ())) + len(node.get("_args_") or ())
-        partial = node.get("_partial_") is True
+        table = SUPPLIED.get(text, {})
+        hidden = [*_SPECIAL, *table.get("consumed", ())]
+        hidden += [key for key in table.get("null_is_absent", ()) if node.get(key) is None]
         misfits = [
             *bind(
                 parameters,
-                arguments,
-                positional=positional,
-                partial=partial,
+                {key: value for key, value in node.items() if key not in hidden},
+                positional=len(table.get("supplied", ())) + len(node.get("_args_") or ()),
+                partial=node.get("_partial_") is True,
                 offered=table.get("offered", ()),
             )
         ]
@@ -239,19 +230,20 @@ class Binding:
             default = f"those of the default? under defaults in your file: - override /{text}: null"
             self.add(path, f"{target} {UNKNOWN} {', '.join(unknown)}", default)
         for name, what, remedy in misfits:
-            place = (*path, name) if name else path
+            location = (*path, name) if name else path
             remedy = remedy.replace("{}", f"{text}.")
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"
                 if name == "class_path":
                     remedy = f"LightningCLI's word: {text}._target_={node[name]}"
             elif what == "missing argument":
-                what, remedy = f"missing, {target} needs it", f"write {path_text(place)}=..."
+                what, remedy = f"missing, {target} needs it", f"write {path_text(location)}=..."
             elif "{}" in what:
-                shown = Resolved(values=self.config, expressions=self.expressions).show(place)
+                shown = Resolved(values=self.config, expressions=self.expressions).show(location)
                 what = what.replace("{}", shown)
-            self.add(place, what, remedy)
-        if takes_anything(parameters) and not partial and target.startswith(_BUILT_ON_META):
+            self.add(location, what, remedy)
+        called_on_meta = target.startswith(_BUILT_ON_META) and node.get("_partial_") is not True
+        if called_on_meta and takes_anything(parameters):
             self.build(target, node, path)
 
     def build(self, target: str, node: dict[str, Any], path: Path) -> None:
@@ -259,9 +251,8 @@ class Binding:
 
         inner = (str(each["_target_"]) for _, each in nodes(node))
         foreign = any(not each.startswith(("torch.", *_BUILT_ON_META)) for each in inner)
-        if path[0] != "model" or foreign or any(path == bad[: len(path)] for bad in self.skip):
-            return
-        if wrong := misfit(node):
+        refused = any(path == bad[: len(path)] for bad in self.skip)
+        if path[0] == "model" and not foreign and not refused and (wrong := misfit(node)):
             name, what, remedy = wrong
             remedy = remedy.replace("{}", path_text(path))
             self.add((*path, name) if name else path, f"{target}: {what}", remedy)
@@ -270,27 +261,28 @@ class Binding:
         """Lets a target check its own node by a static or class method `check(node[, context])`.
 
         It returns Problems, with paths relative to the node, and strings that say what it could
-        not check. The context has the number of devices, whether the run is `local`, the whole
-        `config`, and the names of `refused` sections, which must not be imported. A data node's
+        not check. The context has the number of devices, whether the run is `local`, the `config`,
+        and what is `refused` and must not be imported: `model`, `callbacks.stop`. A data node's
         check that takes no context looks at files, so it is called for local runs only.
         """
         static = inspect.getattr_static(called, "check", None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
         if static is None or not is_ours:
             return
-        check, start = called.check, path_text(path)
+        start = path_text(path)
         try:
-            wants_context = len(inspect.signature(check).parameters) > 1
+            wants_context = len(inspect.signature(called.check).parameters) > 1
             if path[0] == "data" and not self.local and not wants_context:
                 return
-            refused = [bad[0] for bad in self.skip if bad]
+            refused = [path_text(bad[: 1 + (bad[0] in COLLECTIONS)]) for bad in self.skip if bad]
             context = {**self.context, "config": self.config, "refused": refused}
-            for problem in (check(node, context) if wants_context else check(node)) or ():
+            arguments = (node, context) if wants_context else (node,)
+            for problem in called.check(*arguments) or ():
                 if isinstance(problem, str):
                     self.notes.append(f"not checked: {start}: {problem}")
                 else:
-                    place = f"{start}.{problem.path}" if problem.path else start
-                    self.problems.append(Problem(place, problem.what, problem.remedy))
+                    location = f"{start}.{problem.path}" if problem.path else start
+                    self.problems.append(Problem(location, problem.what, problem.remedy))
         except Exception as error:
             self.add(path, f"its own check failed: {in_short(error)}", origin(error))
 
@@ -300,8 +292,7 @@ def is_absent(package: str) -> bool:
 
 
 def in_short(error: BaseException) -> str:
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def origin(error: BaseException) -> str:

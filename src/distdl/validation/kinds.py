@@ -16,6 +16,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +45,8 @@ PARTS = (
     *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
     *(f"torchvision.datasets.{name}" for name in DATASETS),
 )
-SCHEDULES = tuple(
-    f"distdl.optim.schedules.{name}" for name in ("constant", "warmup_cosine", "warmup_step")
-)
+_SCHEDULES = ("constant", "warmup_cosine", "warmup_step")
+SCHEDULES = tuple(f"distdl.optim.schedules.{name}" for name in _SCHEDULES)
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
 TASKS = tuple(f"distdl.tasks.{name}" for name in ("benchmark", "test", "train", "validate"))
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
@@ -56,17 +56,11 @@ TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "_a
 
 @dataclass(frozen=True)
 class Kind:
-    """What a section takes.
+    """What a section takes."""
 
-    Args:
-        words: Its name in messages: "a Callback of Lightning's".
-        example: A target of this kind.
-        takes: Whether an object is of this kind.
-    """
-
-    words: str
-    example: str
-    takes: Callable[[Any], bool]
+    words: str  # its name in messages: "a Callback of Lightning's"
+    example: str  # a target of this kind
+    takes: Callable[[Any], bool]  # whether an object is of this kind
 
 
 def kind_of(path: Path) -> Kind:
@@ -84,8 +78,7 @@ def problem_of_kind(
 
     Args:
         called: The target, imported but not called.
-        node: The node with its arguments.
-        path: The node's path in the config.
+        node, path: With its arguments; where it is in the config.
         trust: Whose code may be anything.
     """
     target = str(node["_target_"])
@@ -95,10 +88,9 @@ def problem_of_kind(
     if not kind.takes(called):
         pythons = real.partition(".")[0] in sys.stdlib_module_names
         shown = f"{target} is Python's own {real}, and" if pythons else f"{target} is"
-        place = "a node in another one's arguments" if kind is PART else path[0]
-        what = f"{shown} not {kind.words}, and {place} takes nothing else"
-        remedy = f"such as {kind.example}"
-        return what, remedy if pythons else f"{remedy}; {advice(target)}"
+        section = "a node in another one's arguments" if kind is PART else path[0]
+        what = f"{shown} not {kind.words}, and {section} takes nothing else"
+        return what, f"such as {kind.example}" + ("" if pythons else f"; {advice(target)}")
     loads = [key for key in TIMM_LOADS if node.get(key)]
     if ":" in str(node.get("model_name")):
         loads.append(f"model_name={node['model_name']}")
@@ -121,29 +113,22 @@ def is_trusted(called: Any, target: str, trust: Trust) -> bool:
 
 
 def refuse(values: Mapping[str, Any], trust: Trust) -> None:
-    """The worker's check of every `_target_` that it is about to build.
-
-    A frozen config may come from somebody else, and validation may not have seen it.
-
-    Args:
-        values: Sections of the config as plain containers, resolved.
+    """The worker's check of every `_target_` that it is about to build, in resolved sections: a
+    frozen config may come from somebody else, and validation may not have seen it.
 
     Raises:
         UserError: With everything that is refused.
     """
     built = {key: values.get(key) for key in BUILT if key != "launcher"}
-    refused = target_problems(built, trust)
-    problems = [problem for _, problem in refused]
+    refused = dict(target_problems(built, trust))
+    problems = [*refused.values()]
     for path, node in nodes(built):
-        place = (*path, "_target_")
-        if place in (path for path, _ in refused):
-            continue
-        try:
-            called = locate(str(node["_target_"]))
-        except Exception:
-            continue  # its builder fails in the same way and reports the cause
-        if why := problem_of_kind(called, node, path, trust):
-            problems.append(Problem(path_text(place), *why))
+        location, called = (*path, "_target_"), None
+        if location not in refused:
+            with suppress(Exception):  # its builder fails in the same way and reports the cause
+                called = locate(str(node["_target_"]))
+        if called is not None and (why := problem_of_kind(called, node, path, trust)):
+            problems.append(Problem(path_text(location), *why))
     if problems:
         raise UserError(*problems)
 
@@ -188,9 +173,9 @@ def _classes_of(*bases: str) -> Callable[[Any], bool]:
     """A test for classes of allowed packages that derive from one of these bases."""
 
     def takes(thing: Any) -> bool:
-        if not inspect.isclass(thing) or thing.__module__.partition(".")[0] not in ALLOWED:
-            return False
-        return any(base is not None and issubclass(thing, base) for base in map(_known, bases))
+        ours = inspect.isclass(thing) and thing.__module__.partition(".")[0] in ALLOWED
+        known = [base for base in map(_known, bases) if base is not None]
+        return ours and issubclass(thing, (*known,))
 
     return takes
 
@@ -219,80 +204,54 @@ def _is_part(thing: Any) -> bool:
         return False
     if _classes_of("torch.nn.Module")(thing):
         return under(thing.__module__, LAYERS)
-    if under(thing.__module__, TRANSFORMS):
-        return True
     learning = (f"{_OPTIM}.Optimizer", f"{_OPTIM}.lr_scheduler.LRScheduler")
-    return _classes_of(*learning, f"{_LIGHTNING}.plugins.precision.Precision")(thing)
+    learns = _classes_of(*learning, f"{_PL}.plugins.precision.Precision")
+    return under(thing.__module__, TRANSFORMS) or learns(thing)
 
 
 def _is_registered(thing: Any) -> bool:
     """Whether it is a model builder that torchvision's or timm's own registry lists."""
-    name = getattr(thing, "__name__", None)
-    if not inspect.isfunction(thing) or name is None:
-        return False
-    if thing.__module__.startswith("torchvision.models."):
+    if inspect.isfunction(thing) and thing.__module__.startswith("torchvision.models."):
         models = sys.modules["torchvision.models"]
+        name = thing.__name__
         return name in models.list_models() and models.get_model_builder(name) is thing
-    return _is_timm_entry(thing)
+    return inspect.isfunction(thing) and _is_timm_entry(thing)
 
 
 def _is_timm_entry(thing: Any) -> bool:
-    if not str(getattr(thing, "__module__", "")).startswith("timm.models."):
-        return False
-    timm = sys.modules["timm"]
-    name = getattr(thing, "__name__", "")
-    return timm.is_model(name) and timm.model_entrypoint(name) is thing
+    name, home = (str(getattr(thing, key, "")) for key in ("__name__", "__module__"))
+    timm = sys.modules["timm"] if home.startswith("timm.models.") else None
+    return bool(timm and timm.is_model(name) and timm.model_entrypoint(name) is thing)
 
 
-def _kind(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
+def _of(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
     """The kind of classes that derive from one of these bases, and of these functions."""
     derived, named = _classes_of(*bases), _one_of(one_of)
     return Kind(words, example, lambda thing: derived(thing) or named(thing))
 
 
-_LIGHTNING, _OPTIM = "lightning.pytorch", "torch.optim"
+_PL, _OPTIM, _LR = "lightning.pytorch", "torch.optim", "torch.optim.lr_scheduler"
+_SCHEDULE = ("a schedule of torch's or distdl's", f"{_LR}.StepLR", f"{_LR}.LRScheduler")
+_STRATEGY = "a Strategy of Lightning's", "distdl.strategies.DDPStrategy"
+_LOGGER = "a Logger of Lightning's or distdl's", f"{_PL}.loggers.CSVLogger"
+_PROFILER = "a Profiler of Lightning's", f"{_PL}.profilers.SimpleProfiler"
 KINDS = {
-    "model": _kind(
-        "a LightningModule", "distdl.models.ImageClassifier", f"{_LIGHTNING}.LightningModule"
-    ),
-    "data": _kind(
-        "a LightningDataModule", "distdl.data.StoredImages", f"{_LIGHTNING}.LightningDataModule"
-    ),
-    "optimizer": _kind("an Optimizer of torch's", f"{_OPTIM}.SGD", f"{_OPTIM}.Optimizer"),
-    "schedule": _kind(
-        "a schedule of torch's or distdl's",
-        f"{_OPTIM}.lr_scheduler.StepLR",
-        f"{_OPTIM}.lr_scheduler.LRScheduler",
-        one_of=SCHEDULES,
-    ),
-    "strategy": _kind(
-        "a Strategy of Lightning's",
-        "distdl.strategies.DDPStrategy",
-        f"{_LIGHTNING}.strategies.Strategy",
-        one_of=STRATEGIES,
-    ),
+    "model": _of("a LightningModule", "distdl.models.ImageClassifier", f"{_PL}.LightningModule"),
+    "data": _of("a LightningDataModule", "distdl.data.StoredImages", f"{_PL}.LightningDataModule"),
+    "optimizer": _of("an Optimizer of torch's", f"{_OPTIM}.SGD", f"{_OPTIM}.Optimizer"),
+    "schedule": _of(*_SCHEDULE, one_of=SCHEDULES),
+    "strategy": _of(*_STRATEGY, f"{_PL}.strategies.Strategy", one_of=STRATEGIES),
     "launcher": Kind(
         "a launcher",
         "distdl.launchers.local.LocalLauncher",
         lambda thing: launches(thing) and under(thing.__module__, ("distdl.launchers",)),
     ),
-    "task": _kind("a task of distdl", "distdl.tasks.train", one_of=TASKS),
-    "tracking": _kind(
-        "a Logger of Lightning's or distdl's",
-        f"{_LIGHTNING}.loggers.CSVLogger",
-        f"{_LIGHTNING}.loggers.Logger",
-        one_of=TRACKERS,
+    "task": _of("a task of distdl", "distdl.tasks.train", one_of=TASKS),
+    "tracking": _of(*_LOGGER, f"{_PL}.loggers.Logger", one_of=TRACKERS),
+    "callbacks": _of(
+        "a Callback of Lightning's", f"{_PL}.callbacks.EarlyStopping", f"{_PL}.Callback"
     ),
-    "callbacks": _kind(
-        "a Callback of Lightning's",
-        f"{_LIGHTNING}.callbacks.EarlyStopping",
-        f"{_LIGHTNING}.Callback",
-    ),
-    "trainer": _kind(
-        "a Profiler of Lightning's",
-        f"{_LIGHTNING}.profilers.SimpleProfiler",
-        f"{_LIGHTNING}.profilers.Profiler",
-    ),
+    "trainer": _of(*_PROFILER, f"{_PL}.profilers.Profiler"),
 }
 PART = Kind(
     "a layer, network, transform, optimizer or schedule of torch, torchvision or timm",

@@ -75,13 +75,7 @@ def problems(called: type, base: type, users: Callable[[str], bool]) -> Iterator
     """Yields each part of a class that is for Lightning 1 only, and the remedy.
 
     A library's hooks are reported only if the Trainer refuses them: they may be there for older
-    versions, and do no harm otherwise.
-
-    Args:
-        called: The class.
-        base: LightningModule, LightningDataModule or Callback.
-        users: Whether a dotted name belongs to the user's own code.
-    """
+    versions. `base` is Lightning's own class; `users` tells whether a name is the user's code."""
     for name in (n for n in dir(called) if not n.startswith("_") and n != "forward"):
         function = inspect.getattr_static(called, name)
         if not inspect.isfunction(function):

@@ -7,8 +7,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
 
 
 def component(binding: Binding, called: Any, path: Path) -> None:
-    """Checks the class of one component.
-
-    The model must be a LightningModule, the data a LightningDataModule. A strategy must be able to
-    shard checkpoints if the config asks for it. Hooks of Lightning 1 and their arguments are
-    reported.
-    """
+    """Checks a component: the base class of model and data, a strategy that the config asks to
+    shard checkpoints, and hooks of Lightning 1 and their arguments."""
     import lightning.pytorch as pl
 
     bases = {"model": pl.LightningModule, "data": pl.LightningDataModule}
@@ -45,7 +40,8 @@ def component(binding: Binding, called: Any, path: Path) -> None:
         remedy = f"derive it from lightning.pytorch.{base.__name__}"
         if section == "model":
             remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
-        binding.add((section, "_target_"), f"{called.__name__} is no {base.__name__}", remedy)
+        what = f"{called.__name__} is not a {base.__name__}"
+        binding.add((section, "_target_"), what, remedy)
     elif base is pl.LightningModule:
         default = pl.LightningModule.configure_optimizers
         method = getattr(called, "configure_optimizers", None)
@@ -74,10 +70,10 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
     elif refused is not None:
         binding.problems.append(refused)
     if (binding.config.get("task") or {}).get("_target_", TRAIN) in (TRAIN, BENCHMARK):
-        classes = {place: c for place, c in binding.called.items() if inspect.isclass(c)}
+        classes = {path: each for path, each in binding.called.items() if inspect.isclass(each)}
         binding.problems += misfits.misfits(
             node,
-            {path_text(place): c for place, c in classes.items() if place[0] == "callbacks"},
+            {path_text(path): cls for path, cls in classes.items() if path[0] == "callbacks"},
             classes.get(("model",)),
             str((binding.config.get("strategy") or {}).get("_target_")),
             int(binding.context.get("world_size", 1)),
@@ -85,37 +81,27 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
 
 
 def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
-    """Builds a Trainer: Lightning refuses arguments that no type check can find.
-
-    Returns:
-        A problem, or the name of a missing package, or None.
-    """
+    """Builds a Trainer: Lightning refuses arguments that no type check can find. Returns a problem,
+    or the name of a missing package, or None."""
     from lightning.pytorch import Trainer
 
     # The devices need not be on this machine, and what distdl sets itself is left out.
     neutral = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
     neutral |= {"deterministic": None, "benchmark": None}  # these would change this process
     neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    passed = {**arguments, **neutral}
+    logging.disable(logging.INFO)  # the Trainer that trains will log it all again
     try:
-        with warnings.catch_warnings(action="ignore"), unlogged():
-            Trainer(**{**arguments, **neutral})
+        with warnings.catch_warnings(action="ignore"):
+            Trainer(**passed)
     except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
         package = re.search(r"'([\w-]+)", str(error))
         return package[1] if package else str(error)
     except Exception as error:
         text = str(error)
-        passed = {**arguments, **neutral}.items()
-        names = [k for k, v in passed if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
+        names = [k for k, v in passed.items() if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
         reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
         return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {reason}")
-    return None
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Silences Lightning's messages: the Trainer that trains will log them again."""
-    logging.disable(logging.INFO)
-    try:
-        yield
     finally:
         logging.disable(logging.NOTSET)
+    return None

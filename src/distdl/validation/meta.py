@@ -1,8 +1,5 @@
-"""Builds a model on the `meta` device, without memory or weights, to see whether its arguments fit.
-
-`torchvision.models.resnet50` and `timm.create_model` take **kwargs and pass them on, so only
-building the model shows which are valid.
-"""
+"""Builds a model on the `meta` device, without memory or weights: of functions that pass **kwargs
+on, only that shows which arguments are valid."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     try:
         with torch.device("meta"):
             instantiate(bare)
-    except InstantiationException as error:
-        return _explain(error.__cause__ or error)
     except Exception as error:
-        return _explain(error)
+        return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
     return None
 
 

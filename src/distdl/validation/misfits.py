@@ -1,7 +1,6 @@
 """Combinations that do not work: Trainer arguments, manual optimization, callbacks, strategies.
 
-Validation checks the classes before the start. The worker checks the real objects again before the
-first step.
+Validation checks classes before the start; the worker checks the real objects again.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _MANUAL = "the model steps its optimizers itself (automatic_optimization = False
 _SWITCH = "automatic_optimization"
 _ONE = "one optimizer with several parameter groups"
 _BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
-_WHOLE = "strategy=ddp or strategy=fsdp, which take several"
-_METRIC = "its monitor= must be a metric that is logged; once it is, the same command begins anew"
+_SEVERAL = "strategy=ddp or strategy=fsdp, which take several"
+_METRIC = "its monitor= must be a metric that is logged; once it is, the same command starts anew"
 _SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
 # A part of an error of Lightning or torch -> the key, what is wrong (None: their words), remedy.
-_SAID: dict[str, tuple[str, str | None, str]] = {
+_KNOWN: dict[str, tuple[str, str | None, str]] = {
     "multiple optimizers is only supported": ("model", None, _BY_HAND),
-    "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_WHOLE}"),
+    "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_SEVERAL}"),
     "parameters that were not used in producing the loss": (
         "strategy",
         "a backward pass used a part of the model's parameters, and DDP waits for all of them",
@@ -65,6 +64,7 @@ def misfits(
 
     manual, several = by_hand(model), makes_several(model)
     clip, accumulate = trainer.get("gradient_clip_val"), trainer.get("accumulate_grad_batches", 1)
+    not_accumulated = f"{_MANUAL} the Trainer does not accumulate for it"
     if manual and clip:
         kind = trainer.get("gradient_clip_algorithm") or "norm"
         call = f"self.clip_gradients(optimizer, {clip}, {kind!r})"
@@ -73,8 +73,7 @@ def misfits(
         yield Problem("trainer.gradient_clip_val", what, remedy)
     if manual and accumulate != 1:
         remedy = f"trainer.accumulate_grad_batches=1, and step at each {accumulate}th batch_idx"
-        what = f"{_MANUAL} the Trainer does not accumulate for it"
-        yield Problem("trainer.accumulate_grad_batches", what, remedy)
+        yield Problem("trainer.accumulate_grad_batches", not_accumulated, remedy)
     if manual and strategy.endswith("PipelineStrategy"):
         yield Problem("strategy", f"{_MANUAL} a pipeline has steps of its own", "strategy=ddp")
     if several and manual is False:
@@ -82,31 +81,28 @@ def misfits(
         yield Problem("model", what, _BY_HAND)
     elif several and strategy.endswith("DeepSpeedStrategy"):
         what = "configure_optimizers returns several optimizers, and DeepSpeed takes one"
-        yield Problem("strategy", what, _WHOLE)
+        yield Problem("strategy", what, _SEVERAL)
     plain_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
-    for place, cls in callbacks.items():
+    for path, cls in callbacks.items():
         if issubclass(cls, theirs.BatchSizeFinder):
             what = "would change the batch size at each start, and with it the run's global batch"
-            yield Problem(place, what, "take it away, and write data.batch_size=...")
-        if issubclass(cls, theirs.GradientAccumulationScheduler) and (manual or accumulate != 1):
+            yield Problem(path, what, "take it away, and write data.batch_size=...")
+        if issubclass(cls, theirs.GradientAccumulationScheduler) and manual:
+            yield Problem(path, not_accumulated, "take it away")
+        elif issubclass(cls, theirs.GradientAccumulationScheduler) and accumulate != 1:
             what = f"and trainer.accumulate_grad_batches={accumulate} exclude each other"
             remedy = f"trainer.accumulate_grad_batches=1, and scheduling={{0: {accumulate}}} in it"
-            if manual:
-                what, remedy = f"{_MANUAL} the Trainer does not accumulate for it", "take it away"
-            yield Problem(place, what, remedy)
+            yield Problem(path, what, remedy)
         if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and plain_ddp:
             what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
-            yield Problem(place, what, "strategy=ddp")
+            yield Problem(path, what, "strategy=ddp")
         if issubclass(cls, theirs.ModelPruning) and strategy.endswith(_SPLIT):
-            yield Problem(place, "prunes whole weights, and a rank has a slice", "strategy=ddp")
+            yield Problem(path, "prunes complete weights, and a rank has a slice", "strategy=ddp")
 
 
 def refuse(trainer: Trainer) -> None:
-    """Checks the real objects, including callbacks from the module's `configure_callbacks`.
-
-    Raises:
-        UserError: With everything that does not work together.
-    """
+    """Checks the real objects, including callbacks from the module's `configure_callbacks`; raises
+    a UserError with everything that does not work together."""
     algorithm = trainer.gradient_clip_algorithm
     arguments = {
         "gradient_clip_val": trainer.gradient_clip_val,
@@ -115,10 +111,9 @@ def refuse(trainer: Trainer) -> None:
     }
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     kinds = {type(callback).__name__: type(callback) for callback in callbacks}
-    strategy = type(trainer.strategy)
-    where = f"{strategy.__module__}.{strategy.__name__}"
+    strategy = f"{type(trainer.strategy).__module__}.{type(trainer.strategy).__name__}"
     module, ranks = trainer.lightning_module, trainer.world_size
-    if wrong := [*misfits(arguments, kinds, module, where, ranks)]:
+    if wrong := [*misfits(arguments, kinds, module, strategy, ranks)]:
         raise UserError(*wrong)
 
 
@@ -130,14 +125,13 @@ def explained(error: BaseException) -> Problem | None:
     if logs and str(called).startswith("add_"):
         wrong = f"the model calls {called} of TensorBoard's writer, and self.logger is another's"
         return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
-    for words, (place, what, remedy) in _SAID.items():
+    for words, (path, what, remedy) in _KNOWN.items():
         if words in str(error):
             frames = traceback.extract_tb(error.__traceback__)
-            steps = [
-                f for f in frames if "site-packages" not in f.filename and f.name[-5:] == "_step"
-            ]
-            line = f" ({steps[-1].filename}, line {steps[-1].lineno})" if steps and what else ""
-            return Problem(place, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
+            users = [f for f in frames if "site-packages" not in f.filename]
+            steps = [f"({f.filename}, line {f.lineno})" for f in users if f.name[-5:] == "_step"]
+            line = f" {steps[-1]}" if steps and what else ""
+            return Problem(path, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
     return None
 
 
@@ -157,7 +151,7 @@ def by_hand(model: Any) -> bool | None:
     if not inspect.isclass(model) or not issubclass(model, LightningModule):
         return None
     order = [base for base in model.__mro__ if base not in LightningModule.__mro__[1:]]
-    for place, base in enumerate(order):
+    for position, base in enumerate(order):
         if base is LightningModule:
             continue
         tree = _parsed(base)
@@ -169,7 +163,7 @@ def by_hand(model: Any) -> bool | None:
         lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
         sets = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
         # An `__init__` after Lightning's class in the MRO may not be called.
-        if len(sets) == names.count(_SWITCH) == 1 and place < order.index(LightningModule):
+        if len(sets) == names.count(_SWITCH) == 1 and position < order.index(LightningModule):
             return sets[0].endswith("False")
         if _SWITCH in names:
             return None

@@ -7,6 +7,8 @@ printed.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -52,9 +54,7 @@ class Resolved:
                 return self.expressions[path[:end]]
         if any(looks_secret(str(part)) for part in path):
             return "***"
-        value: Any = self.values
-        for part in path:
-            value = value[part]
+        value = functools.reduce(operator.getitem, path, self.values)  # type: ignore[arg-type]
         if isinstance(value, (dict, list)):
             return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
         if value is None or isinstance(value, bool):
@@ -63,8 +63,7 @@ class Resolved:
         return text if len(text) <= 60 else f"{text[:57]}..."
 
     def variables(self) -> Iterator[tuple[Path, str, bool]]:
-        """Each environment variable that the config reads: its path, its name, whether it has a
-        default."""
+        """The environment variables that the config reads: path, name, whether with a default."""
         for path, expression in self.expressions.items():
             for name, comma in _VARIABLE.findall(expression):
                 yield path, name, bool(comma)
@@ -91,8 +90,7 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     assert isinstance(written, dict)
     if _last and _last[:2] == [written, {**os.environ}]:
         return _last[2]  # both stages of validation resolve the same config
-    resolved = Resolved()
-    resolved.written = {str(key): value for key, value in written.items() if key != "hydra"}
+    resolved = Resolved(written={str(k): value for k, value in written.items() if k != "hydra"})
     deferred: dict[str, Problem] = {}
     for key in resolved.written:
         resolved.values[key] = _visit(config, key, (key,), resolved, deferred)
@@ -141,27 +139,27 @@ def _visit(
 
 def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> tuple[str, Problem]:
     """The name that fails to resolve, and the problem. OmegaConf's own messages repeat values."""
-    message = str(error)
+    message, name, remedy = str(error), written, ""
+    what = f"cannot be resolved: {written}"
     if match := re.search(r"Environment variable '(\w+)' not found", message):
         name = match[1]
         what = f"the environment variable {name} is not set"
         remedy = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
-        return name, Problem(text, what, remedy)
-    if isinstance(error, InterpolationKeyError):
+    elif isinstance(error, InterpolationKeyError):
         key = re.search(r"Interpolation key '([^']*)'", message)
         name = key[1] if key else written
+        what = f"refers to {name}, which is not in the config"
         others = (p for p in configs.flat_paths(resolved.written, leaves=False) if p != text)
-        near = words.for_key(name) or did_you_mean(name, others)
-        return name, Problem(text, f"refers to {name}, which is not in the config", near)
-    if match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
+        remedy = words.for_key(name) or did_you_mean(name, others)
+    elif match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
         name = f"launcher.inputs.{match[1]}"
         what = f"reads the input {match[1]}, and {name} does not say where it is"
-        return name, Problem(text, what, f"write +{name}=PATH")
-    if isinstance(error, UnsupportedInterpolationType):
+        remedy = f"write +{name}=PATH"
+    elif isinstance(error, UnsupportedInterpolationType):
         name = message.split("\n")[0].rpartition(" ")[2]  # values that refer to it fail too
-        remedy = written.replace("${env:", "${oc.env:")
         what = f"uses a resolver that is not known: {written}"
-        return name, Problem(text, what, f"write {text}='{remedy}'" if remedy != written else "")
-    if isinstance(error, RecursionError) or "ecursive" in message:
-        return "itself", Problem(text, f"refers to itself: {written}")  # one per cycle
-    return written, Problem(text, f"cannot be resolved: {written}")
+        if "${env:" in written:
+            remedy = f"write {text}='{written.replace('${env:', '${oc.env:')}'"
+    elif isinstance(error, RecursionError) or "ecursive" in message:
+        name, what = "itself", f"refers to itself: {written}"  # one per cycle
+    return name, Problem(text, what, remedy)

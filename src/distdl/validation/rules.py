@@ -25,12 +25,8 @@ from distdl.validation.targets import nodes
 _LOCAL = "distdl.launchers.local"  # this machine only
 _HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
 
-# The package that a tracker's logger imports when it is built, and our extra that installs it.
-PACKAGES = {
-    "WandbLogger": ("wandb", "wandb"),
-    "CometLogger": ("comet_ml", "comet"),
-    "ClearMLLogger": ("clearml", "clearml"),
-}
+# The package that a tracker's logger imports; its first word is our extra that installs it.
+PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": "clearml"}
 # Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
 
@@ -39,13 +35,13 @@ def strings(value: Any) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _launcher(resolved: Resolved) -> str:
-    return str(resolved.section("launcher").get("_target_") or _LOCAL)
-
-
 def is_here(resolved: Resolved, local: bool | None) -> bool:
     """Whether the workers run on this machine: `local` if it is known, else by the launcher."""
     return runs_here(_launcher(resolved)) if local is None else local
+
+
+def _launcher(resolved: Resolved) -> str:
+    return str(resolved.section("launcher").get("_target_") or _LOCAL)
 
 
 def runs_here(target: str) -> bool:
@@ -54,8 +50,9 @@ def runs_here(target: str) -> bool:
 
 
 def trainer(resolved: Resolved) -> Iterator[Problem]:
-    """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown."""
-    takes = _trainer_takes()
+    """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown;
+    and a training without batches."""
+    takes, target = _trainer_takes(), resolved.section("task").get("_target_")
     for key, value in resolved.section("trainer").items():
         path, strategy = f"trainer.{key}", words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
@@ -69,6 +66,9 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             near = did_you_mean(path, [f"trainer.{name}" for name in takes])
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
             yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
+        elif key == "limit_train_batches" and value == 0 and target == configs.TRAIN:
+            remedy = f"{path}=null: all; task=validate trains nothing"
+            yield Problem(path, "0 is a training of no batches", remedy)
 
 
 def _trainer_takes() -> list[str]:
@@ -98,11 +98,12 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
 def names(resolved: Resolved) -> Iterator[Problem]:
     """The text that goes into scripts and command lines: output_dir and names of variables."""
     output = resolved.values.get("output_dir")
-    if isinstance(output, str) and (odd := unprintable(str(Path(output).absolute()))):
-        what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
-        yield Problem("output_dir", what, "choose another folder")
-    if isinstance(output, str) and (refused := unwritable(output)):
-        yield Problem("output_dir", refused, "choose another folder")
+    if isinstance(output, str):
+        reasons = [unwritable(output)]
+        if odd := unprintable(str(Path(output).absolute())):
+            what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
+            reasons.append(what)
+        yield from (Problem("output_dir", why, "choose another folder") for why in reasons if why)
     for problem in variable_problems(resolved.section("launcher")):
         yield Problem(f"launcher.{problem.path}", problem.what, problem.remedy)
 
@@ -127,39 +128,27 @@ def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
     """Trackers whose package is not installed, if the workers run here."""
     for key, node in resolved.section("tracking").items() if here else ():
         target = str(node.get("_target_")) if isinstance(node, dict) else ""
-        package, extra = PACKAGES.get(target.rpartition(".")[2], ("", ""))
+        package = PACKAGES.get(target.rpartition(".")[2], "")
         if package and importlib.util.find_spec(package) is None:
             what = f"needs the package {package}, which is not installed"
-            remedy = f"pip install 'distdl[{extra}]', or tracking=mlflow"
+            remedy = f"pip install 'distdl[{package.partition('_')[0]}]', or tracking=mlflow"
             yield Problem(f"tracking.{key}", what, remedy)
 
 
-def nothing(resolved: Resolved) -> Iterator[Problem]:
-    """A training without batches."""
-    path, target = "trainer.limit_train_batches", resolved.section("task").get("_target_")
-    if resolved.section("trainer").get("limit_train_batches") == 0 and target == configs.TRAIN:
-        remedy = f"{path}=null: all; task=validate trains nothing"
-        yield Problem(path, "0 is a training of no batches", remedy)
-
-
 def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
-    """Environment variables of a job on other machines.
-
-    A variable that the job will not have is reported, since the job would fail after an hour in a
-    queue. So is a secret in the launcher's settings: these are resolved here, and then appear in
-    the request, in scripts and in consoles.
-    """
+    """Environment variables of a job on other machines: those that it will not have, since it would
+    fail after an hour in a queue, and secrets in the launcher's settings, which the request
+    shows."""
     forwarded = strings(resolved.section("launcher").get("forward_env"))
     for path, name, has_default in resolved.variables() if not here else ():
         forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"
+        key, value = str(path[-1]), os.environ.get(name, "")
+        secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
         if path[0] != "launcher":
             if not has_default and name not in forwarded:
                 what = f"reads the environment variable {name}, which the job will not have"
                 yield Problem(path_text(path), what, forward)
-            continue
-        key, value = str(path[-1]), os.environ.get(name, "")
-        secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
-        if secret and not (len(path) == 2 and key in _NO_SECRETS):
+        elif secret and not (len(path) == 2 and key in _NO_SECRETS):
             what = f"the value of {name} would stand in the request, for all to read"
             yield Problem(path_text(path), what, f"leave it out: {forward} sends it apart")
 
@@ -179,8 +168,9 @@ def topology(resolved: Resolved, size: Resources | None, here: bool) -> Iterator
     strategy = str(resolved.section("strategy").get("_target_", "")).rpartition(".")[2]
     if size.world_size > 1 and strategy.lower().startswith("single"):
         ranks = f"{size.devices} devices x {size.num_nodes} nodes"
-        what = f"{strategy} trains on one device, not on {ranks}"
-        yield Problem("strategy", what, "strategy=ddp")
+        yield Problem(
+            "strategy", f"{strategy} trains on one device, not on {ranks}", "strategy=ddp"
+        )
     if size.accelerator == "mps" and size.devices > 1:
         yield Problem("trainer.devices", "an Apple GPU is one device", "trainer.devices=1")
     yield from _batches(resolved, size.world_size)
@@ -194,15 +184,14 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
         return
     shares = replicas(resolved.section("strategy"), world)
     parts = shares * accumulate
-    if total == batch * parts:
-        return
-    path, kind = "data.global_batch_size", "devices" if shares == world else "pipelines"
+    kind = "devices" if shares == world else "pipelines"
     what = f"{total} is not {batch} (data.batch_size) x {shares} {kind} x {accumulate} accumulated"
+    remedy = f"data.batch_size={total // parts}"
     if total % parts:
-        nearest = max(1, total // parts) * parts
-        yield Problem(path, f"{what}, nor divisible", f"{path}={nearest}")
-    else:
-        yield Problem(path, what, f"data.batch_size={total // parts}")
+        remedy = f"data.global_batch_size={max(1, total // parts) * parts}"
+        what += ", nor divisible"
+    if total != batch * parts:
+        yield Problem("data.global_batch_size", what, remedy)
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ which the worker reports later anyway.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import sys
@@ -24,13 +23,12 @@ from annotated_types import Ge, Gt
 from distdl.util.suggest import closest, respelt, written
 from distdl.validation import kinds
 
-# Classes that pass their **kwargs to another class than their base.
+# Strategies of Lightning's that pass their **kwargs to another class than their base.
 VAR_KEYWORD_GOES_TO = {
-    "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
-    "lightning.pytorch.strategies.fsdp.FSDPStrategy": (
-        "torch.distributed.fsdp.FullyShardedDataParallel"
-    ),
+    "ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
+    "fsdp.FSDPStrategy": "torch.distributed.fsdp.FullyShardedDataParallel",
 }
+_STRATEGIES = "lightning.pytorch.strategies."
 # Arguments that such a class sets itself.
 _OWN = ("module", "device_ids", "process_group")
 UNIONS = (Union, types.UnionType)
@@ -90,15 +88,16 @@ def _followed(cls: type, parameters: Parameters) -> Parameters:
         keyword = next((n for n, p in inherited.items() if p.kind is p.VAR_KEYWORD), None)
         if keyword is None:
             return names
-        if elsewhere := VAR_KEYWORD_GOES_TO.get(f"{base.__module__}.{base.__qualname__}"):
-            module, _, name = elsewhere.rpartition(".")
-            further = takes(getattr(importlib.import_module(module), name)) or parameters
+        full_name = f"{base.__module__}.{base.__qualname__}"
+        if wrapper := VAR_KEYWORD_GOES_TO.get(
+            full_name.removeprefix("lightning.pytorch.strategies.")
+        ):
+            further = takes(kinds.locate(wrapper)) or parameters
             for name, parameter in further.items():
                 # torch's wrappers have no annotations; a default shows that one is a bool.
                 hint = bool if isinstance(parameter.default, bool) else parameter.empty
                 if name not in _OWN and parameter.kind is not parameter.VAR_KEYWORD:
-                    optional = parameter.replace(default=None, annotation=hint)
-                    names.setdefault(name, optional)
+                    names.setdefault(name, parameter.replace(default=None, annotation=hint))
             return {**parameters, **names} if takes_anything(further) else names
         if not _passes_on(init, keyword):
             break
@@ -111,18 +110,16 @@ def _passes_on(init: Any, keyword: str) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))
     except (OSError, TypeError, SyntaxError):
         return False
-    passed = False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            for argument in node.keywords:
-                value = argument.value
-                if argument.arg is None and isinstance(value, ast.Name) and value.id == keyword:
-                    is_super = ast.unparse(node.func) == "super().__init__"
-                    if not is_super:
-                        return False
-                    passed = True
-    uses = sum(isinstance(n, ast.Name) and n.id == keyword for n in ast.walk(tree))
-    return passed and uses == 1
+    nodes = [*ast.walk(tree)]
+    receivers = [
+        ast.unparse(call.func)
+        for call in nodes
+        if isinstance(call, ast.Call)
+        for each in call.keywords
+        if each.arg is None and isinstance(each.value, ast.Name) and each.value.id == keyword
+    ]
+    uses = sum(isinstance(node, ast.Name) and node.id == keyword for node in nodes)
+    return receivers == ["super().__init__"] and uses == 1
 
 
 def bind(
@@ -133,14 +130,10 @@ def bind(
     partial: bool = False,
     offered: Sequence[str] = (),
 ) -> Iterator[tuple[str, str, str]]:
-    """Checks that arguments bind.
+    """Checks that arguments bind, of which `positional` are passed by position.
 
-    Args:
-        called: What the target takes.
-        given: Keyword arguments.
-        positional: How many arguments are passed by position.
-        partial: Whether missing arguments come later (`_partial_: true`).
-        offered: Names that the builder passes if the target takes them.
+    Missing arguments may come later (`partial`), or are those that the builder passes if the target
+    takes them (`offered`).
 
     Yields:
         Name of the argument ("" for the node itself), what is wrong, the remedy. `{}` stands for
@@ -178,11 +171,9 @@ def _fits(value: Any, parameter: Parameter) -> bool:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Whether a plain value fits an annotation. Only simple types are checked.
-
-    These are bool, int, float (an int fits), str, None, Literal, Annotated[int, Ge(1)], and unions
-    of those. A dtype must be one that torch has, and a string is not a tensor.
-    """
+    """Whether a plain value fits an annotation. Only simple types are checked: bool, int, float (an
+    int fits), str, None, Literal, Annotated[int, Ge(1)], and unions of those. A dtype must be one
+    that torch has, and a string is not a tensor."""
     if isinstance(value, dict) and "_target_" in value:
         return True
     origin, members = typing.get_origin(hint), typing.get_args(hint)
@@ -209,8 +200,8 @@ def _dtype() -> Any:
 def dtype_named(value: Any) -> str | None:
     """`torch.float32` for `torch.float32` and `float32`; None if it is not the name of a dtype."""
     name = value.removeprefix("torch.") if isinstance(value, str) else ""
-    found = getattr(sys.modules.get("torch"), name, None)
-    return f"torch.{name}" if found is not None and isinstance(found, _dtype()) else None
+    member = getattr(sys.modules.get("torch"), name, None)
+    return f"torch.{name}" if member is not None and isinstance(member, _dtype()) else None
 
 
 def near_dtype(value: Any, expected: str) -> str:
@@ -246,24 +237,22 @@ def with_dtypes(node: Any) -> Any:
     texts = [key for key, value in node.items() if dtype_named(value)]
     if texts and "_target_" in node and node.get("_recursive_") is not False:
         called = takes(kinds.locate(node["_target_"])) or {}
-        for key in texts:
-            if key in called and _takes_dtype(called[key]):
-                new[key] = {"_target_": "hydra.utils.get_object", "path": dtype_named(node[key])}
+        for key in (key for key in texts if key in called and _takes_dtype(called[key])):
+            new[key] = {"_target_": "hydra.utils.get_object", "path": dtype_named(node[key])}
     return new
 
 
 def _within(value: Any, bound: Any) -> bool:
     if not isinstance(value, (int, float)) or not isinstance(bound, (Ge, Gt)):
         return True
-    least: Any = bound.ge if isinstance(bound, Ge) else bound.gt
-    return bool(value >= least if isinstance(bound, Ge) else value > least)
+    return bool(value >= bound.ge if isinstance(bound, Ge) else value > bound.gt)  # type: ignore
 
 
 def _name_of(hint: Any) -> str:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        bounds = [b for b in members[1:] if isinstance(b, (Ge, Gt))]
-        least = [f" of at least {b.ge}" if isinstance(b, Ge) else f" above {b.gt}" for b in bounds]
+        least = [f" of at least {b.ge}" for b in members[1:] if isinstance(b, Ge)]
+        least += [f" above {b.gt}" for b in members[1:] if isinstance(b, Gt)]
         return _name_of(members[0]) + "".join(least)
     if origin in UNIONS or origin is Literal:
         return " or ".join(map(_name_of if origin in UNIONS else repr, members))

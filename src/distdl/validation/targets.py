@@ -31,15 +31,10 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose code may be imported without restriction.
+    """Whose code may be imported without restriction."""
 
-    Args:
-        folders: The folders of the user's own code, in search order.
-        allow: Dotted prefixes, from `project.allow`.
-    """
-
-    folders: tuple[str, ...] = ()
-    allow: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # of the user's own code, in search order
+    allow: tuple[str, ...] = ()  # dotted prefixes, from `project.allow`
 
     def covers(self, target: str) -> bool:
         """Whether a dotted name belongs to trusted code."""
@@ -74,13 +69,8 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
 
 
 def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
-    """Why a `_target_` is refused and the remedy, or None if it may be imported.
-
-    Args:
-        target: The value of `_target_`.
-        trust: Whose code may be imported besides.
-        path: The node's path; its section may have further rules.
-    """
+    """Why the `_target_` of the node at `path` is refused and the remedy; None if it may be
+    imported."""
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
         dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"
@@ -92,17 +82,17 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
         if package in sys.stdlib_module_names:
             return what, ""  # hardly ever intended, so never suggested
-        homes = [home for folder in trust.folders for home in FilePath(folder).glob("*")]
-        own = [home.stem for home in homes if home.suffix == ".py" or any(home.glob("*.py"))]
-        if near := closest(package, own):
+        files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
+        users = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
+        if near := closest(package, users):
             return what, f"did you mean {'.'.join((near, *inner))}?"
         return what, f"if you trust it: project.allow=[{package}]"
-    if any(part.startswith("_") for part in inner):
-        return f"{target} is private to {package}", advice(target)
     section = str(path[0]) if path else ""
     within = WITHIN.get(section)
+    if any(part.startswith("_") for part in inner):
+        return f"{target} is private to {package}", advice(target)
     if within and not (len(path) == 1 and target.startswith(f"{within}.")):
-        return f"{target} is no {section} of distdl", advice(target)
+        return f"{target} is not a {section} of distdl", advice(target)
     return None
 
 
@@ -113,13 +103,13 @@ def advice(target: str) -> str:
 def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
     """The refused `_target_`s of a config, and strings that still hold an interpolation: Hydra
     would resolve them again, and might then find a `_target_`."""
-    problems = []
-    for path, node in nodes(values):
-        if refused := problem_of(node["_target_"], trust, path):
-            path = (*path, "_target_")
-            problems.append((path, Problem(path_text(path), *refused)))
+    refused = [
+        ((*path, "_target_"), why)
+        for path, node in nodes(values)
+        if (why := problem_of(node["_target_"], trust, path))
+    ]
+    what = "still holds an interpolation after it was resolved:"
     for path, text in walk({key: values.get(key) for key in BUILT}):
         if isinstance(text, str) and "${" in text:
-            what = f"still holds an interpolation after it was resolved: {text!r}"
-            problems.append((path, Problem(path_text(path), what)))
-    return problems
+            refused.append((path, (f"{what} {text!r}", "")))
+    return [(path, Problem(path_text(path), *why)) for path, why in refused]

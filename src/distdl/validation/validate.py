@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig
@@ -66,7 +67,6 @@ def problems_of(
         *trainer,
         *(each for each in shape if each.path not in [known.path for known in trainer]),
         *rules.names(resolved),
-        *rules.nothing(resolved),
         *rules.services(resolved, here),
         *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
         *rules.topology(resolved, topology, here),
@@ -123,19 +123,13 @@ def check_bindings(
         imported.
     """
     resolved = resolve(config)
-    known = size or Resources(accelerator="auto")
-    trust = _trust(resolved, project_root)
+    known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
+    more = {"world_size": known.world_size, "local": is_here(resolved, local)}
     request = {
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
         "trust": [trust.folders, trust.allow],
-        "context": {
-            "num_nodes": known.num_nodes,
-            "devices": known.devices,
-            "world_size": known.world_size,
-            "accelerator": known.accelerator,
-            "local": is_here(resolved, local),
-        },
+        "context": asdict(known) | more,
     }
     answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
@@ -149,11 +143,8 @@ def validate(
     local: bool | None = None,
     project_root: str | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`).
-
-    Raises:
-        UserError: with all problems of the first stage that finds any.
-    """
+    """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`),
+    or raises a UserError with all problems of the first stage that finds any."""
     refuse(config, size, local=local, project_root=project_root)
     problems, notes, facts = check_bindings(config, size, project_root, local=local)
     if problems:
@@ -178,8 +169,8 @@ def _known(resolved: Resolved) -> list[str]:
     """Existing paths to suggest: those of the schema and of the chosen components."""
     sections = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
     inside = (path for top, node in nodes(sections) for path, _ in walk(node, top))
-    own = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
-    return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in own if "[" not in text)])]
+    keys = (path_text(path) for path in inside if not str(path[-1]).startswith("_"))
+    return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in keys if "[" not in text)])]
 
 
 def _ask_here(request: str) -> dict[str, Any]:
@@ -193,10 +184,9 @@ def _ask_child(request: str) -> dict[str, Any]:
     """Runs `distdl.validation.child`. If it hangs or crashes, that is returned as a problem."""
     # -P: do not import from the current folder; the request names the user's own folders.
     command = [sys.executable, "-P", "-m", "distdl.validation.child", str(os.getpid())]
+    streams: dict[str, Any] = {"capture_output": True, "text": True}
     try:
-        child = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=_CHILD_SECONDS
-        )
+        child = subprocess.run(command, input=request, timeout=_CHILD_SECONDS, **streams)
         return json.loads(child.stdout)
     except subprocess.TimeoutExpired:
         what = f"importing what the config names took more than {_CHILD_SECONDS:.0f} s"
