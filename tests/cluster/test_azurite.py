@@ -13,23 +13,24 @@ import shutil
 import socket
 import ssl
 import time
-import urllib.parse
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlencode
 
 import pytest
+from azure.core.credentials import AccessToken
+from azure.core.exceptions import HttpResponseError
+from azure.storage.blob import BlobServiceClient, ContainerClient
 
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.provision import sas
-from distdl.util.errors import UserError
 from tests.cluster.arm_store import TENANT
 from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places
+from tests.prepared import refusal
 
-pytest.importorskip("azure.storage.blob")
 pytestmark = [
     pytest.mark.skipif(shutil.which("azurite-blob") is None, reason="npm install -g azurite"),
     pytest.mark.xdist_group("azurite"),
@@ -37,7 +38,7 @@ pytestmark = [
 FOLDER = "distdl/e/run"
 GOOD = ("config.yaml", "attempts/001/status.json", "checkpoints/a b.ckpt")
 BAD = ("../outside", "a/../../outside", "link/x", "C:/outside", "a//b")
-WHO = "12121212-3434-5656-7878-909090909090"
+USER = "12121212-3434-5656-7878-909090909090"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
 
 @pytest.fixture
 def azurite(server: Azurite, monkeypatch: pytest.MonkeyPatch) -> Azurite:
-    """Trusted by this process, for which each name is this machine's."""
+    """Trusted by this process, where each host name is this machine's."""
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(server.places.certificate))
     find = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: find("127.0.0.1", *more))
@@ -58,7 +59,7 @@ def azurite(server: Azurite, monkeypatch: pytest.MonkeyPatch) -> Azurite:
 
 
 def put(azurite: Azurite, name: str, content: bytes) -> None:
-    """As an attacker would: the SDK itself makes `b` of `a/../b`."""
+    """Like an attacker: the SDK would turn `a/../b` into `b`."""
     context = ssl._create_unverified_context()
     line = http.client.HTTPSConnection("127.0.0.1", azurite.port, context=context)
     path = f"/{ACCOUNT}/{CONTAINER}/{quote(name, safe='').replace('.', '%2e')}?{azurite.sas()}"
@@ -67,26 +68,19 @@ def put(azurite: Azurite, name: str, content: bytes) -> None:
     line.close()
 
 
-def connection(azurite: Azurite) -> Any:
+def workspace_of(azurite: Azurite) -> Any:
     """A workspace whose datastores are all in the emulator."""
-    facts = SimpleNamespace(
-        container_name=CONTAINER,
-        account_name=ACCOUNT,
-        protocol="https",
-        endpoint=azurite.domain,
-        credentials=SimpleNamespace(account_key=KEY),
-    )
-    get = lambda name, include_secrets: facts  # noqa: E731
-    return SimpleNamespace(client=SimpleNamespace(datastores=SimpleNamespace(get=get)))
+    facts = SimpleNamespace(container_name=CONTAINER, account_name=ACCOUNT, protocol="https")
+    facts.endpoint, facts.credentials = azurite.domain, SimpleNamespace(account_key=KEY)
+    datastores = SimpleNamespace(get=lambda name, include_secrets: facts)
+    return SimpleNamespace(client=SimpleNamespace(datastores=datastores))
 
 
-def test_names_are_not_believed(
-    azurite: Azurite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workspace, address = connection(azurite), f"azureml://datastores/x/paths/{FOLDER}"
+def test_names_are_not_trusted(azurite: Azurite, tmp_path: Path, capsys: Any) -> None:
+    workspace, address = workspace_of(azurite), f"azureml://datastores/x/paths/{FOLDER}"
     here = tmp_path / "a/b/here"
-    here.mkdir(parents=True)
-    (tmp_path / "target").mkdir()
+    for folder in (here, tmp_path / "target"):
+        folder.mkdir(parents=True)
     (here / "link").symlink_to(tmp_path / "target")
     for name in (*GOOD, *BAD):
         put(azurite, f"{FOLDER}/{name}", name.encode())
@@ -96,8 +90,8 @@ def test_names_are_not_believed(
     assert datastore.fetch(workspace, address, here) == 0
     sent = {"checkpoints/a b.ckpt": here / "config.yaml", "new": here / "config.yaml"}
     assert datastore.send(workspace, address, sent) == 1
-    with pytest.raises(UserError, match=r"nothing is in .*elsewhere yet"):
-        datastore.fetch(workspace, "azureml://datastores/x/paths/elsewhere", here)
+    elsewhere = "azureml://datastores/x/paths/elsewhere"
+    assert "elsewhere" in str(refusal(datastore.fetch, workspace, elsewhere, here))
     files = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
     assert files == {*GOOD}
     assert not [*tmp_path.rglob("outside")] and not [*(tmp_path / "target").iterdir()]
@@ -107,43 +101,31 @@ def test_names_are_not_believed(
 
 
 class Identity:
-    """A token as Entra makes them, which Azurite reads (`--oauth basic`)."""
+    """Gives tokens like Entra's, which Azurite reads (`--oauth basic`)."""
 
     def get_token(self, *scopes: str, **more: Any) -> Any:
-        from azure.core.credentials import AccessToken
-
         now = int(time.time())
-        claims = {
-            "aud": "https://storage.azure.com",
-            "iss": f"https://sts.windows.net/{TENANT}/",
-            "iat": now - 60,
-            "nbf": now - 60,
-            "exp": now + 3600,
-            "oid": WHO,
-            "tid": TENANT,
-        }
+        claims = {"iat": now - 60, "nbf": now - 60, "exp": now + 3600, "oid": USER, "tid": TENANT}
+        claims |= {"aud": "https://storage.azure.com", "iss": f"https://sts.windows.net/{TENANT}/"}
         parts = ({"alg": "none", "typ": "JWT"}, claims)
         coded = [base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=") for p in parts]
         return AccessToken(b".".join([*coded, b"c2ln"]).decode(), now + 3600)
 
 
-def test_the_link_reads_lists_and_nothing_else(azurite: Azurite, capsys) -> None:
+def test_the_link_reads_and_lists_and_does_nothing_else(azurite: Azurite, capsys: Any) -> None:
     blobs = f"https://127.0.0.1:{azurite.port}/{ACCOUNT}"
-    from azure.core.exceptions import HttpResponseError
-    from azure.storage.blob import BlobServiceClient, ContainerClient
-
     service = BlobServiceClient(blobs, credential=Identity())
     service.create_container("data").upload_blob("a.txt", b"hello")
-    given = {"account": ACCOUNT, "container": "data", "days": 2, "endpoint": blobs}
-    assert sas.run(given, Identity()) == 0
+    options = {"account": ACCOUNT, "container": "data", "days": 2, "endpoint": blobs}
+    assert sas.run(options, Identity()) == 0
     link, note = capsys.readouterr()
-    said = dict(urllib.parse.parse_qsl(link.strip().partition("?")[2]))
-    assert (said["sp"], said["sr"], said["spr"], said["skoid"]) == ("rl", "c", "https", WHO)
-    expiry = datetime.fromisoformat(said["se"])
+    query = dict(parse_qsl(link.strip().partition("?")[2]))
+    assert (query["sp"], query["sr"], query["spr"], query["skoid"]) == ("rl", "c", "https", USER)
+    expiry = datetime.fromisoformat(query["se"])
     assert timedelta(days=1.9) < expiry - datetime.now(UTC) <= timedelta(days=2)
-    assert "reads and lists data until" in note and said["sig"] not in note
-
-    container = ContainerClient.from_container_url(readable(link.strip(), said, service))
+    assert "reads and lists data until" in note and query["sig"] not in note
+    query["sig"] = signature(query, service)
+    container = ContainerClient.from_container_url(f"{link.partition('?')[0]}?{urlencode(query)}")
     assert [blob.name for blob in container.list_blobs()] == ["a.txt"]
     assert container.download_blob("a.txt").readall() == b"hello"
     for forbidden in (
@@ -156,18 +138,14 @@ def test_the_link_reads_lists_and_nothing_else(azurite: Azurite, capsys) -> None
     assert service.get_blob_client("data", "a.txt").download_blob().readall() == b"hello"
 
 
-def readable(link: str, said: dict[str, str], service: Any) -> str:
-    """The same link, signed as this Azurite checks it.
+def signature(query: dict[str, str], service: Any) -> str:
+    """The link's signature as this Azurite checks it.
 
-    From sv=2026 on two (empty) lines more are signed, which Azurite 3.35 does not know yet.
+    From sv=2026 on, two more (empty) lines are signed, which Azurite 3.35 does not know yet.
     """
-    start, expiry = (datetime.fromisoformat(said[key]) for key in ("st", "se"))
-    key = service.get_user_delegation_key(start, expiry)
-    lines = [said["sp"], said["st"], said["se"], f"/blob/{ACCOUNT}/data"]
-    lines += [said[name] for name in ("skoid", "sktid", "skt", "ske", "sks", "skv")]
-    lines += ["", "", "", "", "", "", said["spr"], said["sv"], said["sr"], "", ""]
-    lines += ["", "", "", "", ""]
-    text = "\n".join(lines).encode()
-    digest = hmac.new(base64.b64decode(key.value), text, hashlib.sha256).digest()
-    said = {**said, "sig": base64.b64encode(digest).decode()}
-    return f"{link.partition('?')[0]}?{urllib.parse.urlencode(said)}"
+    key = service.get_user_delegation_key(*(datetime.fromisoformat(query[k]) for k in ("st", "se")))
+    lines = [query["sp"], query["st"], query["se"], f"/blob/{ACCOUNT}/data"]
+    lines += [query[name] for name in ("skoid", "sktid", "skt", "ske", "sks", "skv")]
+    lines += [*[""] * 6, query["spr"], query["sv"], query["sr"], *[""] * 7]
+    digest = hmac.new(base64.b64decode(key.value), "\n".join(lines).encode(), hashlib.sha256)
+    return base64.b64encode(digest.digest()).decode()

@@ -1,42 +1,36 @@
-"""Training data in Azure Blob: a real Azurite, connections that break, a server that goes away."""
+"""A real blob server (Azurite): stores, connections that break, a server that is gone."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.loading import distribute
 from distdl.datasets import reading
+from distdl.datasets.format import MANIFEST
 from distdl.datasets.reading import open_data_set
 from distdl.stores import StoreError, open_store
 from distdl.stores import remote as remote_module
-from distdl.util.errors import UserError
-from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places, free_port
-from tests.prepared import prepare
+from tests.cluster.azurite import ACCOUNT, CONTAINER, KEY, Azurite, Places, connection, free_port
+from tests.prepared import prepare, refusal
 
 pytestmark = pytest.mark.skipif(
     shutil.which("azurite-blob") is None, reason="not installed: npm install -g azurite"
 )
+STRING = "AZURE_STORAGE_CONNECTION_STRING"
 
 
 class Line:
-    """A connection to a server that breaks when told to.
-
-    Args:
-        port: Of the server.
-        breaks: How many connections end: every second one after `after` bytes of its answers, the
-            others before the first.
-    """
+    """A connection to a server's `port`; the first `breaks` connections end early, every second
+    one after `after` bytes of its responses, the others before the first byte."""
 
     def __init__(self, port: int, breaks: int, after: int) -> None:
         self.port, self.broken = free_port(), 0
@@ -45,29 +39,23 @@ class Line:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(OSError):  # closed
+            while True:
                 near, _ = self._listening.accept()
-            except OSError:  # closed
-                return
-            far = socket.create_connection(("127.0.0.1", self._to))
-            for source, target, answers in ((near, far, False), (far, near, True)):
-                thread = threading.Thread(target=self._pass, args=(source, target, answers))
-                thread.daemon = True
-                thread.start()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                for ends in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket, responses: bool) -> None:
         passed = 0
-        try:
+        with contextlib.suppress(OSError):
             while data := source.recv(16384):
                 passed += len(data)
                 after = self._after if self.broken % 2 else 0
-                if answers and passed > after and self.broken < self._breaks:
+                if responses and passed > after and self.broken < self._breaks:
                     self.broken += 1
                     break
                 target.sendall(data)
-        except OSError:
-            pass
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -93,144 +81,101 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
 
 @pytest.fixture
 def account(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection(azurite.port))
+    monkeypatch.setenv(STRING, connection(azurite.port))
     return f"azure://{azurite.new_container()}/images"
 
 
-def connection(port: int) -> str:
-    endpoint = f"https://127.0.0.1:{port}/{ACCOUNT}"
-    return f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={endpoint}"
-
-
-def test_what_goes_in_comes_out(account, tmp_path, monkeypatch):
+def test_files_are_stored_once_and_read_back(azurite, account, tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "PART", 1 << 18)
-    store, data = open_store(account, patience=5), os.urandom(2_345_678)
+    store, data, back = open_store(account, patience=5), os.urandom(2_345_678), tmp_path / "back"
     (tmp_path / "source").write_bytes(data)
     sent: list[int] = []
-    came: list[int] = []
+    received: list[int] = []
     store.upload(tmp_path / "source", "a/b.tar", sent.append)
-    store.download("a/b.tar", tmp_path / "back", came.append)
-    assert (tmp_path / "back").read_bytes() == data and sum(sent) == sum(came) == len(data)
+    store.download("a/b.tar", back, received.append)
+    assert back.read_bytes() == data and sum(sent) == sum(received) == len(data)
     assert list(store.names()) == ["a/b.tar"] and list(store.names("b")) == []
     assert store.size("a/b.tar") == len(data) and store.size("a/c.tar") is None
-    with pytest.raises(StoreError, match=r"a/b.tar exists already"):
+    with pytest.raises(StoreError, match="exists already"):
         store.upload(tmp_path / "source", "a/b.tar")
     with pytest.raises(StoreError, match=rf"{account} has no a/c.tar"):
         store.read("a/c.tar")
+    client = store.client
 
-
-def test_each_process_has_a_client_of_its_own(account, tmp_path):
-    (tmp_path / "file").write_text("content")
-    store = open_store(account, patience=5)
-    store.upload(tmp_path / "file", "file")
-
-    def child() -> None:
-        inherited = store._client
-        assert store.read("file") == b"content" and store._client is not inherited
+    def child() -> None:  # has a client of its own
+        assert store.read("a/b.tar") == data and store.client is not client
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join(30)
     assert process.exitcode == 0
+    # Connections that break are made again.
+    back.unlink()
+    line = Line(azurite.port, breaks=9, after=100_000)
+    monkeypatch.setenv(STRING, connection(line.port))
+    open_store(account, patience=30).download("a/b.tar", back)
+    assert back.read_bytes() == data and line.broken == 9
+    line.close()
+    with pytest.raises(StoreError) as error:
+        open_store(account, patience=0.5).download("a/b.tar", back)
+    assert error.value.transient
 
 
 def test_a_signature_opens_and_is_never_shown(azurite, account, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("content")
     open_store(account).upload(tmp_path / "file", "file")
     container = account.split("/")[2]
-    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.delenv(STRING)
     base = f"https://127.0.0.1:{azurite.port}/{ACCOUNT}/{container}/images"
     assert open_store(f"{base}?{azurite.sas(container)}").read("file") == b"content"
     foreign = azurite.sas(CONTAINER)
-    store = open_store(f"{base}?{foreign}", patience=1)
-    with pytest.raises(StoreError, match=base) as refused:
-        store.read("file")
-    assert not refused.value.transient
-    azurite_gone = base.replace(str(azurite.port), str(free_port()))
-    with pytest.raises(StoreError) as gone:
-        open_store(f"{azurite_gone}?{foreign}", patience=0.5).read("file")
-    assert gone.value.transient
-    signature = foreign.partition("sig=")[2][:20]
-    for said in (str(refused.value), str(gone.value), repr(store), store.uri):
-        assert signature not in said and "sig=" not in said.replace("sig=***", "")
+    texts = [repr(open_store(f"{base}?{foreign}"))]
+    gone = base.replace(str(azurite.port), str(free_port()))
+    for uri, transient in ((base, False), (gone, True)):
+        with pytest.raises(StoreError, match=uri) as error:
+            open_store(f"{uri}?{foreign}", patience=0.5).read("file")
+        assert error.value.transient == transient
+        texts.append(str(error.value))
+    for text in texts:
+        assert foreign.partition("sig=")[2][:20] not in text
+        assert "sig=" not in text.replace("sig=***", "")
 
 
-def test_an_absent_container_and_a_wrong_key_have_their_own_remedies(account, monkeypatch):
-    with pytest.raises(UserError, match=r"has no dataset\.json\n.*prepare \.\.\. --upload URL"):
-        open_data_set(account)
-    with pytest.raises(UserError, match=r"az storage container create --name nosuchbox"):
-        open_data_set("azure://nosuchbox/images")
-    told = os.environ["AZURE_STORAGE_CONNECTION_STRING"].replace(KEY, "d3Jvbmc=")
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", told)
-    with pytest.raises(UserError, match="what opens it: docs/data/reading"):
-        open_data_set(account)
+def test_absence_and_a_wrong_key_have_remedies_of_their_own(account, monkeypatch):
+    def remedy(uri: str) -> str:
+        return refusal(open_data_set, uri).remedy
+
+    assert "prepare ... --upload URL" in remedy(account)
+    assert "az storage container create --name nosuchbox" in remedy("azure://nosuchbox/images")
+    monkeypatch.setenv(STRING, os.environ[STRING].replace(KEY, "d3Jvbmc="))
+    assert "docs/data/reading" in remedy(account)
 
 
-def test_connections_that_break_are_made_again(azurite, account, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote_module, "PART", 1 << 18)
-    data = os.urandom(3_000_000)
-    (tmp_path / "source").write_bytes(data)
-    open_store(account).upload(tmp_path / "source", "shard.tar")
-    line = Line(azurite.port, breaks=9, after=100_000)
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection(line.port))
-    open_store(account, patience=30).download("shard.tar", tmp_path / "back")
-    assert (tmp_path / "back").read_bytes() == data and line.broken == 9
+def test_a_kept_manifest_replaces_a_server_that_is_gone(azurite, account, tmp_path, monkeypatch):
+    """test_imagenet_end_to_end.py continues a training without its server."""
+    monkeypatch.setattr(reading, "QUICK", 0.5)
+    manifest, cache = prepare(tmp_path / "prepared"), tmp_path / "cache"
+    azurite.upload(account.removeprefix("azure://"), tmp_path / "prepared")
+    line = Line(azurite.port, breaks=0, after=0)
+    monkeypatch.setenv(STRING, connection(line.port))
+
+    def run() -> None:
+        data = StoredImages(account, 4, 10, 16, num_workers=0, cache_dir=str(cache))
+        distribute(data, rank=0, world_size=1, seed=3, position=TrainPosition())
+        data.setup()
+        assert sum(len(batch["index"]) for batch in data.train_dataloader()) == 40
+        assert sum(float(batch["weight"].sum()) for batch in data.val_dataloader()) == 7
+        data.teardown()
+
+    run()
+    (kept,) = (cache / "manifests").iterdir()
+    kept.write_text("{}")  # not used while the server responds
+    assert open_data_set(account, cache_root=cache).manifest == manifest
+    open_data_set(account).keep(cache)
     line.close()
-    with pytest.raises(StoreError, match=rf"{account}/shard.tar") as error:
-        open_store(account, patience=1).download("shard.tar", tmp_path / "back")
-    assert error.value.transient
-
-
-def images(uri: str, cache: Path, rank: int) -> StoredImages:
-    data = StoredImages(uri, 4, 10, 16, num_workers=1, cache_dir=str(cache), shuffle_window=2)
-    distribute(data, rank=rank, world_size=2, seed=3, position=TrainPosition())
-    data.setup()
-    return data
-
-
-def test_trained_from_and_then_without_the_server(tmp_path, monkeypatch):
-    """Two ranks of a node, workers that fork, one cache; the server ends after the first epoch."""
-    places = Places(tmp_path)
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(places.certificate))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    server = Azurite(places, tmp_path / "data")
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection(server.port))
-    manifest = prepare(tmp_path / "prepared")
-    server.upload(f"{CONTAINER}/images", tmp_path / "prepared")
-    uri = f"azure://{CONTAINER}/images"
-    assert open_data_set(uri).manifest == manifest
-    ranks = [images(uri, tmp_path / "cache", rank) for rank in range(2)]
-    trains = [rank.train_dataloader() for rank in ranks]
-    vals = [rank.val_dataloader() for rank in ranks]
-    for epoch in range(3):
-        seen: list[int] = []
-        for train in trains:
-            train.batch_sampler.position = TrainPosition(epoch, 0)
-            for batch in train:
-                assert (batch["label"] == batch["index"] % 10).all()
-                seen += batch["index"].tolist()
-        assert sorted(seen) == list(range(40))
-        weights = [float(b["weight"].sum()) for val in vals for b in val]
-        assert sum(weights) == 7
-        if epoch == 0:
-            monkeypatch.setattr(reading, "QUICK", 0.5)
-            kept = list((tmp_path / "cache" / "manifests").iterdir())
-            kept[0].write_text("{}")
-            assert open_data_set(uri, cache_root=tmp_path / "cache").manifest == manifest
-            open_data_set(uri).keep(tmp_path / "cache")
-            server.close()
-    # A new run, and what is checked before one: the kept manifest, and a note of it.
-    node = {"root": uri, "num_classes": 11, "cache_dir": str(tmp_path / "cache")}
+    node = {"root": account, "num_classes": 11, "cache_dir": str(cache)}
     note, problem = StoredImages.check(node)
-    assert note.startswith(f"{uri} cannot be reached; the copy of 20") and "11" in problem.what
-    again = images(uri, tmp_path / "cache", 0)
-    assert again.train_dataloader().batch_sampler is not None
-    assert sum(len(batch["index"]) for batch in again.train_dataloader()) == 20
-    again.teardown()
-    with pytest.raises(UserError, match=rf"{uri}/dataset.json"):
-        open_data_set(uri, patience=0.5, cache_root=tmp_path / "elsewhere")
-    for rank in ranks:
-        rank.teardown()
-    # A loader's workers end with it, and not with the process (where they take a minute).
-    del ranks, trains, vals, train, batch
-    gc.collect()
+    assert note.startswith(f"{account} cannot be reached; the copy of 20") and "11" in problem.what
+    run()
+    elsewhere = refusal(open_data_set, account, patience=0.5, cache_root=tmp_path / "elsewhere")
+    assert elsewhere.path == "data.root" and f"{account}/{MANIFEST}" in elsewhere.what

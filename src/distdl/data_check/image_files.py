@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distdl.data_check.sources import DataAtUri, ImageReader, SplitImages
+from distdl.datasets.image_files import converted
 from distdl.util.orphans import end_with_parent
 
 CHUNK = 64  # images per task of a process
@@ -70,7 +71,7 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # broken EXIF data is not damage
                 with Image.open(io.BytesIO(data)) as file:
-                    image = file.convert("RGB")
+                    image = converted(file, "RGB")
         except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
             why = "no image" if "BytesIO" in str(error) else error
             if isinstance(error, OSError) and error.strerror:  # its text would repeat the path

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image, ImageFile
 
-from distdl.datasets.image_files import load_image
+from distdl.datasets.image_files import converted, load_image
 from distdl.util.errors import UserError
 
 # PIL's names of the formats that are kept; MPO is a JPEG followed by others, as phones write it.
@@ -146,13 +146,13 @@ class Treatment:
 
 def plain(image: Image.Image) -> Image.Image:
     """The image as grey or RGB, for JPEG."""
-    return image if image.mode in ("L", "RGB") else image.convert("RGB")
+    return image if image.mode in ("L", "RGB") else converted(image, "RGB")
 
 
 def png(image: Image.Image) -> bytes:
     """Encodes as PNG, without loss except for modes that PNG lacks, such as CMYK and floats."""
-    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
-        image = image.convert("RGB")
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B"):
+        image = converted(image, "RGB")
     return written(image, "PNG")
 
 

@@ -27,7 +27,7 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
     """The store at a URI. This sends no request yet.
 
     - `/path`, `file:///path`: a folder, also a mounted one.
-    - `azure://container/path`: the account is named by AZURE_STORAGE_CONNECTION_STRING or
+    - `azure://container/path` or `az://`: the account is named by AZURE_STORAGE_CONNECTION_STRING or
       AZURE_STORAGE_ACCOUNT.
     - `abfs[s]://container@account.dfs.core.windows.net/path`, as Spark and Azure ML write it.
     - `https://account.blob.core.windows.net/container/path[?SAS]`.
