@@ -238,7 +238,8 @@ def test_check_and_setup_report_the_same(tmp_path, made):
     assert check(root, num_classes=10) == []
     assert check("azure://box/a", local=False) == ["the job looks at azure://box/a"]
     assert [p.path for p in check("ftp://x/y")] == ["root"]
-    for key, good, bad in (("cache_gb", 0.5, 0), ("shuffle_window", 1, 0)):
+    ranges = (("cache_gb", 0.5, 0), ("shuffle_window", 1, 0), ("on_damaged", "error", "ignore"))
+    for key, good, bad in ranges:
         hint = takes(StoredImages)[key].annotation
         assert matches(good, hint) and not matches(bad, hint)
     empty = replace(made.splits["val"], samples=0, shards=())

@@ -254,7 +254,7 @@ def test_connection_strings_are_checked_and_requests_not_logged(monkeypatch):
     ("uri", "variables", "remedy"),
     [
         ("s3://box/nothing", {}, "prepare ... --upload URL"),
-        ("s3://nobox/data", {}, "make the bucket (aws s3 mb s3://nobox)"),
+        ("s3://nobox/data", {}, "create the bucket (aws s3 mb s3://nobox)"),
         ("s3://box/nothing", {"AWS_ACCESS_KEY_ID": None}, "export AWS_ACCESS_KEY_ID="),
         ("azure://box/data", {ACCOUNT: "me", KEY: "cut"}, f"not an account key: {KEY}"),
     ],

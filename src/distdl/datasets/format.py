@@ -41,11 +41,7 @@ class File:
 
 @dataclass(frozen=True)
 class Shard(File):
-    """A tar file.
-
-    Args:
-        samples: How many it holds.
-    """
+    """A tar file of `samples` samples."""
 
     samples: int
 
@@ -89,25 +85,23 @@ class Manifest:
             UserError: It is not a manifest of this version.
         """
         try:
-            found = json.loads(text)
-            if found["format"] == FORMAT and found["version"] > VERSION:
-                what = f"{where} was prepared by a newer distdl, as version {found['version']}"
+            fields = json.loads(text)
+            form, version = fields["format"], fields["version"]
+            if form == FORMAT and version > VERSION:
+                what = f"{where} was prepared by a newer distdl, as version {version}"
                 raise UserError.at("data.root", what, "update distdl")
-            if found["format"] != FORMAT or found["version"] != VERSION:
-                raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
-            splits = {
-                name: Split(
-                    split["samples"],
-                    File(**split["index"]),
-                    tuple(Shard(**shard) for shard in split["shards"]),
-                )
-                for name, split in found["splits"].items()
-            }
-            return cls(tuple(found["classes"]), splits, found["made"])
+            if form != FORMAT or version != VERSION:
+                raise ValueError(f"format {form!r}, version {version!r}")
+            splits = {}
+            for name, split in fields["splits"].items():
+                shards = tuple(Shard(**shard) for shard in split["shards"])
+                splits[name] = Split(split["samples"], File(**split["index"]), shards)
+            return cls(tuple(fields["classes"]), splits, fields["made"])
         except (ValueError, KeyError, TypeError) as error:
             what = f"{where} is not a manifest of version {VERSION}: {error}"
-            remedy = "python -m distdl prepare ... writes one"
-            raise UserError.at("data.root", what, remedy) from error
+            raise UserError.at(
+                "data.root", what, "python -m distdl prepare ... writes one"
+            ) from error
 
 
 def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:

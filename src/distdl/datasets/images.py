@@ -60,12 +60,9 @@ class Treatment:
         if self.short_side:
             parts.append(f"shorter side at most {self.short_side}")
         if self.lossy:
-            which = (
-                "all JPEGs, and as JPEG what is scaled,"
-                if self.quality
-                else "what is scaled as JPEG"
-            )
-            which = which if self.max_side or self.short_side else "all JPEGs"
+            which = "what is scaled as JPEG"
+            if self.quality:
+                which = "all JPEGs, and as JPEG what is scaled," if parts else "all JPEGs"
             parts.append(f"{which} at quality {self._quality} (lossy)")
         return ", ".join(parts) or "as they are"
 
@@ -75,28 +72,20 @@ class Treatment:
 
     def check(self) -> None:
         """Raises UserError if a value is out of its range."""
-        for name in ("max_side", "short_side"):
-            side = getattr(self, name)
+        for option, side in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if side is not None and side < 1:
-                raise UserError.at(f"--{name.replace('_', '-')}", f"{side} is not a size")
+                raise UserError.at(option, f"{side} is not a size")
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise UserError.at("--quality", f"{self.quality} is not from 1 to 100")
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""
-        scale = 1.0
-        if self.max_side:
-            scale = min(scale, self.max_side / max(width, height))
-        if self.short_side:
-            scale = min(scale, self.short_side / min(width, height))
+        long, short = max(width, height), min(width, height)
+        scale = min(1.0, (self.max_side or long) / long, (self.short_side or short) / short)
         return max(1, round(width * scale)), max(1, round(height * scale))
 
     def apply(self, data: bytes, name: str) -> tuple[bytes, str, str]:
         """Checks one image, and changes it if necessary.
-
-        Args:
-            data: The source's bytes.
-            name: With its extension, if it has one.
 
         Returns:
             data: The bytes to store.
@@ -157,11 +146,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def written(image: Image.Image, form: str, **how: Any) -> bytes:
-    """Encodes an image.
-
-    Raises:
-        Unwritten: PIL cannot encode it.
-    """
+    """Encodes an image; raises Unwritten if PIL cannot."""
     memory = io.BytesIO()
     try:
         image.save(memory, form, **how)

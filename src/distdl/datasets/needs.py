@@ -15,12 +15,8 @@ from distdl.datasets.order import Windows
 class Needs:
     """Sorts shards by their next use. It shares a rank's progress with the loader's workers.
 
-    Create it before the workers: they share its memory.
-
-    Args:
-        windows: The order in which training reads its shards.
-        train: The training split.
-        val: The validation split, read after each epoch in the order of its shards.
+    Create it before the workers: they share its memory. Training reads `train` in the order of
+    `windows`, and after each epoch `val` in the order of its shards.
     """
 
     def __init__(self, windows: Windows, train: Split, val: Split | None = None) -> None:
@@ -41,12 +37,7 @@ class Needs:
         return [self._files[i] for i in np.argsort(self._uses(), kind="stable")]
 
     def soonest_used(self, train: int, val: int) -> Sequence[File]:
-        """Like `soonest_first`, but without shards that an early end of the epoch leaves unused.
-
-        Args:
-            train: Samples of the epoch that are used.
-            val: Samples of `val` that are used.
-        """
+        """Like `soonest_first`, but only shards with the first `train` and `val` samples."""
         uses, shards = self._uses(), len(self._files) - len(self._val)
         used = uses < self._samples + val
         used[:shards] = (train == self._samples) | (uses[:shards] < train)

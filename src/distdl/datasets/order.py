@@ -65,7 +65,6 @@ class Windows:
         as in use, since a loader's workers lag behind.
 
         Args:
-            seed, epoch: As for `order`.
             place: Samples of this epoch that were handed out so far.
         """
         uses = sum(self.samples) + self._starts(seed, epoch + 1)

@@ -100,18 +100,13 @@ def no_folder(path: Path) -> str:
 def refuse_changed(
     path: Path, stat: os.stat_result, mtime_ns: int, size: int | None = None
 ) -> None:
-    """Refuses a file that has changed since it was planned.
+    """Refuses a file whose mtime or size (None: unknown) has changed since it was planned.
 
-    Call it after reading, so that it also notices a change during the read.
-
-    Args:
-        path: The file.
-        stat: Its current state.
-        mtime_ns: Its mtime when it was planned; 0: unknown.
-        size: Its size then, in bytes; None: unknown.
+    Call it after reading, so that it also notices a change during the read. `stat` is the file's
+    current state; `mtime_ns` 0 is unknown.
 
     Raises:
-        Unfinished: Its mtime or its size differs.
+        Unfinished: It has changed.
     """
     if not mtime_ns or (stat.st_mtime_ns == mtime_ns and size in (None, stat.st_size)):
         return
@@ -128,15 +123,9 @@ def files_below(
     endings: tuple[str, ...] = EXTENSIONS,
     walk: Iterable[tuple[str, list[str], list[str]]] | None = None,
 ) -> Iterator[Path]:
-    """Files with certain endings, sorted, also in subfolders, but not in hidden ones.
+    """Files with certain `endings` (in lower case), sorted, also in subfolders, except hidden ones.
 
-    Args:
-        folder: Where to look.
-        endings: Of the file names, in lower case.
-        walk: Through `folder`; None: `walk_once`.
-
-    Raises:
-        OSError: A folder cannot be read.
+    `walk` leads through `folder`; None: `walk_once`. Raises OSError if a folder cannot be read.
     """
     for inner, folders, names in walk or walk_once(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -146,12 +135,7 @@ def files_below(
 
 
 class Files:
-    """Reads parts of files below a folder. Each process keeps a few of them open.
-
-    Args:
-        folder: Names are relative to it.
-        limit: How many files are open at most.
-    """
+    """Reads parts of files below `folder`. Each process keeps up to `limit` of them open."""
 
     def __init__(self, folder: Path, limit: int = 64) -> None:
         self.folder, self.limit = folder, limit

@@ -29,8 +29,7 @@ class Result:
     """The result of one part. Its file marks the part as complete.
 
     Args:
-        samples: Samples written.
-        bytes: Bytes written.
+        samples, bytes: That were written.
         shard: The tar; None for a folder.
         mended: Oddity and name of each image that had an oddity.
         damaged: Name and reason of each image that was left out, since it cannot be read.
@@ -54,15 +53,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Writer:
-    """Reads, checks and writes the samples of parts. Pickled to each process.
-
-    Args:
-        source: Reads the images.
-        classes: Names by label.
-        treatment: Applied to each image.
-        out: The data set's folder.
-        format: "shards" or "folder".
-    """
+    """Reads, checks and writes the samples of parts into the folder `out`. Pickled to processes."""
 
     source: Source
     classes: list[str]
@@ -74,7 +65,6 @@ class Writer:
         """Writes one part, then its result.
 
         Args:
-            part: The samples.
             advance: Called after each sample with its size in the source, in bytes.
 
         Raises:

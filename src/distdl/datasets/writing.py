@@ -22,9 +22,7 @@ class ShardFile:
 
     The same samples give the same bytes, since it stores no times and no owners.
 
-    Args:
-        file: Open for writing.
-        number: Index of the shard in its split.
+    `number` is the shard's index in its split.
     """
 
     def __init__(self, file: BinaryIO, number: int) -> None:
@@ -34,26 +32,14 @@ class ShardFile:
         self._rows: list[tuple[int, int, int, int, bytes]] = []
 
     def add(self, key: str, extension: str, data: bytes, label: int) -> None:
-        """Appends a sample.
-
-        Args:
-            key: At most 90 letters, digits, `_` and `-`.
-            extension: ".jpg" or the like.
-            data: The encoded image.
-            label: Its class.
-        """
-        place = self._offset + BLOCK
+        """Appends an encoded image and its label; `key` is at most 90 letters, digits, `_`, `-`."""
+        start = self._offset + BLOCK
         self._member(key + extension, data)
         self._member(f"{key}.cls", str(label).encode())
-        self._rows.append((self._number, place, len(data), label, hashlib.sha256(data).digest()))
+        self._rows.append((self._number, start, len(data), label, hashlib.sha256(data).digest()))
 
     def close(self, name: str) -> tuple[Shard, np.ndarray[Any, Any]]:
-        """Writes the end of the tar.
-
-        Returns:
-            shard: Its name, length and hash.
-            rows: Of the index (`ROW`), in the order of the samples.
-        """
+        """Writes the end of the tar; returns the shard and its rows of the index (`ROW`)."""
         self._write(bytes(2 * BLOCK))
         rows = np.array(self._rows, dtype=ROW)
         return Shard(name, self._offset, self._hash.hexdigest(), len(rows)), rows
@@ -71,17 +57,13 @@ class ShardFile:
         self._offset += len(data)
 
 
-def index_name(split: str) -> str:
-    return f"{split}.index.npy"
-
-
 def write_index(
     out: Path, split: str, shards: Sequence[Shard], rows: np.ndarray[Any, Any]
 ) -> Split:
     """Writes a split's index, and returns the split's entry for the manifest."""
     memory = io.BytesIO()
     np.save(memory, rows)
-    data, name = memory.getvalue(), index_name(split)
+    data, name = memory.getvalue(), f"{split}.index.npy"
     write_bytes(out / name, data)
     index = File(name, len(data), hashlib.sha256(data).hexdigest())
     return Split(len(rows), index, tuple(shards))

@@ -43,10 +43,7 @@ class Store(Protocol):
 
     @property
     def address(self) -> str:
-        """Its location with account or endpoint, which `uri` may leave to the environment.
-
-        It has no signature either.
-        """
+        """`uri` with the account or endpoint, which it may leave to the environment."""
         ...
 
     def size(self, name: str) -> int | None:

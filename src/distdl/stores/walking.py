@@ -28,7 +28,6 @@ def walk_once(
     It never enters a parent of `top`, since a link to one leads back to `top`.
 
     Args:
-        top: Where to begin.
         left_out: Other folders that are not entered.
         kind: The kind of a folder's contents, from its path. A folder with paths of several
             kinds is entered once for each kind.
@@ -50,19 +49,14 @@ def walk_once(
 
 def class_names(folder: Path) -> list[str]:
     """Names of the class folders, sorted: a class's index in the list is its label."""
-    return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
+    entries = (entry for entry in os.scandir(folder) if entry.is_dir())
+    return sorted(entry.name for entry in entries if not entry.name.startswith("."))
 
 
 class ClassFolders:
-    """Walks class folders, and refuses a folder that belongs to two classes.
+    """Walks the class folders of `root`'s splits; refuses a folder that belongs to two classes.
 
-    Args:
-        root: Holds the splits.
-        where: The `path` of the Problem.
+    `where` is the `path` of the Problem.
     """
 
     def __init__(self, root: Path, where: str) -> None:
