@@ -16,8 +16,7 @@ import pytest
 from PIL import Image
 
 from distdl.datasets.cache import Cache
-from distdl.datasets.format import MANIFEST, Manifest, Shard
-from distdl.datasets.writing import ShardFile, write_index
+from distdl.datasets.format import MANIFEST, Manifest, Shard, ShardFile, write_index
 from distdl.stores.files import FileStore
 from distdl.stores.remote import RemoteStore
 from distdl.util.errors import Problem, UserError

@@ -17,8 +17,7 @@ import pytest
 from filelock import FileLock
 
 from distdl.datasets.cache import Cache, NoRoom, default_root
-from distdl.datasets.needs import Needs
-from distdl.datasets.order import Windows
+from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.stores import StoreError
 from distdl.stores.files import FileStore

@@ -77,20 +77,15 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
             if not options.all:
                 seen[name] = image_files.look(reader, rows)
     if options.all:
+        total = data.count
         with Bar("looking at every image") as bar:
-
-            def progress(done: int) -> None:
-                bar(done, data.count, f"{done:,} of {data.count:,}")
-
+            progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
             seen = image_files.look_at_all(data, os.cpu_count() or 1, progress)
     return seen, rates
 
 
 def some(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
-    """Indices of evenly spread images; if they must be downloaded, of the middle shard only.
-
-    Returns the number of that shard, or None, and the indices.
-    """
+    """The middle shard (None if nothing must be downloaded), and indices of spread images."""
     shard, rows = None, np.arange(len(images.labels))
     if remote:
         shard = len(images.names) // 2

@@ -10,7 +10,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ class ImageReader:
 
     images: SplitImages
     folder: Path
-    _files: Files = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._files = Files(self.folder)
+    @cached_property
+    def _files(self) -> Files:
+        return Files(self.folder)
 
     def read(self, index: int) -> bytes:
         """The encoded image; raises OSError if it cannot be read."""
@@ -100,9 +101,7 @@ class ImageReader:
 
     def forget(self, indices: Sequence[int]) -> None:
         """Drops images from the page cache, so that the next read comes from the disk."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        for index in indices:
+        for index in indices if hasattr(os, "posix_fadvise") else ():
             name, offset, size = self.location(index)
             with suppress(OSError), (self.folder / name).open("rb") as file:
                 os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)

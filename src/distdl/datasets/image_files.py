@@ -24,14 +24,9 @@ def is_image(name: str, endings: tuple[str, ...] = EXTENSIONS) -> bool:
 
 
 def load_image(data: bytes, mode: str | None = None) -> Image.Image:
-    """Loads an image with PIL. EXIF orientation is ignored, as in torchvision's ImageFolder.
+    """Loads an image with PIL, and converts it to a PIL mode.
 
-    Args:
-        data: A file's bytes.
-        mode: PIL mode to convert to; None: no conversion.
-
-    Raises:
-        DamagedImage: It is not an image, or is truncated.
+    EXIF orientation is ignored, as in torchvision's ImageFolder. Raises DamagedImage.
     """
     from PIL import Image
 

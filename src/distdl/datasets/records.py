@@ -94,10 +94,9 @@ def _below(folder: Path, names: str) -> Iterator[str]:
                 yield os.path.relpath(Path(inner, name), folder)
 
 
-def no_class(place: str, label: int) -> UserError:
-    """The error for an invalid label; `place` says of which sample."""
+def no_class(sample: str, label: int) -> UserError:
     remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
-    return UserError.at("--source", f"{place} has the label {label}: no class", remedy)
+    return UserError.at("--source", f"{sample} has the label {label}: no class", remedy)
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -137,8 +136,7 @@ class Labelled:
             offset: The user's choice; None: the smallest label, if that is 0 or 1.
             names: Of all classes, by label; None: those that were added.
 
-        Returns:
-            The class names.
+        Returns the class names.
 
         Raises:
             UserError: There is no sample, the smallest label does not fit, or two classes have

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from distdl.datasets.format import BLOCK
 from distdl.datasets.image_files import EXTENSIONS
 from distdl.datasets.source import Progress, Sample, Source
-from distdl.datasets.writing import BLOCK
 from distdl.util.atomic_files import atomic_file
 
 MB = 10**6

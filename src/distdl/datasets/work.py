@@ -27,10 +27,9 @@ from filelock import FileLock, Timeout
 
 from distdl import __version__
 from distdl.datasets import shard_plan as plans
-from distdl.datasets.format import MANIFEST, Manifest
+from distdl.datasets.format import MANIFEST, Manifest, write_index
 from distdl.datasets.shard_plan import Part, ShardPlan
 from distdl.datasets.writers import WORK, Result, Writer, result_file, rows_of
-from distdl.datasets.writing import write_index
 from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Problem, Unfinished, UserError
 from distdl.util.orphans import end_with_parent

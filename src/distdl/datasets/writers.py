@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distdl.datasets.format import ROW, WORK, Shard
+from distdl.datasets.format import ROW, WORK, Shard, ShardFile
 from distdl.datasets.image_files import DamagedImage
 from distdl.datasets.images import Treatment, Unwritten
 from distdl.datasets.shard_plan import Part
 from distdl.datasets.source import Sample, Source
-from distdl.datasets.writing import ShardFile
 from distdl.util.atomic_files import atomic_file, write_bytes
 from distdl.util.errors import UserError
 
