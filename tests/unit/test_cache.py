@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -249,20 +247,15 @@ def test_prefetching_never_evicts_what_is_needed_sooner(tmp_path, made, monkeypa
 
 
 def test_closing_a_prefetch_aborts_its_download(tmp_path, shards):
-    script = f"""
-import sys, time
-from pathlib import Path
-from distdl.datasets.cache import Cache
-from distdl.datasets.format import File
-from distdl.datasets.prefetch import Prefetch
-from distdl.stores import open_store
-store = open_store("http://127.0.0.1:1/account/box?sig=x", patience=36_000)  # nobody answers
-prefetch = Prefetch(Cache(store, Path({str(tmp_path / "cache")!r}), "0123456789abcdef"), None)
-prefetch.want(lambda: [File("a.tar", 10, "")])
-time.sleep(0.5)
-prefetch.close()
-print("closed", flush=True)
-"""
-    command, environment = [sys.executable, "-c", script], {**os.environ, "NO_PROXY": "127.0.0.1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.stdout == "closed\n" and result.returncode == 0, result.stderr
+    tries: list[int] = []
+
+    def answer() -> None:
+        tries.append(1)
+        raise ConnectionError("no response")
+
+    store = Unreliable(tmp_path / "far", answer, patience=36_000)
+    prefetch = Prefetch(Cache(store, tmp_path / "cache", "0123456789abcdef"), None)
+    prefetch.want(lambda: shards)
+    wait_until(lambda: tries)
+    prefetch.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shards-")]

@@ -45,9 +45,7 @@ def test_windows_hold_each_sample_once_and_stay_near():
     assert len(set(shard_of[order[start : start + 12]])) > 2
     # A later version of distdl must resume a run in its order.
     assert Windows((3, 2, 4), 2).order(5, 0).tolist() == [3, 4, 1, 0, 2, 6, 7, 8, 5]
-
-
-def test_next_uses():
+    # The next use of each shard.
     windows = Windows(tuple([10] * 12), 3)
     uses = windows.next_uses(0, 3, place=65)  # in the third window
     starts = {s: 30 * i for i, window in enumerate(windows.shards(0, 3)) for s in window}

@@ -22,14 +22,12 @@ CHUNK = 64  # images per task of a process
 
 @dataclass
 class Seen:
-    """The findings about some images.
+    """The findings about `count` images.
 
     Args:
-        count: Number of inspected images.
         damaged: Location and reason of each damaged image.
         sizes: Width and height in pixels of each intact image.
-        mean: Sum of the images' means of red, green and blue, for values of 0 to 1.
-        std: Sum of the images' standard deviations, likewise.
+        mean, std: Sums of the images' means and stds of red, green and blue, of 0 to 1.
     """
 
     count: int = 0

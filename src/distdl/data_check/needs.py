@@ -113,14 +113,12 @@ class FeedVerdict:
 def judge(
     wanted: Need, formats: list[Format], reading: float, cores: int, gpus: int
 ) -> FeedVerdict:
-    """Compares the needed rate with what this machine reads and decodes.
+    """Compares the rate that each GPU needs with what this machine reads and decodes.
 
     Args:
-        wanted: Of each GPU.
         formats: The current format first, then possible conversions, slower ones first.
         reading: Images per second that one process reads from the disk.
-        cores: Of this machine.
-        gpus: How many GPUs share the cores.
+        cores: Of this machine, shared by `gpus` GPUs.
     """
     share, per_core = cores / gpus, formats[0].per_core
     needed = cores_for(wanted.rate, per_core)

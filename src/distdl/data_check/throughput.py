@@ -26,8 +26,7 @@ class Rates:
         reading: Images read per second of wall time, including waits for the disk.
         reading_bytes: The same in bytes per second.
         decoding: Images per second of CPU time: decoded, cropped, resized and put into a batch.
-        smaller: Like `decoding`, for images scaled to a short side of 256; None: most images are
-            no larger.
+        smaller: The same at a short side of 256 pixels; None: most images are no larger.
         decoder: Name of the fastest CPU decoder, which was used.
     """
 

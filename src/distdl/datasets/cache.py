@@ -49,7 +49,6 @@ class Cache:
     """Copies of one data set's files.
 
     Args:
-        store: Source of the files.
         root: A folder that all data sets share; created if needed.
         key: Identifies the data set: the sha256 of its manifest.
         limit: Bytes for all of `root`; None: limited by the disk.

@@ -29,11 +29,8 @@ def open_source(options: argparse.Namespace) -> Folder:
 class Folder:
     """Images in class folders. Labels index the sorted names, as in torchvision's ImageFolder.
 
-    Args:
-        folder: Holds `train/` and `val/`, with the same class folders in both.
-
-    Raises:
-        UserError: A split is missing, the class folders differ, or a class has no images.
+    `folder` holds `train/` and `val/`, with the same class folders in both, none without images
+    (else UserError).
     """
 
     kind = "folder"

@@ -68,12 +68,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared data set.
+    """A prepared data set: class names by label, splits by name, and how it was made from what.
 
-    Args:
-        classes: Names by label.
-        splits: By name.
-        made: How it was made, and from what (for people, and to refuse to mix two data sets).
+    `made` is for people, and to refuse to mix two data sets.
     """
 
     classes: tuple[str, ...]
@@ -85,11 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
-        """Parses a manifest; `where` names it in errors.
-
-        Raises:
-            UserError: It is not a manifest of this version.
-        """
+        """Parses a manifest, which is `where`; UserError if it is not one of this version."""
         try:
             fields = json.loads(text)
             form, version = fields["format"], fields["version"]
@@ -111,11 +104,7 @@ class Manifest:
 
 
 def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
-    """The rows in the content of an index file; `where` names it in errors.
-
-    Raises:
-        UserError: `data` does not hold rows of `ROW`.
-    """
+    """The rows in the content of the index file `where`; UserError if it holds others."""
     try:
         rows = np.load(io.BytesIO(data), allow_pickle=False)
         if rows.dtype != ROW:

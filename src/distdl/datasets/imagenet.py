@@ -55,13 +55,8 @@ def open_source(options: argparse.Namespace) -> ImageNet:
 class ImageNet:
     """Training and validation images of ILSVRC2012. Labels are indices of the sorted wnids.
 
-    Args:
-        folder: Holds the two tars, or their unpacked contents.
-        subset: Accept any number of classes and images. Validation images of classes without
-            training images are left out.
-
-    Raises:
-        UserError: There are no such files.
+    `folder` holds the two tars, or their unpacked contents (else UserError). A `subset` may have
+    any number of classes and images; validation images of other classes are left out.
     """
 
     kind = "imagenet"

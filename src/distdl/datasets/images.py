@@ -87,10 +87,8 @@ class Treatment:
     def apply(self, data: bytes, name: str) -> tuple[bytes, str, str]:
         """Checks one image, and changes it if necessary.
 
-        Returns:
-            data: The bytes to store.
-            extension: ".jpg", ".png" or ".webp".
-            oddity: What was unusual about it, and how it was repaired; usually "".
+        Returns the bytes to store, their extension (".jpg", ".png" or ".webp"), and what was
+        unusual about the image and how it was repaired, usually "".
 
         Raises:
             DamagedImage: It cannot be decoded.

@@ -66,11 +66,8 @@ class Windows:
     def next_uses(self, seed: int, epoch: int, place: int) -> Array:
         """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
 
-        Windows before the current one are finished, except for the last of them: it still counts
-        as in use, since a loader's workers lag behind.
-
-        Args:
-            place: Samples of this epoch that were handed out so far.
+        `place` samples were handed out so far. Windows before the current one are finished, except
+        for the last of them: it still counts as in use, since a loader's workers lag behind.
         """
         uses = sum(self.samples) + self._starts(seed, epoch + 1)
         starts = self._starts(seed, epoch)

@@ -40,11 +40,9 @@ class ParquetImages:
     """A folder of Parquet files. The splits follow from their names or from `split`.
 
     Args:
-        path: The folder, or one file.
-        split: "train" or "val", for all files; None: from each file's name.
+        path, split, label_offset: As for `TFRecords`.
         image_column: None: the column of bytes with a usual name, or the only one.
         label_column: None: the column with a usual name, or the only column of integers.
-        label_offset: As for `TFRecords`.
 
     Raises:
         UserError: There are no such files, pyarrow is missing, or the columns do not fit.

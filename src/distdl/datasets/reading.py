@@ -85,7 +85,6 @@ def open_data_set(
     """Reads the manifest at a folder or URI.
 
     Args:
-        root: The folder or URI.
         patience: Seconds to keep trying while a server does not answer.
         cache_root: This node's cache. If the server cannot be reached, the manifest that
             `DataSet.keep` wrote there is used.

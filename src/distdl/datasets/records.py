@@ -131,12 +131,8 @@ class Labelled:
 
         Inception's TFRecords count from 1, since 0 was "background"
         (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
-
-        Args:
-            offset: The user's choice; None: the smallest label, if that is 0 or 1.
-            names: Of all classes, by label; None: those that were added.
-
-        Returns the class names.
+        `offset` None: the smallest label, if that is 0 or 1. `names`, by label, are those of all
+        classes; None: those that were added. Returns the class names.
 
         Raises:
             UserError: There is no sample, the smallest label does not fit, or two classes have

@@ -36,13 +36,12 @@ class Sample:
 
     Args:
         split: "train" or "val".
-        name: The image's file name, such as "n01440764_10026.JPEG", or a path. Its key in the
-            shards is made from it. Need not be unique.
+        name: The image's file name, or a path. Its key in the shards is made from it. Need not be
+            unique.
         label: Index of its class in the source's `classes`.
         bytes: Size of the encoded image; an estimate will do.
         where: Its location, for `read`: only strings and numbers, since a plan is stored as JSON.
-        mtime_ns: mtime of its file when it was planned, for `refuse_changed` at the end of
-            `read`; 0: not compared.
+        mtime_ns: Of its file when it was planned, for `refuse_changed`; 0: not compared.
     """
 
     split: str
@@ -142,12 +141,7 @@ class Files:
         self._open: dict[str, int] = {}
 
     def read(self, name: str, offset: int, length: int, mtime_ns: int = 0) -> bytes:
-        """Reads `length` bytes from `offset` on.
-
-        Raises:
-            OSError: The file is too short.
-            Unfinished: See `refuse_changed`.
-        """
+        """`length` bytes from `offset` on; OSError if the file is too short."""
         if name not in self._open:
             if len(self._open) >= self.limit:
                 os.close(self._open.pop(next(iter(self._open))))

@@ -24,11 +24,8 @@ def upload(out: Path, url: str, progress: Progress) -> None:
     Each file's sha256 is compared with the manifest before it is sent, so that damage on this disk
     is not published. The server checks what arrives (`distdl.stores.Store`), and at the end all
     sizes are compared. The indexes are sent first: they identify the data set of an unfinished
-    upload. The manifest is sent last: without it there is no data set at `url`.
-
-    Args:
-        url: As for `distdl.stores.open_store`.
-        progress: Called with the bytes that are in the store, and the total.
+    upload. The manifest is sent last: without it there is no data set at `url`. `progress` is
+    called with the bytes that are in the store, and the total.
 
     Raises:
         UserError: `out` is damaged or not a prepared data set, `url` holds other files, or the
@@ -57,11 +54,8 @@ def upload(out: Path, url: str, progress: Progress) -> None:
 def check_target(url: str, out: Path | None) -> None:
     """Checks that a data set can be uploaded to `url`, before hours of preparation.
 
-    Args:
-        out: None: it is not prepared yet, so `url` must be empty.
-
-    Raises:
-        UserError: `url` cannot be reached, does not exist, or holds something else.
+    `out` None: it is not prepared yet, so `url` must be empty. Raises UserError if it cannot be
+    reached, does not exist, or holds something else.
     """
     try:
         store = open_store(url, patience=PATIENCE)
@@ -112,7 +106,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
     if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
         what = f"{store.uri} holds another prepared data set"
         raise UserError.at("--upload", what, "choose an empty folder")
-    for name in set(stored) - {MANIFEST}:
+    for name in filter(known.get, stored):
         # An index holds the sha256 of each sample: if the indexes are equal, so are the shards.
         same = store.size(name) == known[name].bytes
         if same and name.endswith(".npy"):

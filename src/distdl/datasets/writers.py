@@ -61,10 +61,7 @@ class Writer:
     format: str
 
     def write(self, part: Part, advance: Callable[[int], None]) -> None:
-        """Writes one part, then its result.
-
-        Args:
-            advance: Called after each sample with its size in the source, in bytes.
+        """Writes one part, then its result; calls `advance` with each sample's size in bytes.
 
         Raises:
             OSError: The disk is full, or cannot be written.

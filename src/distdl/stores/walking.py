@@ -25,15 +25,9 @@ def walk_once(
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` through links, in the order of names, that enters each folder once.
 
-    It never enters a parent of `top`, since a link to one leads back to `top`.
-
-    Args:
-        left_out: Other folders that are not entered.
-        kind: The kind of a folder's contents, from its path. A folder with paths of several
-            kinds is entered once for each kind.
-
-    Raises:
-        OSError: A folder cannot be read.
+    It never enters a parent of `top`, since a link to one leads back to `top`, nor the folders
+    `left_out`. A folder is entered once for each `kind` of its paths. Raises OSError if a folder
+    cannot be read.
     """
     holders = set(map(identity, top.resolve().parents))
     seen = set[tuple[Identity, object]]()
@@ -68,7 +62,6 @@ class ClassFolders:
 
         Raises:
             UserError: A folder belongs to two classes, so its images would have two labels.
-            OSError: A folder cannot be read.
         """
         holders = (split, self.root, *split.resolve().parents, *self.root.resolve().parents)
         for inner, folders, names in walk_once(split / name, set(map(identity, holders))):
