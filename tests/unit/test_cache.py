@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,7 +55,9 @@ def test_a_shard_is_downloaded_once_until_its_copy_is_cut(tmp_path, shards, capl
     assert cache.store.downloads == [shard.name] == files(cache) and not caplog.records
     os.truncate(path, 10)
     assert open_cache(tmp_path).fetch(shard).read_bytes() == data
-    assert [r.getMessage() for r in caplog.records] == [f"{path} is damaged: it comes down again"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path} is damaged: it is downloaded again"
+    ]
 
 
 @pytest.mark.parametrize("fault", ["cut", "flip"])
@@ -63,7 +66,7 @@ def test_a_damaged_download_is_repeated(tmp_path, shards, fault):
     assert path.read_bytes() == (tmp_path / "far" / shards[0].name).read_bytes()
     cache = open_cache(tmp_path, *[fault] * 9, root="other")
     problem = refusal(cache.fetch, shards[0])
-    assert problem.path == "data.root" and "train-00000.tar came 3 times" in problem.what
+    assert problem.path == "data.root" and "train-00000.tar arrived damaged 3 times" in problem.what
     assert "upload it again" in problem.remedy and files(cache) == []
     (tmp_path / "far" / shards[1].name).unlink()
     assert f"far/{shards[1].name}: No such file" in refusal(cache.fetch, shards[1]).what
@@ -103,23 +106,20 @@ def test_a_node_waits_for_a_server_once_and_not_for_each_shard(tmp_path, shards,
         store = Unreliable(tmp_path / "far", answer, patience)
         return Cache(store, tmp_path / "cache", "0123456789abcdef")
 
-    def fetching(cache: Cache, number: int) -> Callable[[], None]:
-        def fetch() -> None:
-            try:
-                cache.fetch(shards[number])
-            except UserError as error:
-                errors.append(str(error))
-
-        return fetch
+    def fetch(cache: Cache, number: int) -> None:
+        try:
+            cache.fetch(shards[number])
+        except UserError as error:
+            errors.append(str(error))
 
     first, others = opened(0.4), opened(3600)  # one that waits so long does not end in this test
-    in_threads(fetching(first, 0), fetching(others, 1), fetching(others, 2))
-    fetching(others, 3)()  # of the same run, a little later: it asks, and does not wait
+    in_threads(*(partial(fetch, *args) for args in ((first, 0), (others, 1), (others, 2))))
+    fetch(others, 3)  # of the same run, a little later: it asks, and does not wait
     assert len(errors) == 4 and len(set(errors)) == 1 and "no response" in errors[0]
     # Another run starts anew, and waits for a server that responds.
     later = opened(60)
     threading.Timer(0.4, available.set).start()
-    fetching(later, 4)()
+    fetch(later, 4)
     assert len(errors) == 4 and later.has(shards[4])
     assert not (later.folder / "locks" / "unreachable").exists()
 

@@ -51,10 +51,11 @@ def test_most_images_keep_every_byte(name, data, extension):
         (PHOTO, "PNG", "n02105855_2933.JPEG", ("JPEG", "RGB", ".jpg", "PNG named JPEG"), 1),
         (PHOTO.convert("CMYK"), "JPEG", "a.JPEG", ("JPEG", "RGB", ".jpg", "CMYK as RGB"), 1),
         (PHOTO, "BMP", "a.bmp", ("PNG", "RGB", ".png", "BMP as PNG"), 0),
+        (PHOTO.convert("CMYK"), "TIFF", "a.tif", ("PNG", "RGB", ".png", "TIFF as PNG"), 1),
     ],
 )
 def test_other_formats_are_converted(image, form, name, result, most):
-    before = encoded(image, form, quality=100)
+    before = encoded(image, form, **({"quality": 100} if form == "JPEG" else {}))
     data, extension, oddity = AS_IT_IS.apply(before, name)
     after = opened(data)
     assert (after.format, after.mode, extension, oddity) == result
@@ -96,7 +97,10 @@ def test_the_finest_grain_is_no_damage(treatment, mode, form):
     assert opened(data).format == "JPEG"
 
 
-def test_an_image_that_cannot_be_written_is_not_called_damaged(tmp_path):
+def test_damaged_images_are_reported_and_unwritable_ones_are_not_damaged(tmp_path):
+    for data in (b"", b"hello", encoded(PHOTO)[:-200]):
+        with pytest.raises(DamagedImage):
+            AS_IT_IS.apply(data, "a.JPEG")
     for split in ("train", "val"):
         (tmp_path / "photos" / split / "cat").mkdir(parents=True)
         wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
@@ -104,12 +108,6 @@ def test_an_image_that_cannot_be_written_is_not_called_damaged(tmp_path):
     options = ("--workers", "1", "--skip-damaged")
     problem = refusal(prepare, "folder", tmp_path / "photos", tmp_path / "out", *options)
     assert problem.path.endswith("a.JPEG") and "cannot be written as JPEG" in problem.what
-
-
-@pytest.mark.parametrize("data", [b"", b"hello", encoded(PHOTO)[:-200]])
-def test_damaged_images_are_reported(data):
-    with pytest.raises(DamagedImage):
-        AS_IT_IS.apply(data, "a.JPEG")
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,15 @@ def test_an_interrupted_preparation_accepts_only_the_same_command(tars, half, tm
     assert len(stored(half, "train")) == 36
 
 
-def test_a_complete_data_set_is_not_touched(tars, prepared, capsys, tmp_path):
+def test_a_complete_data_set_and_other_files_are_not_touched(tars, prepared, capsys, tmp_path):
+    with pytest.raises(UserError) as error:
+        prepare("imagenet", tars, Path("/proc/out"), *SUBSET)
+    assert error.value.problems[0].path == "--to" and type(error.value) is UserError
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    problem = refusal(prepare, "imagenet", tars, tmp_path / "mine", *SUBSET)
+    assert "not empty: thesis.tex" in problem.what
+    assert everything(tmp_path / "mine") == {"thesis.tex": b"years of work"}
     before = everything(prepared)
     prepare("imagenet", tars, prepared, *SUBSET, "--upload", str(tmp_path / "there"))
     assert everything(prepared) == before == everything(tmp_path / "there")
@@ -147,15 +155,6 @@ def test_a_complete_data_set_is_not_touched(tars, prepared, capsys, tmp_path):
     (old / "dataset.json").write_text(json.dumps(manifest))
     prepare("imagenet", tars, old, *SUBSET)
     assert capsys.readouterr().out.count("is prepared already") == 2
-
-
-def test_unsuitable_targets_are_refused(tars, tmp_path):
-    with pytest.raises(UserError) as error:
-        prepare("imagenet", tars, Path("/proc/out"), *SUBSET)
-    assert error.value.problems[0].path == "--to" and type(error.value) is UserError
-    (tmp_path / "thesis.tex").write_text("years of work")
-    assert "not empty: thesis.tex" in refusal(prepare, "imagenet", tars, tmp_path, *SUBSET).what
-    assert everything(tmp_path) == {"thesis.tex": b"years of work"}
 
 
 @pytest.mark.parametrize(

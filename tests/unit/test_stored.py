@@ -47,7 +47,7 @@ def test_windows_hold_each_sample_once_and_stay_near():
     assert Windows((3, 2, 4), 2).order(5, 0).tolist() == [3, 4, 1, 0, 2, 6, 7, 8, 5]
     # The next use of each shard.
     windows = Windows(tuple([10] * 12), 3)
-    uses = windows.next_uses(0, 3, place=65)  # in the third window
+    uses = windows.next_uses(0, 3, position=65)  # in the third window
     starts = {s: 30 * i for i, window in enumerate(windows.shards(0, 3)) for s in window}
     later = {s: 120 + 30 * i for i, window in enumerate(windows.shards(0, 4)) for s in window}
     for shard in range(12):  # the window before the current one still counts
@@ -68,7 +68,7 @@ def test_damage_in_the_cache_is_never_read(tmp_path, made, caplog):
     assert later.read(11) == jpeg(11) and later.read(12) == jpeg(12)
     assert shards.cache.store.downloads.count(copies[11].name) == 2
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == [f"{copies[11]} is damaged: it comes down again"]
+    assert messages == [f"{copies[11]} is damaged: it is downloaded again"]
     # Also during the run, in a copy that was intact at first.
     assert later.read(30) == jpeg(30)
     flip(copies[30], positions[30], keep_times=True)

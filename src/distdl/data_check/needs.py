@@ -57,8 +57,8 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     if rate is not None:
         if rate <= 0:
             raise UserError.at("--rate", f"must be more than 0, not {rate}")
-        return Need(rate, "as you say")
-    remedy = "measure yours with data=synthetic, and say it: --rate 1500"
+        return Need(rate, "your measurement")
+    remedy = "measure yours with data=synthetic: --rate 1500"
     for option, value, known in (("--model", model, MODELS), ("--gpu", gpu, GPUS)):
         if value not in known:
             close = closest(value, known)

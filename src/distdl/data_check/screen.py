@@ -37,19 +37,19 @@ class Screen:
         self.console.print(Padding(table, (0, 0, 0, 9), expand=False))
 
 
-def contents(screen: Screen, found: DataAtUri) -> None:
-    count = len(found.classes)
+def contents(screen: Screen, data: DataAtUri) -> None:
+    count = len(data.classes)
     classes = f"{count:,} class{'es' * (count != 1)}"
-    screen.line("data", f"{found.uri}  ({found.kind}, {classes})")
+    screen.line("data", f"{data.uri}  ({data.kind}, {classes})")
     rows = []
-    for name, images in found.splits.items():
-        counts = np.bincount(images.labels, minlength=len(found.classes))
+    for name, images in data.splits.items():
+        counts = np.bincount(images.labels, minlength=len(data.classes))
         each = f"{counts.min():,} / {int(np.median(counts)):,} / {counts.max():,}"
         total = size(float(images.sizes.sum()))
         rows.append((name, f"{len(images.labels):,}", f"{images.files:,}", total, each))
         empty = np.flatnonzero(counts == 0)
         if len(empty):
-            shown = ", ".join(str(found.classes[label]) for label in empty[:3])
+            shown = ", ".join(str(data.classes[label]) for label in empty[:3])
             more = ", ..." if len(empty) > 3 else ""
             have = "class has" if len(empty) == 1 else "classes have"
             screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}{more}")
@@ -82,10 +82,10 @@ def images(screen: Screen, seen: dict[str, Seen], every: bool) -> None:
         screen.line("", f"... and {len(damaged) - len(shown)} more (--all names each)")
 
 
-def rates(screen: Screen, found: DataAtUri, rates: Rates, wanted: Need) -> None:
+def rates(screen: Screen, data: DataAtUri, rates: Rates, wanted: Need) -> None:
     mean = rates.reading_bytes / rates.reading
-    if found.store is not None:
-        speed = found.downloaded_bytes / max(found.download_seconds, 1e-9)
+    if data.store is not None:
+        speed = data.downloaded_bytes / max(data.download_seconds, 1e-9)
         screen.line(
             "download",
             f"{size(speed)}/s, {speed / mean:,.0f} img/s: the first epoch of a node goes no faster;"

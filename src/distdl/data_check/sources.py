@@ -176,7 +176,7 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
     for name, split in data.manifest.splits.items():
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
-            what = f"{split.index.name} is not the index that {MANIFEST} speaks of"
+            what = f"{split.index.name} is not the index in {MANIFEST}"
             raise UserError.at(store.uri, what, "copy or upload the data set again")
         rows = load_index(content, f"{store.uri}/{split.index.name}")
         refuse_misfit(rows, data, name)

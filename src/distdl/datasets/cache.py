@@ -132,7 +132,7 @@ class Cache:
                     raise self._full(file) from error  # perhaps others wrote to the disk
                 finally:
                     part.unlink(missing_ok=True)
-        what = f"{self.store.uri}/{file.name} came {TRIES} times, and {damage}"
+        what = f"{self.store.uri}/{file.name} arrived damaged {TRIES} times: {damage}"
         raise UserError.at("data.root", what, DAMAGED)
 
     @property
@@ -217,7 +217,7 @@ class Cache:
         return NoRoom(errno.ENOSPC, f"{text}the disk has {free / 1e6:,.0f} MB left")
 
 
-HEALED = "%s is damaged: it comes down again"
+HEALED = "%s is damaged: it is downloaded again"
 REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
 DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume this run"
 

@@ -78,7 +78,7 @@ class ImageNet:
         return self._files.read(str(name), int(offset), int(length), sample.mtime_ns)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        train = [(_wnid(name), name, place) for name, place in self._images("train", progress)]
+        train = [(_wnid(name), name, file) for name, file in self._images("train", progress)]
         train.sort()
         self.classes = sorted({wnid for wnid, _, _ in train})
         labels = {wnid: label for label, wnid in enumerate(self.classes)}
@@ -88,8 +88,8 @@ class ImageNet:
         del train
         # No progress here: the validation tar is read within seconds.
         val = [
-            (_base(name), name, place)
-            for name, place in self._images("val", lambda done, total: None)
+            (_base(name), name, file)
+            for name, file in self._images("val", lambda done, total: None)
         ]
         for base, name, (where, mtime) in sorted(val):
             wnid = val_class(name)

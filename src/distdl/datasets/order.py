@@ -63,15 +63,15 @@ class Windows:
             parts.append(random.permutation(rows))
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
-    def next_uses(self, seed: int, epoch: int, place: int) -> Array:
+    def next_uses(self, seed: int, epoch: int, position: int) -> Array:
         """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
 
-        `place` samples were handed out so far. Windows before the current one are finished, except
-        for the last of them: it still counts as in use, since a loader's workers lag behind.
+        `position` samples were handed out so far. Windows before the current one are finished,
+        except for the last of them: it still counts as in use, since a loader's workers lag behind.
         """
         uses = sum(self.samples) + self._starts(seed, epoch + 1)
         starts = self._starts(seed, epoch)
-        current = starts[starts <= place].max(initial=0)
+        current = starts[starts <= position].max(initial=0)
         previous = starts[starts < current].max(initial=0)
         return np.where(starts >= previous, starts, uses)
 
@@ -109,15 +109,15 @@ class Needs:
     def __init__(self, windows: Windows, train: Split, val: Split | None = None) -> None:
         self.windows = windows
         self._files: list[File] = [*train.shards, *(val.shards if val else ())]
-        self._place = {file.name: place for place, file in enumerate(self._files)}
+        self._number = {file.name: number for number, file in enumerate(self._files)}
         self._samples = train.samples
         samples = [shard.samples for shard in val.shards] if val else []
         self._val = train.samples + np.cumsum([0, *samples], dtype=np.int64)[: len(samples)]
         # Seed, epoch, samples handed out in it.
         self._now = multiprocessing.RawArray(ctypes.c_int64, [0, 0, 0])
 
-    def reached(self, seed: int, epoch: int, place: int) -> None:
-        self._now[:] = [seed, epoch, place]
+    def reached(self, seed: int, epoch: int, position: int) -> None:
+        self._now[:] = [seed, epoch, position]
 
     def soonest_first(self) -> Sequence[File]:
         """All shards, sorted by their next use."""
@@ -137,9 +137,9 @@ class Needs:
     def needed_later(self, file: File) -> Sequence[str]:
         """Like `farthest_first`, but only shards that are needed later than `file`."""
         uses = self._uses()
-        use = uses[self._place[file.name]]
+        use = uses[self._number[file.name]]
         return [self._files[i].name for i in np.argsort(-uses) if uses[i] > use]
 
     def _uses(self) -> Array:
-        seed, epoch, place = self._now
-        return np.concatenate([self.windows.next_uses(seed, epoch, place), self._val])
+        seed, epoch, position = self._now
+        return np.concatenate([self.windows.next_uses(seed, epoch, position), self._val])

@@ -66,7 +66,7 @@ class DataSet:
             raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
             if cache is None:
-                what = f"{path} is not the index that {MANIFEST} speaks of"
+                what = f"{path} is not the index in {MANIFEST}"
                 raise UserError.at("data.root", what, AGAIN)
             cache.drop(file)  # it was intact when it was downloaded
             data = cache.fetch(file).read_bytes()
@@ -145,7 +145,7 @@ class Shards:
         evictable: Callable[[File], Sequence[str]] | None = None,
     ) -> None:
         self.split, self.cache = data.split(split), cache
-        self.where = Path(data.store.uri) if cache is None else cache.folder
+        self.folder = Path(data.store.uri) if cache is None else cache.folder
         self.evictable = evictable
         self.rows = data.index(split, cache)
         # For each sample, the file state in which it was found intact; 0: none yet.
@@ -211,7 +211,7 @@ class Shards:
         row = self.rows[index]
         header = os.pread(self._handle(int(row["shard"])), 100, int(row["offset"]) - 512)
         name = header.rstrip(b"\0").decode("utf-8", "replace")
-        return f"{self.where / self.file(index).name}:{name}"
+        return f"{self.folder / self.file(index).name}:{name}"
 
     def _handle(self, number: int) -> int:
         """File descriptor of an open shard."""
@@ -226,13 +226,13 @@ class Shards:
                 return self._open[number]
             except FileNotFoundError:
                 if self.cache is None:
-                    what = f"{self.where / file.name} is missing"
+                    what = f"{self.folder / file.name} is missing"
                     raise UserError.at("data.root", what, AGAIN) from None
                 # Another process evicted the copy before it was opened: fetch it again.
 
     def _path(self, file: File) -> Path:
         if self.cache is None:
-            return self.where / file.name
+            return self.folder / file.name
         if self._lost is not None and not self.cache.has(file):
             raise self._lost  # the run ends, so a worker's next batches need not wait
         evictable = self.evictable
@@ -274,7 +274,7 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
     labels = rows["label"]
     beyond = labels[(labels < 0) | (labels >= classes)]
     if len(rows) != described.samples:
-        misfit = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
+        misfit = f"holds {len(rows)} samples, {MANIFEST} lists {described.samples}"
     elif len(beyond):
         names = f"{classes} class{'es' * (classes > 1)}"
         misfit = f"holds label {beyond.max()}, {MANIFEST} names {names}"
@@ -284,6 +284,6 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
         sizes = np.array([each.bytes for each in described.shards], np.uint64)
         if np.all(rows["offset"] + rows["bytes"] <= sizes[shard]):
             return
-        misfit = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
+        misfit = f"has bytes beyond the ends of {MANIFEST}'s shards"
     what = f"{data.store.uri}: the index of {split!r} {misfit}"
     raise UserError.at("data.root", what, AGAIN)

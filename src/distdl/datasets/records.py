@@ -61,7 +61,7 @@ def find_files(
     splits = {name: split_of(name) for name in files}
     for name, named in splits.items():
         if named is None:
-            what = f"{folder / name} has a name that says neither train nor validation"
+            what = f"{folder / name} has neither train nor validation in its name"
             raise UserError.at("--source", what, "--split train, if all files are of it")
     if not any(splits.values()):
         what = f"{source} holds files of a test set only"

@@ -284,14 +284,14 @@ def _held_back() -> Iterator[Callable[[], None]]:
     a semaphore while the pool is created. A second signal, which `uv run` and others send at once,
     has no effect.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def check() -> None:
-        if came:
+        if received:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: came.append(1)) for number in numbers]
+    before = [signal.signal(number, lambda *_: received.append(1)) for number in numbers]
     try:
         yield check
     finally:

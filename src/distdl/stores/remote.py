@@ -194,7 +194,7 @@ class RemoteStore(ABC):
     def _complete_range(self, name: str, start: int, count: int) -> bytes:
         data = self._range(self._key(name), start, count)
         if len(data) != count:
-            raise Short(f"{len(data)} of {count} bytes came")
+            raise Short(f"{len(data)} of {count} bytes arrived")
         return data
 
     def _present(self, name: str, progress: Progress | None = None) -> int:
