@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import shutil
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -28,41 +30,38 @@ pytestmark = pytest.mark.skipif(
 STRING = "AZURE_STORAGE_CONNECTION_STRING"
 
 
-class Line:
-    """A connection to a server's `port`; the first `breaks` connections end early, every second
-    one after `after` bytes of its responses, the others before the first byte."""
+class Line(socketserver.ThreadingTCPServer):
+    """A connection to a server's port. The first `breaks` connections end early: every second one
+    after `after` bytes of its responses, the others before the first byte."""
 
-    def __init__(self, port: int, breaks: int, after: int) -> None:
-        self.port, self.broken = free_port(), 0
-        self._to, self._breaks, self._after = port, breaks, after
-        self._listening = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._accept, daemon=True).start()
+    daemon_threads, block_on_close = True, False
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                near, _ = self._listening.accept()
-                far = socket.create_connection(("127.0.0.1", self._to))
-                for ends in ((near, far, False), (far, near, True)):
-                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+    def __init__(self, to: int, breaks: int = 0, after: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.port, self.broken = self.server_address[1], 0
+        self._to, self._breaks, self._after = to, breaks, after
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket, responses: bool) -> None:
+    def finish_request(self, near: Any, address: Any) -> None:
         passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(16384):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as far:
+            threading.Thread(target=self._copy, args=(near, far), daemon=True).start()
+            while data := far.recv(16384):
                 passed += len(data)
                 after = self._after if self.broken % 2 else 0
-                if responses and passed > after and self.broken < self._breaks:
+                if passed > after and self.broken < self._breaks:
                     self.broken += 1
-                    break
+                    return
+                near.sendall(data)
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(16384):
                 target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)  # closing alone does not wake `accept`
-        self._listening.close()
+        self.shutdown()
+        self.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +155,7 @@ def test_a_kept_manifest_replaces_a_server_that_is_gone(azurite, account, tmp_pa
     monkeypatch.setattr(reading, "QUICK", 0.5)
     manifest, cache = prepare(tmp_path / "prepared"), tmp_path / "cache"
     azurite.upload(account.removeprefix("azure://"), tmp_path / "prepared")
-    line = Line(azurite.port, breaks=0, after=0)
+    line = Line(azurite.port)
     monkeypatch.setenv(STRING, connection(line.port))
 
     def run() -> None:

@@ -161,7 +161,7 @@ def test_a_bounded_cache_evicts_the_shard_that_is_needed_last(tmp_path, shards):
     with cache.path(shards[1]).open("rb") as opened:
         with pytest.raises(NoRoom):
             cache.fetch(shards[3])
-        cache.fetch(shards[3], lambda: [shards[1].name, shards[0].name])
+        cache.fetch(shards[3], lambda file: [shards[1].name, shards[0].name])
         assert files(cache) == [shards[i].name for i in (0, 2, 3)]
         assert len(opened.read()) == shards[1].bytes  # an open file stays readable
 

@@ -24,15 +24,12 @@ CHUNK = 64  # images per task of a process
 class Seen:
     """The findings about `count` images.
 
-    Args:
-        damaged: Location and reason of each damaged image.
-        sizes: Width and height in pixels of each intact image.
-        mean, std: Sums of the images' means and stds of red, green and blue, of 0 to 1.
+    `mean` and `std` are sums of the images' means and stds of red, green and blue, of 0 to 1.
     """
 
     count: int = 0
-    damaged: list[str] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)  # location and reason
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # pixels, of intact images
     mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
     std: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
 

@@ -83,31 +83,21 @@ def cores_for(rate: float, per_core: float) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of the images.
-
-    Args:
-        per_core: Images per second that one core decodes, measured on this machine.
-        how: The command that converts the data set to it.
-    """
+    """A format of the images."""
 
     name: str
-    per_core: float
-    how: str = ""
+    per_core: float  # images per second that one core of this machine decodes
+    how: str = ""  # the command that converts the data set to it
 
 
 @dataclass(frozen=True)
 class FeedVerdict:
-    """Whether loading keeps up with the GPUs, and the same as a sentence.
-
-    Args:
-        overrides: For the run's command line.
-        before: A command to run first, if any.
-    """
+    """Whether loading keeps up with the GPUs, and the same as a sentence."""
 
     fed: bool
     text: str
-    overrides: tuple[str, ...] = ()
-    before: str = ""
+    overrides: tuple[str, ...] = ()  # for the run's command line
+    before: str = ""  # a command to run first
 
 
 def judge(

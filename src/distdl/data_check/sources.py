@@ -39,21 +39,13 @@ RAW = {
 
 @dataclass
 class SplitImages:
-    """One split of N images.
+    """One split of N images."""
 
-    Args:
-        labels: [N].
-        sizes: [N], bytes of each encoded image.
-        files: Number of files.
-        where: [N] rows of `ROW`, or the samples of a folder.
-        names: Of the shards; empty for a folder.
-    """
-
-    labels: Array
-    sizes: Array
-    files: int
-    where: Any
-    names: Sequence[str] = ()
+    labels: Array  # [N]
+    sizes: Array  # [N], bytes of each encoded image
+    files: int  # number of files
+    where: Any  # [N] rows of `ROW`, or the samples of a folder
+    names: Sequence[str] = ()  # of the shards; empty for a folder
 
 
 @dataclass

@@ -20,21 +20,13 @@ SMALLER = Treatment(short_side=SHORT_SIDE, quality=90)
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one core.
+    """Rates of one core."""
 
-    Args:
-        reading: Images read per second of wall time, including waits for the disk.
-        reading_bytes: The same in bytes per second.
-        decoding: Images per second of CPU time: decoded, cropped, resized and put into a batch.
-        smaller: The same at a short side of 256 pixels; None: most images are no larger.
-        decoder: Name of the fastest CPU decoder, which was used.
-    """
-
-    reading: float
-    reading_bytes: float
-    decoding: float
-    smaller: float | None
-    decoder: str
+    reading: float  # images per second of wall time, including waits for the disk
+    reading_bytes: float  # the same in bytes per second
+    decoding: float  # images per second of CPU time: decoded, cropped, resized, in a batch
+    smaller: float | None  # the same at a short side of 256 pixels; None: most are no larger
+    decoder: str  # the fastest on a CPU, which was used
 
 
 def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rates | None:

@@ -36,6 +36,8 @@ from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
+Evictable = Callable[[File], Sequence[str]]
+
 TRIES = 3
 AGAIN = 10.0  # seconds to wait for a server that another process of this node has given up on
 MARGIN = 2 << 30  # bytes of the disk that stay free; on a small disk, a twentieth of it
@@ -82,7 +84,7 @@ class Cache:
     def fetch(
         self,
         file: File,
-        evictable: Callable[[], Sequence[str]] | None = None,
+        evictable: Evictable | None = None,
         progress: Progress | None = None,
     ) -> Path:
         """Path of the file's complete and checked copy; downloads it if it is not cached.
@@ -92,7 +94,8 @@ class Cache:
 
         Args:
             file: Its name, length and sha256.
-            evictable: Returns names of copies that may be evicted, the farthest next use first.
+            evictable: Returns names of copies that may be evicted for a file, the farthest next
+                use first.
             progress: As for `Store.download`.
 
         Raises:
@@ -114,7 +117,7 @@ class Cache:
                     left.unlink(missing_ok=True)
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
                 try:
-                    self._reserve(part, file, evictable or list)
+                    self._reserve(part, file, evictable)
                     self.store.download(file.name, part, self._giving_up(asked, progress))
                     damage = difference(part, file)
                     if not damage:
@@ -173,14 +176,15 @@ class Cache:
         disk = self._free() + usable
         return disk if self.limit is None else min(disk, self.limit - self._total() + usable)
 
-    def _reserve(self, part: Path, file: File, evictable: Callable[[], Sequence[str]]) -> None:
+    def _reserve(self, part: Path, file: File, evictable: Evictable | None) -> None:
         """Reserves disk space for a file, and makes room for it."""
         with FileLock(self.root / "lock"):
             if self._lacking(file.bytes) > 0:
                 others = (
                     folder / copy.name for folder in self._unused() for copy in _copies(folder)
                 )
-                ours = (self.folder / name for name in evictable() if name != file.name)
+                names = evictable(file) if evictable else ()
+                ours = (self.folder / name for name in names if name != file.name)
                 for path in itertools.chain(others, ours):
                     path.unlink(missing_ok=True)
                     if self._lacking(file.bytes) <= 0:

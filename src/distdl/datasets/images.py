@@ -36,13 +36,11 @@ class Unwritten(Exception):
 
 @dataclass(frozen=True)
 class Treatment:
-    """How the user wants each image to be changed.
+    """How the user wants each image to be changed, with loss.
 
-    Args:
-        max_side: Scale down until the longer side has at most so many pixels. Lossy.
-        short_side: Scale down until the shorter side has at most so many pixels. Lossy.
-        quality: Re-encode every JPEG at this quality, if that saves a tenth of its bytes; None:
-            only scaled images, at 90. Lossy.
+    Images are scaled down until the longer or the shorter side has at most so many pixels. Every
+    JPEG is encoded again at `quality`, if that saves a tenth of its bytes; None: only scaled
+    images, at 90.
     """
 
     max_side: int | None = None

@@ -28,16 +28,11 @@ class Windows:
 
     An epoch needs only one window of shards at a time. In epoch 0, which starts with an empty
     cache, windows start at FIRST_WINDOW shards and double up to `window`.
-
-    Args:
-        samples: Number of samples of each shard, in the order of the index.
-        window: Shards per window.
-        epochs: How many epochs use windows; later ones shuffle all samples. None: all epochs.
     """
 
-    samples: tuple[int, ...]
-    window: int
-    epochs: int | None = None
+    samples: tuple[int, ...]  # of each shard, in the order of the index
+    window: int  # shards per window
+    epochs: int | None = None  # that use windows; later ones shuffle all samples; None: all
 
     def applies(self, epoch: int) -> bool:
         return self.epochs is None or epoch < self.epochs

@@ -157,10 +157,8 @@ class ParquetImages:
 
     def _mean_bytes(self, name: str, group: int) -> int:
         """Mean size of an image of a row group, from the metadata, without reading images."""
-        rows, names = (
-            self._opened(name).metadata.row_group(group),
-            (self._image, f"{self._image}.bytes"),
-        )
+        rows = self._opened(name).metadata.row_group(group)
+        names = self._image, f"{self._image}.bytes"
         columns = (rows.column(i) for i in range(rows.num_columns))
         size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in names)
         return int(size) // max(1, rows.num_rows)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from distdl.datasets.cache import Cache, NoRoom
+from distdl.datasets.cache import Cache, Evictable, NoRoom
 from distdl.datasets.format import File
 from distdl.util.errors import UserError
 
@@ -28,9 +28,7 @@ class Prefetch:
             holds all shards, and nothing is evicted.
     """
 
-    def __init__(
-        self, cache: Cache, evictable: Callable[[File], Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, cache: Cache, evictable: Evictable | None = None) -> None:
         self._cache, self._evictable = cache, evictable
         self._wanted: Callable[[], Sequence[File]] = list
         self._busy, self._failed = set[str](), set[str]()
@@ -79,15 +77,13 @@ class Prefetch:
 
     def _fetch(self, file: File) -> bool:
         """Tries to fetch a file; False: there is no room for it yet."""
-        evictable = self._evictable
         try:
-            names = None if evictable is None else lambda: evictable(file)
-            self._cache.fetch(file, names, self._end_if_closed)
+            self._cache.fetch(file, self._evictable, self._end_if_closed)
         except _Closed:
             pass
         except (UserError, OSError) as error:
             full = isinstance(error, NoRoom)
-            if full and evictable is not None:
+            if full and self._evictable is not None:
                 return False
             self._failed.add(file.name)
             reason = "no room" if full else error

@@ -8,14 +8,13 @@ import multiprocessing
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distdl.datasets.cache import Cache, NoRoom
+from distdl.datasets.cache import Cache, Evictable, NoRoom
 from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
@@ -142,7 +141,7 @@ class Shards:
         data: DataSet,
         split: str,
         cache: Cache | None = None,
-        evictable: Callable[[File], Sequence[str]] | None = None,
+        evictable: Evictable | None = None,
     ) -> None:
         self.split, self.cache = data.split(split), cache
         self.folder = Path(data.store.uri) if cache is None else cache.folder
@@ -235,9 +234,8 @@ class Shards:
             return self.folder / file.name
         if self._lost is not None and not self.cache.has(file):
             raise self._lost  # the run ends, so a worker's next batches need not wait
-        evictable = self.evictable
         try:
-            return self.cache.fetch(file, None if evictable is None else lambda: evictable(file))
+            return self.cache.fetch(file, self.evictable)
         except NoRoom as error:
             remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
             raise UserError.at("data.cache_dir", str(error), remedy) from error

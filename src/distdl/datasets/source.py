@@ -32,24 +32,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image of a source, unread.
+    """One image of a source, unread."""
 
-    Args:
-        split: "train" or "val".
-        name: The image's file name, or a path. Its key in the shards is made from it. Need not be
-            unique.
-        label: Index of its class in the source's `classes`.
-        bytes: Size of the encoded image; an estimate will do.
-        where: Its location, for `read`: only strings and numbers, since a plan is stored as JSON.
-        mtime_ns: Of its file when it was planned, for `refuse_changed`; 0: not compared.
-    """
-
-    split: str
-    name: str
-    label: int
-    bytes: int
-    where: tuple[str | int, ...]
-    mtime_ns: int = 0
+    split: str  # "train" or "val"
+    name: str  # its file name, or a path, not always unique; its key in the shards is made from it
+    label: int  # index of its class in the source's `classes`
+    bytes: int  # size of the encoded image; an estimate will do
+    where: tuple[str | int, ...]  # its location, for `read`; stored as JSON
+    mtime_ns: int = 0  # of its file when it was planned, for `refuse_changed`; 0: not compared
 
 
 class Source(Protocol):

@@ -25,20 +25,13 @@ FORMATS = ("shards", "folder")
 
 @dataclass
 class Result:
-    """The result of one part. Its file marks the part as complete.
-
-    Args:
-        samples, bytes: That were written.
-        shard: The tar; None for a folder.
-        mended: Oddity and name of each image that had an oddity.
-        damaged: Name and reason of each image that was left out, since it cannot be read.
-    """
+    """The result of one part: what was written. Its file marks the part as complete."""
 
     samples: int = 0
     bytes: int = 0
-    shard: Shard | None = None
-    mended: list[tuple[str, str]] = field(default_factory=list)
-    damaged: list[tuple[str, str]] = field(default_factory=list)
+    shard: Shard | None = None  # None for a folder
+    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name of an image
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason, left out
 
     def save(self, path: Path) -> None:
         write_bytes(path, json.dumps(asdict(self)).encode())

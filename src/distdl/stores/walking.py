@@ -19,9 +19,7 @@ def identity(folder: Path | str) -> Identity:
 
 
 def walk_once(
-    top: Path,
-    left_out: Container[Identity] = (),
-    kind: Callable[[str], object] = lambda path: None,
+    top: Path, left_out: Container[Identity] = (), kind: Callable[[str], object] = lambda path: None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` through links, in the order of names, that enters each folder once.
 
