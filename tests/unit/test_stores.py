@@ -1,4 +1,4 @@
-"""Stores: addresses, a folder, S3 (moto's server). Azure: tests/cluster/test_blob_data.py."""
+"""Stores: addresses, a folder, S3 (moto's server). Azure: tests/cluster/test_azurite.py."""
 
 from __future__ import annotations
 
