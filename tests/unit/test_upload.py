@@ -13,6 +13,7 @@ from distdl.datasets.reading import open_data_set
 from distdl.datasets.upload import check_target, upload
 from distdl.stores import StoreError
 from distdl.stores.files import FileStore
+from tests.miniature import everything as contents
 from tests.prepared import flip, prepare, refusal
 
 
@@ -25,10 +26,6 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*")}
 
 
 def send(out: Path, to: Path) -> list[tuple[int, int]]:
