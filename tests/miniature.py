@@ -1,13 +1,11 @@
-"""ImageNet's two tars in small: the same nesting and names, and the oddities it has.
-
-And what prepares it and reads back what was made of it.
-"""
+"""A small ImageNet: the two tars with their nesting, names and oddities, and what reads shards."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from distdl.datasets.format import Manifest, load_index
 
 SUBSET = ("--subset", "--shard-mb", "0.02", "--workers", "1")
 
-# Real ones, with real numbers of validation images (distdl/prepare/imagenet_val.txt).
+# Real ones, with real numbers of validation images (distdl/datasets/imagenet_val.txt).
 CLASSES = {
     "n01440764": (293, 2138, 3014, 6697),
     "n02102040": (665, 1968, 2294, 2315),
@@ -51,15 +49,16 @@ def tar(members: dict[str, bytes]) -> bytes:
 
 def images(per_class: int) -> dict[str, dict[str, bytes]]:
     """Training images by class and name. The first class has a PNG, a CMYK JPEG and a grey one."""
-    found: dict[str, dict[str, bytes]] = {}
-    for place, wnid in enumerate(CLASSES):
-        numbers = range(100 * place, 100 * place + per_class)
-        found[wnid] = {f"{wnid}_{n}.JPEG": encoded(photograph(n)) for n in numbers}
-    first = found["n01440764"]
-    first["n01440764_1.JPEG"] = encoded(photograph(1), "PNG")
-    first["n01440764_2.JPEG"] = encoded(photograph(2).convert("CMYK"))
-    first["n01440764_3.JPEG"] = encoded(photograph(3).convert("L"))
-    return found
+    classes: dict[str, dict[str, bytes]] = {}
+    for label, wnid in enumerate(CLASSES):
+        numbers = range(100 * label, 100 * label + per_class)
+        classes[wnid] = {f"{wnid}_{n}.JPEG": encoded(photograph(n)) for n in numbers}
+    classes["n01440764"] |= {
+        "n01440764_1.JPEG": encoded(photograph(1), "PNG"),
+        "n01440764_2.JPEG": encoded(photograph(2).convert("CMYK")),
+        "n01440764_3.JPEG": encoded(photograph(3).convert("L")),
+    }
+    return classes
 
 
 def val_images() -> dict[str, bytes]:
@@ -71,9 +70,19 @@ def imagenet(folder: Path, per_class: int = 12) -> Path:
     """Writes ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar of 3 classes."""
     folder.mkdir(parents=True, exist_ok=True)
     # The order of the real tar is not that of the wnids either.
-    inner = {f"{wnid}.tar": tar(found) for wnid, found in reversed(images(per_class).items())}
+    inner = {f"{wnid}.tar": tar(members) for wnid, members in reversed(images(per_class).items())}
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar(inner))
     (folder / "ILSVRC2012_img_val.tar").write_bytes(tar(val_images()))
+    return folder
+
+
+def unpack(folder: Path, per_class: int, splits: Sequence[str] = ("train",)) -> Path:
+    """Writes the training images into class folders of each split."""
+    for split in splits:
+        for wnid, members in images(per_class).items():
+            (folder / split / wnid).mkdir(parents=True)
+            for name, data in members.items():
+                (folder / split / wnid / name).write_bytes(data)
     return folder
 
 
@@ -90,21 +99,21 @@ def stored(out: Path, split: str) -> dict[str, tuple[bytes, int]]:
         data = (out / file.name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (file.bytes, file.sha256)
     assert len(rows) == described.samples == sum(shard.samples for shard in described.shards)
-    found = {}
+    samples = {}
     for number, shard in enumerate(described.shards):
         data = (out / shard.name).read_bytes()
         with tarfile.open(fileobj=io.BytesIO(data)) as members:
             pairs = list(members)
-        mine = rows[rows["shard"] == number]
-        for row, image, label in zip(mine, pairs[::2], pairs[1::2], strict=True):
+        of_shard = rows[rows["shard"] == number]
+        for row, image, label in zip(of_shard, pairs[::2], pairs[1::2], strict=True):
             assert (row["offset"], row["bytes"]) == (image.offset_data, image.size)
             content = data[row["offset"] :][: row["bytes"]]
             assert hashlib.sha256(content).digest() == row["sha256"].tobytes()
             text = data[label.offset_data :][: label.size]
             assert label.name == image.name.rpartition(".")[0] + ".cls"
             assert int(text) == row["label"]
-            found[image.name] = content, int(text)
-    return found
+            samples[image.name] = content, int(text)
+    return samples
 
 
 def everything(folder: Path) -> dict[str, bytes]:

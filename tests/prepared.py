@@ -1,4 +1,4 @@
-"""A small prepared data set of known content, and a store that fails as told."""
+"""A small prepared data set of known content, and stores that fail on purpose."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch import Trainer
 from PIL import Image
 
 from distdl.datasets.cache import Cache
-from distdl.datasets.format import MANIFEST, Manifest, Shard
-from distdl.datasets.writing import ShardFile, write_index
+from distdl.datasets.format import MANIFEST, Manifest, Shard, ShardFile, write_index
 from distdl.stores.files import FileStore
+from distdl.stores.remote import RemoteStore
+from distdl.util.errors import Problem, UserError
 
 PER_SHARD = 8  # samples
 
 
+def refusal(action: Callable[..., Any], *arguments: Any, **options: Any) -> Problem:
+    """The problem of the UserError that a call raises."""
+    with pytest.raises(UserError) as error:
+        action(*arguments, **options)
+    return error.value.problems[0]
+
+
 def jpeg(number: int, side: int = 24) -> bytes:
-    """An image that tells its number: smooth, so that a pixel's brightness survives."""
+    """An image that shows its number: smooth, so that a pixel's brightness survives."""
     rng = np.random.default_rng(number)
     pixels = np.full((side, side + 8, 3), number % 200 + 20, np.uint8)
     pixels[::4] += rng.integers(0, 20, 3, dtype=np.uint8)
@@ -34,19 +41,14 @@ def jpeg(number: int, side: int = 24) -> bytes:
     return memory.getvalue()
 
 
-def quiet_trainer(path: Path, **options: Any) -> Trainer:
-    """Lightning's, on one CPU, which shows and writes nothing."""
-    options = {"logger": False, "num_sanity_val_steps": 0, **options}
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=path,
-        **options,
-    )
+def quiet_trainer(path: Path, **options: Any) -> Any:
+    """Lightning's Trainer on one CPU, which shows and writes nothing."""
+    from lightning.pytorch import Trainer
+
+    off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys((*off, "use_distributed_sampler", "logger"), False)
+    options = {**quiet, "num_sanity_val_steps": 0, **options}
+    return Trainer(accelerator="cpu", devices=1, default_root_dir=path, **options)
 
 
 def prepare(
@@ -54,8 +56,7 @@ def prepare(
 ) -> Manifest:
     """Writes `train` and `val` samples; sample i of a split is jpeg(i), with label i % 10.
 
-    Args:
-        padding: Bytes that follow each JPEG in its file, to make shards large.
+    `padding` bytes follow each JPEG in its file, to make shards large.
     """
     folder.mkdir(parents=True, exist_ok=True)
     splits = {}
@@ -65,42 +66,40 @@ def prepare(
         for number, start in enumerate(range(0, count, per_shard)):
             name = f"{split}-{number:05d}.tar"
             with (folder / name).open("wb") as file:
-                shard = ShardFile(file, number)
+                tar = ShardFile(file, number)
                 for i in range(start, min(count, start + per_shard)):
                     data = jpeg(i) + np.random.default_rng(i).bytes(padding)
-                    shard.add(f"image_{i}", ".jpg", data, i % 10)
-                described, its_rows = shard.close(name)
-            shards.append(described)
-            rows.append(its_rows)
+                    tar.add(f"image_{i}", ".jpg", data, i % 10)
+                shard, of_shard = tar.close(name)
+            shards.append(shard)
+            rows.append(of_shard)
         splits[split] = write_index(folder, split, shards, np.concatenate(rows))
     manifest = Manifest(tuple(f"class {i}" for i in range(10)), splits)
     (folder / MANIFEST).write_text(manifest.to_json())
     return manifest
 
 
-def flip(path: Path, place: int, keep_times: bool = False) -> None:
+def flip(path: Path, position: int, keep_times: bool = False) -> None:
     """Changes one byte of a file."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 0xFF]))
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    with path.open("r+b") as file:  # the same inode
+        file.write(data)
     if keep_times:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @dataclass(frozen=True)
 class Faulty(FileStore):
-    """A real store whose downloads go wrong as told, each written down in `log`."""
+    """A folder whose first downloads go wrong: "cut", "flip" or "slow". `log` lists each."""
 
     log: Path = Path()
-    faults: tuple[str, ...] = ()  # of the first downloads: "cut", "flip", "slow"
+    faults: tuple[str, ...] = ()
 
     def download(self, name, to, progress=None):
         with self.log.open("a") as log:
             log.write(f"{name}\n")
-        count = len(self.log.read_text().split())
+        count = len(self.downloads)
         fault = self.faults[count - 1] if count <= len(self.faults) else ""
         super().download(name, to, progress)
         if fault == "cut":
@@ -115,6 +114,36 @@ class Faulty(FileStore):
         return self.log.read_text().split() if self.log.exists() else []
 
 
+class Unreliable(RemoteStore):
+    """A network store over a folder; `answer` is called before each request, and may raise."""
+
+    def __init__(self, folder: Path, answer: Callable[[], None], patience: float = 120) -> None:
+        super().__init__("box://data", "", patience=patience)
+        self.folder, self.answer = folder, answer
+
+    def _connect(self):
+        return None
+
+    def _server(self):
+        return "server"
+
+    def _size(self, key):
+        self.answer()
+        return (self.folder / key).stat().st_size
+
+    def _range(self, key, start, count):
+        return (self.folder / key).read_bytes()[start : start + count]
+
+    def _put(self, path, name, progress):
+        raise NotImplementedError
+
+    def _list(self, start):
+        raise NotImplementedError
+
+    def _is_transient(self, error):
+        return isinstance(error, ConnectionError)
+
+
 def open_cache(
     tmp_path: Path, *faults: str, limit: int | None = None, root: str = "cache"
 ) -> Cache:
@@ -126,16 +155,16 @@ def files(cache: Cache) -> list[str]:
     return sorted(path.name for path in cache.folder.iterdir() if path.is_file())
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 @pytest.fixture
 def made(tmp_path) -> Manifest:
-    return prepare(tmp_path / "far", per_shard=PER_SHARD)
+    return prepare(tmp_path / "far")
 
 
 @pytest.fixture

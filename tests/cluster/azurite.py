@@ -1,7 +1,7 @@
-"""A real Azurite (Azure's own storage emulator) with TLS, and what Azure's names need on loopback.
+"""A real Azurite (Azure's own storage emulator) with TLS, and the host names that it needs.
 
-Azure's SDKs speak to `<account>.blob.<domain>` by https. Here the domain is `localhost:<port>`, and
-`places.inside(command)` gives a command a /etc/hosts of its own, in which such names are known.
+Azure's SDKs use https with `<account>.blob.<domain>`. Here the domain is `localhost:<port>`, and
+`places.inside(command)` gives a command its own /etc/hosts, with such names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # The emulator's published development account; it opens nothing else.
@@ -27,7 +28,7 @@ NAMES = (f"{ACCOUNT}.blob.localhost", VAULT)
 
 
 def why_not() -> str | None:
-    """What is missing for the tests that use it, None if nothing is."""
+    """Why tests cannot use it; None if they can."""
     missing = [name for name in ("azurite-blob", "unshare", "mount") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (npm install -g azurite; util-linux)"
@@ -37,9 +38,14 @@ def why_not() -> str | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def connection(port: int) -> str:
+    """The value of AZURE_STORAGE_CONNECTION_STRING."""
+    endpoint = f"https://127.0.0.1:{port}/{ACCOUNT}"
+    return f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={endpoint}"
 
 
 class Places:
@@ -58,7 +64,7 @@ class Places:
 
 
 def write_certificate(certificate: Path, key: Path) -> None:
-    """A self-signed one, made now, for an hour."""
+    """A self-signed one, for an hour."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -66,9 +72,9 @@ def write_certificate(certificate: Path, key: Path) -> None:
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distdl test")])
     now = datetime.datetime.now(datetime.UTC)
-    addresses = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    names = [*addresses, *map(x509.DNSName, ("localhost", *NAMES))]
-    made = (
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    names = [address, *map(x509.DNSName, ("localhost", *NAMES))]
+    signed = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -80,18 +86,13 @@ def write_certificate(certificate: Path, key: Path) -> None:
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(private, hashes.SHA256())
     )
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    key.write_bytes(
-        private.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key.write_bytes(private.private_bytes(pem, pkcs8, serialization.NoEncryption()))
 
 
 class Azurite:
-    """One emulator with one container; it keeps what it is given in a folder. `close` ends it."""
+    """One emulator with one container, whose blobs are in a folder. `close` ends it."""
 
     def __init__(self, places: Places, folder: Path, *options: str) -> None:
         self.port, self.places, self._numbers = free_port(), places, itertools.count(1)
@@ -99,30 +100,24 @@ class Azurite:
         command += ["--location", str(folder), "--skipApiVersionCheck", "--disableTelemetry"]
         command += ["--cert", str(places.certificate), "--key", str(places.key), *options]
         folder.mkdir()
-        log = folder / "azurite.log"
-        self._log = log.open("w")
+        self._log = (folder / "azurite.log").open("w+")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         deadline = time.monotonic() + 30
-        while not self._listens():
-            assert self._process.poll() is None, log.read_text()
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                break
+            assert self._process.poll() is None, (folder / "azurite.log").read_text()
             assert time.monotonic() < deadline, "azurite does not listen within 30 s"
             time.sleep(0.05)
         self.new_container(CONTAINER)
 
-    def _listens(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-        except OSError:
-            return False
-        return True
-
     @property
     def domain(self) -> str:
-        """As the `endpoint` of a datastore says it."""
+        """The `endpoint` of a datastore."""
         return f"localhost:{self.port}"
 
     def service(self):
-        """As the account's owner, from this process, which knows no NAMES."""
+        """A client of the account's owner, in this process, where NAMES are unknown."""
         from azure.storage.blob import BlobServiceClient
 
         return BlobServiceClient(
@@ -138,7 +133,7 @@ class Azurite:
         return name
 
     def sas(self, container: str = CONTAINER) -> str:
-        """A signature for a container, as Azure ML hands it out for uploads."""
+        """A signature for a container, like Azure ML's for uploads."""
         from azure.storage.blob import ContainerSasPermissions, generate_container_sas
 
         return generate_container_sas(
@@ -149,9 +144,9 @@ class Azurite:
             expiry=datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1),
         )
 
-    def download(self, place: str, to: Path) -> None:
-        """A folder, `container/path`, as files."""
-        container, _, folder = place.strip("/").partition("/")
+    def download(self, path: str, to: Path) -> None:
+        """Writes the blobs below `container/path` into a folder."""
+        container, _, folder = path.strip("/").partition("/")
         to.mkdir(parents=True, exist_ok=True)
         with self.service().get_container_client(container) as client:
             for blob in client.list_blobs(name_starts_with=f"{folder}/"):
@@ -159,25 +154,25 @@ class Azurite:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(client.download_blob(blob.name).readall())
 
-    def upload(self, place: str, source: Path) -> None:
-        """Files, as the folder `container/path`."""
-        container, _, folder = place.partition("/")
+    def upload(self, target: str, source: Path) -> None:
+        """Stores the files of a folder below `container/path`."""
+        container, _, folder = target.partition("/")
         with self.service().get_container_client(container) as client:
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
                 name = f"{folder}/{path.relative_to(source).as_posix()}"
                 client.upload_blob(name, path.read_bytes(), overwrite=True)
 
     def contents(self, start: str = "") -> dict[str, bytes]:
-        """What is stored under names that start so: `container/name` -> bytes."""
-        found = {}
+        """All blobs whose `container/name` starts so."""
+        blobs = {}
         with self.service() as service:
             for container in service.list_containers():
                 client = service.get_container_client(container.name)
                 for blob in client.list_blobs():
                     name = f"{container.name}/{blob.name}"
                     if name.startswith(start):
-                        found[name] = client.download_blob(blob.name).readall()
-        return found
+                        blobs[name] = client.download_blob(blob.name).readall()
+        return blobs
 
     def close(self) -> None:
         self._process.terminate()
@@ -186,9 +181,6 @@ class Azurite:
 
 
 def clean_environment() -> dict[str, str]:
-    """No account, proxy or Azure setting of whoever runs the tests."""
-    drop = ("AZURE", "ARM_", "MSI_", "IDENTITY_", "OBO_", "AZ_")
-    proxies = ("http_proxy", "https_proxy", "all_proxy")
-    return {
-        k: v for k, v in os.environ.items() if not k.startswith(drop) and k.lower() not in proxies
-    }
+    """The variables, without accounts, proxies and Azure settings."""
+    drop = ("azure", "arm_", "msi_", "identity_", "obo_", "az_", "http_p", "https_p", "all_p")
+    return {k: v for k, v in os.environ.items() if not k.lower().startswith(drop)}

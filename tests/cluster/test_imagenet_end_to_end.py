@@ -1,4 +1,4 @@
-"""ImageNet in small, the whole way: tars, kills, Blob, two ranks, and then no server any more."""
+"""A small ImageNet from its tars to a training: kills, Blob, two ranks, a server that ends."""
 
 from __future__ import annotations
 
@@ -12,45 +12,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from distdl.datasets.imagenet import val_labels
-from tests.cluster import azurite as emulator
-from tests.conftest import ROOT, distdl, last_step, samples
-from tests.miniature import encoded, stored, tar
+from tests.cluster.azurite import CONTAINER, Azurite, Places, connection
+from tests.conftest import distdl, last_step, samples
+from tests.miniature import encoded, photograph, stored, tar
 
-AZURITE = shutil.which("azurite-blob")
-
-pytest.importorskip("azure.storage.blob")
 pytestmark = [
-    pytest.mark.skipif(AZURITE is None, reason="azurite-blob is not installed (npm i -g azurite)"),
+    pytest.mark.skipif(shutil.which("azurite-blob") is None, reason="npm install -g azurite"),
     pytest.mark.xdist_group("azurite"),
 ]
-
-PHOTOGRAPHS = ROOT.parent / "shared" / "images" / "imagenet_sample"
 WNIDS = sorted(set(val_labels().values()))[:24]
 TRAIN, VAL = 240, 37
 STEPS, EPOCHS = 10, 2  # steps of 2 x 12 images
 
 
-def photographs() -> Iterator[bytes]:
-    """Real ones where they are at hand, noise of their size elsewhere; no two are the same file."""
-    real = sorted(PHOTOGRAPHS.glob("*/*.JPEG"))
-    for number in itertools.count():
-        if real:
-            # A comment makes another file of the same image.
-            data = real[number % len(real)].read_bytes()
-            yield data[:2] + b"\xff\xfe\x00\x0a%08d" % number + data[2:]
-        else:
-            pixels = np.random.default_rng(number).integers(0, 255, (50, 60, 3), np.uint8)
-            yield encoded(Image.fromarray(pixels).resize((400, 333)))
-
-
 def make_tars(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """ILSVRC2012's two tars with its nesting, names and oddities. Returns the images by name."""
-    source = photographs()
+    source = (encoded(photograph(n, 400, 333), quality=98) for n in itertools.count())
     classes: dict[str, dict[str, bytes]] = {}
     for wnid in WNIDS:
         classes[wnid] = {f"{wnid}_{n}.JPEG": next(source) for n in range(TRAIN // len(WNIDS))}
@@ -68,22 +49,19 @@ def make_tars(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 @pytest.fixture
-def blobs(tmp_path: Path) -> Iterator[emulator.Azurite]:
-    places = emulator.Places(tmp_path)
-    server = emulator.Azurite(places, tmp_path / "azurite")
+def blobs(tmp_path: Path) -> Iterator[Azurite]:
+    server = Azurite(Places(tmp_path), tmp_path / "azurite")
     yield server
     server.close()
 
 
 def test_from_tars_to_two_ranks_without_a_server(
-    tmp_path: Path, background: Any, blobs: emulator.Azurite
+    tmp_path: Path, background: Any, blobs: Azurite
 ) -> None:
     train, val = make_tars(tmp_path / "tars")
-    out, url = tmp_path / "out", f"azure://{emulator.CONTAINER}/imagenet"
-    endpoint = f"https://127.0.0.1:{blobs.port}/{emulator.ACCOUNT}"
+    out, url = tmp_path / "out", f"azure://{CONTAINER}/imagenet"
     env = {
-        "AZURE_STORAGE_CONNECTION_STRING": "DefaultEndpointsProtocol=https;"
-        f"AccountName={emulator.ACCOUNT};AccountKey={emulator.KEY};BlobEndpoint={endpoint}",
+        "AZURE_STORAGE_CONNECTION_STRING": connection(blobs.port),
         "REQUESTS_CA_BUNDLE": str(tmp_path / "cert.pem"),
         "DISTDL_CACHE": str(tmp_path / "cache"),
     }
@@ -98,22 +76,21 @@ def test_from_tars_to_two_ranks_without_a_server(
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"python -m distdl +experiment=resnet50_imagenet data.root={url}" in done.stdout
 
-    # Nothing is lost, nothing is there twice, and only what was odd has other bytes.
+    # Nothing is lost or stored twice, and only the odd images have other bytes.
     for split, images, odd in (("train", train, WNIDS[:2]), ("val", val, [])):
-        found = stored(out, split)
-        assert {Path(name).stem for name in found} == {Path(name).stem for name in images}
-        for name, (_, label) in found.items():
+        result = stored(out, split)
+        assert {Path(name).stem for name in result} == {Path(name).stem for name in images}
+        for name, (_, label) in result.items():
             number = Path(name).stem.rpartition("_")[2]
             wnid = name.partition("_")[0] if split == "train" else val_labels()[int(number)]
             assert WNIDS[label] == wnid
-        changed = {n: d for n, (d, _) in found.items() if d != images[f"{Path(n).stem}.JPEG"]}
+        changed = {n: d for n, (d, _) in result.items() if d != images[f"{Path(n).stem}.JPEG"]}
         assert changed.keys() == {f"{wnid}_0.jpg" for wnid in odd}
         for data in changed.values():
             with Image.open(io.BytesIO(data)) as image:
                 assert (image.format, image.mode) == ("JPEG", "RGB")
-    there = {
-        n.removeprefix(f"{emulator.CONTAINER}/imagenet/"): d for n, d in blobs.contents().items()
-    }
+    folder = f"{CONTAINER}/imagenet/"
+    there = {name.removeprefix(folder): data for name, data in blobs.contents().items()}
     assert there == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
     checked = distdl("data", "check", url, "--gpu", "v100", cwd=tmp_path, env=env)
@@ -141,11 +118,8 @@ def test_from_tars_to_two_ranks_without_a_server(
     for epoch in range(EPOCHS):
         seen = Counter(i for (e, _), ids in steps.items() if e == epoch for i in ids)
         assert seen == Counter(range(TRAIN))
-    metrics = [
-        json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert sum("val/acc1" in line["metrics"] for line in metrics) == EPOCHS
-    # Each shard came once, for both ranks together.
-    came = Counter(re.findall(r'"GET \S*?/([\w-]+\.tar)', log.read_text()[before:]))
-    assert came and set(came.values()) == {1}
-    assert len(came) == len(list(out.glob("*.tar")))
+    metrics = (run / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert sum("val/acc1" in json.loads(line)["metrics"] for line in metrics) == EPOCHS
+    # Each shard was downloaded once, for both ranks together.
+    requests = Counter(re.findall(r'"GET \S*?/([\w-]+\.tar)', log.read_text()[before:]))
+    assert requests == Counter(path.name for path in out.glob("*.tar"))

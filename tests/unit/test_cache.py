@@ -1,240 +1,200 @@
-"""The cache of a node, what brings shards into it early, and what may go wrong with them."""
+"""The cache of a node, what prefetches shards into it, and how they may be damaged."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
 
-from distdl.datasets import cache as cache_module
 from distdl.datasets.cache import Cache, NoRoom, default_root
-from distdl.datasets.needs import Needs
-from distdl.datasets.order import Windows
+from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.stores import StoreError
 from distdl.stores.files import FileStore
-from distdl.stores.remote import RemoteStore
 from distdl.util.errors import UserError
 from tests import prepared
-from tests.prepared import files, open_cache, prepare, wait_until
+from tests.prepared import Unreliable, files, open_cache, prepare, refusal, wait_until
 
 made, small_disk = prepared.made, prepared.small_disk  # fixtures
+FORK = multiprocessing.get_context("fork")
 
 
-# Coming down
+@pytest.fixture
+def shards(made):
+    return made.splits["train"].shards
 
 
-def test_a_shard_comes_once(tmp_path, made):
-    cache, shard = open_cache(tmp_path), made.splits["train"].shards[1]
-    path = cache.fetch(shard)
-    assert path.read_bytes() == (tmp_path / "far" / shard.name).read_bytes()
+def in_threads(*actions: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_folder_of_the_cache(monkeypatch, tmp_path):
+    for name, path in (("XDG_CACHE_HOME", tmp_path / "distdl"), ("DISTDL_CACHE", tmp_path)):
+        monkeypatch.setenv(name, str(tmp_path))
+        assert default_root() in (path, Path("/mnt/distdl"))
+
+
+def test_a_shard_is_downloaded_once_until_its_copy_is_cut(tmp_path, shards, caplog):
+    cache, shard = open_cache(tmp_path), shards[1]
+    path, data = cache.fetch(shard), (tmp_path / "far" / shard.name).read_bytes()
+    assert path.read_bytes() == data
     assert cache.fetch(shard) == path and open_cache(tmp_path).fetch(shard) == path
-    assert cache.store.downloads == [shard.name] and files(cache) == [shard.name]
+    assert cache.store.downloads == [shard.name] == files(cache) and not caplog.records
+    os.truncate(path, 10)
+    assert open_cache(tmp_path).fetch(shard).read_bytes() == data
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path} is damaged: it is downloaded again"
+    ]
 
 
 @pytest.mark.parametrize("fault", ["cut", "flip"])
-def test_what_comes_damaged_comes_again(tmp_path, made, fault):
-    shard = made.splits["train"].shards[0]
-    path = open_cache(tmp_path, fault, fault).fetch(shard)
-    assert path.read_bytes() == (tmp_path / "far" / shard.name).read_bytes()
+def test_a_damaged_download_is_repeated(tmp_path, shards, fault):
+    path = open_cache(tmp_path, fault, fault).fetch(shards[0])
+    assert path.read_bytes() == (tmp_path / "far" / shards[0].name).read_bytes()
     cache = open_cache(tmp_path, *[fault] * 9, root="other")
-    with pytest.raises(UserError, match=r"far/train-00000.tar came 3 times, and it") as error:
-        cache.fetch(shard)
-    assert "upload it again" in error.value.problems[0].remedy
-    assert files(cache) == []
+    problem = refusal(cache.fetch, shards[0])
+    assert problem.path == "data.root" and "train-00000.tar arrived damaged 3 times" in problem.what
+    assert "upload it again" in problem.remedy and files(cache) == []
+    (tmp_path / "far" / shards[1].name).unlink()
+    assert f"far/{shards[1].name}: No such file" in refusal(cache.fetch, shards[1]).what
 
 
-def test_what_is_gone_is_named(tmp_path, made):
-    shard = made.splits["train"].shards[0]
-    (tmp_path / "far" / shard.name).unlink()
-    with pytest.raises(UserError, match=r"far/train-00000.tar: No such file"):
-        open_cache(tmp_path).fetch(shard)
-
-
-def test_who_waited_while_another_tried_in_vain_does_not_start_anew(tmp_path, made):
-    shard, tries, said = made.splits["train"].shards[0], [], []
+def test_processes_that_waited_for_a_failed_download_fail_with_it(tmp_path, shards):
+    tries: list[str] = []
+    errors: list[str] = []
 
     class Gone(FileStore):
         def download(self, name, to, progress=None):
             tries.append(name)
-            time.sleep(0.4)
-            raise StoreError(f"{name}: no answer", transient=True)
+            time.sleep(0.3)  # until all of them wait
+            raise StoreError(f"{name}: no response", transient=True)
 
     def fetch() -> None:
-        try:
-            Cache(Gone(tmp_path / "far"), tmp_path / "cache", "0123456789abcdef").fetch(shard)
-        except UserError as error:
-            said.append(str(error))
+        cache = Cache(Gone(tmp_path / "far"), tmp_path / "cache", "0123456789abcdef")
+        errors.append(str(refusal(cache.fetch, shards[0])))
 
-    waiting = [threading.Thread(target=fetch) for _ in range(3)]
-    for thread in waiting:
-        thread.start()
-    for thread in waiting:
-        thread.join()
-    assert len(tries) == 1 and len(said) == 3 and len(set(said)) == 1
-    fetch()  # who comes later tries
+    in_threads(*[fetch] * 3)
+    assert len(tries) == 1 and len(errors) == 3 and len(set(errors)) == 1
+    fetch()  # a later one tries again
     assert len(tries) == 2
-    assert open_cache(tmp_path).fetch(shard).stat().st_size == shard.bytes
+    assert open_cache(tmp_path).fetch(shards[0]).stat().st_size == shards[0].bytes
 
 
-class Silent(RemoteStore):
-    """A server that does not answer until `open` exists."""
+def test_a_node_waits_for_a_server_once_and_not_for_each_shard(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr("distdl.datasets.cache.AGAIN", 0.2)
+    errors: list[str] = []
+    available = threading.Event()
 
-    def __init__(self, folder: Path, patience: float) -> None:
-        super().__init__("silent://box", "", patience=patience)
-        self.folder = folder
-
-    def _connect(self):
-        return None
-
-    def _server(self):
-        return "silent"
-
-    def _size(self, key):
-        if not (self.folder / "open").exists():
-            raise ConnectionError("no answer")
-        return (self.folder / key).stat().st_size
-
-    def _range(self, key, start, count):
-        return (self.folder / key).read_bytes()[start : start + count]
-
-    def _put(self, path, name, progress):
-        raise NotImplementedError
-
-    def _list(self, start):
-        raise NotImplementedError
-
-    def _is_transient(self, error):
-        return isinstance(error, ConnectionError)
-
-
-def test_a_node_waits_for_a_server_once_and_not_once_for_each_shard(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(cache_module, "AGAIN", 0.2)
-    shards, said = made.splits["train"].shards, []
+    def answer() -> None:
+        if not available.is_set():
+            raise ConnectionError("no response")
 
     def opened(patience: float) -> Cache:
-        return Cache(Silent(tmp_path / "far", patience), tmp_path / "cache", "0123456789abcdef")
+        store = Unreliable(tmp_path / "far", answer, patience)
+        return Cache(store, tmp_path / "cache", "0123456789abcdef")
 
     def fetch(cache: Cache, number: int) -> None:
         try:
             cache.fetch(shards[number])
         except UserError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
-    first, others = opened(0.6), opened(3600)  # who waits so long has no end in this test
-    waiting = [
-        threading.Thread(target=fetch, args=(cache, number))
-        for cache, number in ((first, 0), (others, 1), (others, 2))
-    ]
-    for thread in waiting:
-        thread.start()
-    for thread in waiting:
-        thread.join()
-    fetch(others, 3)  # of the same run, a little later: it asks, and waits no more
-    assert len(said) == 4 and len(set(said)) == 1 and "no answer" in said[0]
-    # Another run begins anew, and a server that answers is one that can be waited for again.
+    first, others = opened(0.4), opened(3600)  # one that waits so long does not end in this test
+    in_threads(*(partial(fetch, *args) for args in ((first, 0), (others, 1), (others, 2))))
+    fetch(others, 3)  # of the same run, a little later: it asks, and does not wait
+    assert len(errors) == 4 and len(set(errors)) == 1 and "no response" in errors[0]
+    # Another run starts anew, and waits for a server that responds.
     later = opened(60)
-    thread = threading.Thread(target=fetch, args=(later, 4))
-    thread.start()
-    time.sleep(0.6)
-    assert thread.is_alive()
-    (tmp_path / "far" / "open").touch()
-    thread.join()
-    assert len(said) == 4 and later.has(shards[4])
+    threading.Timer(0.4, available.set).start()
+    fetch(later, 4)
+    assert len(errors) == 4 and later.has(shards[4])
     assert not (later.folder / "locks" / "unreachable").exists()
 
 
-def test_a_copy_that_is_cut_is_said_and_comes_again(tmp_path, made, caplog):
-    shard = made.splits["train"].shards[0]
-    path = open_cache(tmp_path).fetch(shard)
-    assert caplog.records == []
-    os.truncate(path, 10)
-    assert open_cache(tmp_path).fetch(shard).stat().st_size == shard.bytes
-    assert [r.getMessage() for r in caplog.records] == [f"{path} is damaged: it comes down again"]
-
-
-def test_a_killed_download_is_nothing(tmp_path, made):
-    shard = made.splits["train"].shards[0]
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=lambda: open_cache(tmp_path, "slow").fetch(shard))
+def test_a_killed_download_leaves_nothing_that_counts(tmp_path, shards):
+    child = FORK.Process(target=lambda: open_cache(tmp_path, "slow").fetch(shards[0]))
     child.start()
     cache = open_cache(tmp_path)
     wait_until(lambda: any(name.endswith(".part") for name in files(cache)))
-    assert not cache.has(shard)
+    assert not cache.has(shards[0])
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     assert len(files(cache)) == 1  # the leftover
-    assert cache.fetch(shard).stat().st_size == shard.bytes and files(cache) == [shard.name]
+    assert cache.fetch(shards[0]).stat().st_size == shards[0].bytes
+    assert files(cache) == [shards[0].name]
 
 
-def test_processes_that_race_for_a_cache_download_once(tmp_path, made):
-    context = multiprocessing.get_context("fork")
-    shards = made.splits["train"].shards
-    hold = FileLock(tmp_path / "hold")
-    hold.acquire()
-
+def test_processes_that_race_download_once(tmp_path, shards):
     def fetch_all() -> None:
         with FileLock(tmp_path / "hold"):
             pass
-        cache = open_cache(tmp_path)
         for shard in shards:
-            assert cache.fetch(shard).stat().st_size == shard.bytes
+            assert open_cache(tmp_path).fetch(shard).stat().st_size == shard.bytes
 
-    children = [context.Process(target=fetch_all) for _ in range(4)]
-    for child in children:
-        child.start()
-    hold.release()
+    children = [FORK.Process(target=fetch_all) for _ in range(4)]
+    with FileLock(tmp_path / "hold"):
+        for child in children:
+            child.start()
     for child in children:
         child.join(30)
     assert [child.exitcode for child in children] == [0] * 4
     assert sorted(open_cache(tmp_path).store.downloads) == [shard.name for shard in shards]
 
 
-# Room
-
-
-def test_a_bounded_cache_removes_what_is_needed_last(tmp_path, made):
-    shards = made.splits["train"].shards
+def test_a_bounded_cache_evicts_the_shard_that_is_needed_last(tmp_path, shards):
     cache = open_cache(tmp_path, limit=sum(shard.bytes for shard in shards[:3]))
     for shard in shards[:3]:
         cache.fetch(shard)
-    opened = cache.path(shards[1]).open("rb")
-    with pytest.raises(NoRoom, match="no room for its"):
-        cache.fetch(shards[3])
-    cache.fetch(shards[3], lambda: [shards[1].name, shards[0].name])
-    assert files(cache) == [shards[i].name for i in (0, 2, 3)]
-    assert len(opened.read()) == shards[1].bytes  # who reads goes on reading
+    with cache.path(shards[1]).open("rb") as opened:
+        with pytest.raises(NoRoom):
+            cache.fetch(shards[3])
+        cache.fetch(shards[3], lambda file: [shards[1].name, shards[0].name])
+        assert files(cache) == [shards[i].name for i in (0, 2, 3)]
+        assert len(opened.read()) == shards[1].bytes  # an open file stays readable
 
 
-def test_what_no_run_reads_makes_room_and_what_one_reads_stays(tmp_path, made):
-    shards = made.splits["train"].shards
+def test_unused_data_sets_make_room_and_used_ones_stay(tmp_path, shards):
     limit = sum(shard.bytes for shard in shards[:2])
-    other = Cache(FileStore(tmp_path / "far"), tmp_path / "cache", "f" * 64)
-    other.fetch(shards[0])
-    other.fetch(shards[1])
+    ready, end = FORK.Event(), FORK.Event()
+
+    def other_run() -> None:
+        other = Cache(FileStore(tmp_path / "far"), tmp_path / "cache", "f" * 64)
+        for shard in shards[:2]:
+            other.fetch(shard)
+        ready.set()
+        end.wait(60)
+
+    child = FORK.Process(target=other_run)
+    child.start()
+    assert ready.wait(60)
     cache = open_cache(tmp_path, limit=limit)
     with pytest.raises(NoRoom):
         cache.fetch(shards[2])
     assert cache.room() == 0
-    os.close(other._used)  # as when its process ends
+    end.set()
+    child.join()
     assert cache.room() == limit
     cache.fetch(shards[2])
-    assert len(files(other)) == 1 and cache.has(shards[2])
+    others = [*(tmp_path / "cache" / ("f" * 16)).glob("*.tar")]
+    assert len(others) == 1 and cache.has(shards[2])
 
 
-def test_a_full_disk_is_named_and_nothing_half_done_stays(tmp_path, small_disk, monkeypatch):
-    monkeypatch.setattr("distdl.stores.files._PIECE", 10_000)
-    manifest = prepare(tmp_path / "far", train=24, padding=20_000)  # 160 kB a shard
+def test_a_full_disk_is_reported_and_leaves_nothing_unfinished(tmp_path, small_disk, monkeypatch):
+    shards = prepare(tmp_path / "far", train=24, padding=20_000).splits["train"].shards  # 160 kB
     cache = Cache(FileStore(tmp_path / "far"), small_disk / "cache", "a" * 64)
-    shards = manifest.splits["train"].shards
     (small_disk / "others").write_bytes(bytes(150_000))
     cache.fetch(shards[0])
     cache.fetch(shards[1])
@@ -243,81 +203,59 @@ def test_a_full_disk_is_named_and_nothing_half_done_stays(tmp_path, small_disk, 
     assert files(cache) == [shards[0].name, shards[1].name]
     (small_disk / "others").unlink()
     assert cache.fetch(shards[2]).stat().st_size == shards[2].bytes
-    # What others write while a shard comes down: the same answer.
+    # Others write after the cache has looked: the same answer.
     cache.drop(shards[2])
-    cache._free = lambda: 10**9  # type: ignore[method-assign]  # looked before they wrote
     (small_disk / "others").write_bytes(bytes(200_000))
-    came: list[int] = []
-    with pytest.raises(NoRoom, match="no room"):
-        cache.fetch(shards[2], progress=came.append)
-    assert files(cache) == [shards[0].name, shards[1].name] and came == []
+    received: list[int] = []
+    usage = SimpleNamespace(free=10**9, total=10**9)
+    monkeypatch.setattr("distdl.datasets.cache.shutil.disk_usage", lambda root: usage)
+    with pytest.raises(NoRoom):
+        cache.fetch(shards[2], progress=received.append)
+    assert files(cache) == [shards[0].name, shards[1].name] and received == []
 
 
-def test_where_copies_are_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("DISTDL_CACHE", str(tmp_path))
-    assert default_root() == tmp_path
-    monkeypatch.delenv("DISTDL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
-    assert default_root() in (tmp_path / "c" / "distdl", Path("/mnt/distdl"))
-
-
-# Prefetching
-
-
-def test_shards_are_fetched_in_the_order_of_their_use(tmp_path, made, monkeypatch):
-    cache = open_cache(tmp_path)
-    train = made.splits["train"]
-    wanted = [train.shards[i] for i in (3, 0, 4)]
+def test_shards_are_prefetched_in_the_order_of_their_use(tmp_path, shards, monkeypatch):
     monkeypatch.setattr("distdl.datasets.prefetch.THREADS", 1)
+    cache, wanted = open_cache(tmp_path), [shards[i] for i in (3, 0, 4)]
     prefetch = Prefetch(cache, None)
     prefetch.want(lambda: wanted)
-    wait_until(lambda: all(cache.has(shard) for shard in wanted))
-    assert cache.store.downloads == [shard.name for shard in wanted]
+    wait_until(lambda: all(map(cache.has, wanted)))
     prefetch.close()
+    assert cache.store.downloads == [shard.name for shard in wanted]
 
 
-def test_what_is_prefetched_never_pushes_out_what_is_needed_sooner(tmp_path, made):
+def test_prefetching_never_evicts_what_is_needed_sooner(tmp_path, made, monkeypatch):
+    monkeypatch.setattr("distdl.datasets.prefetch.PAUSE", 0.02)
     train, val = made.splits["train"], made.splits["val"]
     needs = Needs(Windows(tuple(s.samples for s in train.shards), 1), train, val)
     needs.reached(3, 0, 0)
-    order = [int(s) for window in needs.windows.shards(3, 0) for s in window]
-    second = train.shards[order[-2]]
-    later = needs.needed_later(second)
-    assert train.shards[order[0]].name not in later and train.shards[order[-1]].name in later
-    assert val.shards[0].name in later and later[0] == val.shards[0].name
-    everything = needs.farthest_first(train.shards[order[0]])
-    assert len(everything) == 5 and train.shards[order[0]].name not in everything
+    order = [train.shards[s] for window in needs.windows.shards(3, 0) for s in window]
+    later = needs.needed_later(order[-2])
+    assert order[0].name not in later and order[-1].name in later
+    assert later[0] == val.shards[0].name
+    others = needs.farthest_first(order[0])
+    assert len(others) == 5 and order[0].name not in others
     cache = open_cache(tmp_path, limit=2 * max(s.bytes for s in train.shards))
-    first = [train.shards[n] for n in order[:2]]
     prefetch = Prefetch(cache, needs.needed_later)
     prefetch.want(needs.soonest_first)
-    wait_until(lambda: all(cache.has(shard) for shard in first))
-    time.sleep(0.5)
-    assert set(files(cache)) == {shard.name for shard in first}  # the third one waits
+    wait_until(lambda: all(map(cache.has, order[:2])))
+    time.sleep(0.1)
+    assert set(files(cache)) == {shard.name for shard in order[:2]}  # the third one waits
     needs.reached(3, 0, 24)  # until the first window and the one after it are over
-    wait_until(lambda: cache.has(train.shards[order[2]]))
+    wait_until(lambda: cache.has(order[2]))
     prefetch.close()
 
 
-def test_a_prefetch_that_is_ended_gives_up_its_download(tmp_path, made):
-    script = f"""
-import sys
-from pathlib import Path
-from distdl.datasets.prefetch import Prefetch
-from distdl.datasets.cache import Cache
-from distdl.datasets.reading import open_data_set
-from distdl.stores import open_store
-data = open_data_set({str(tmp_path / "far")!r})
-store = open_store("http://127.0.0.1:1/account/box", patience=36_000)  # nobody answers
-prefetch = Prefetch(Cache(store, Path({str(tmp_path / "cache")!r}), data.key), None)
-prefetch.want(lambda: data.split("train").shards)
-import time
-time.sleep(1)
-prefetch.close()
-print("closed", flush=True)
-"""
-    environment = {**os.environ, "AZURE_STORAGE_SAS_TOKEN": "sig=x", "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == "closed\n" and done.returncode == 0, done.stderr
+def test_closing_a_prefetch_aborts_its_download(tmp_path, shards):
+    tries: list[int] = []
+
+    def answer() -> None:
+        tries.append(1)
+        raise ConnectionError("no response")
+
+    store = Unreliable(tmp_path / "far", answer, patience=36_000)
+    prefetch = Prefetch(Cache(store, tmp_path / "cache", "0123456789abcdef"), None)
+    prefetch.want(lambda: shards)
+    wait_until(lambda: tries)
+    prefetch.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shards-")]

@@ -1,10 +1,11 @@
-"""`python -m distdl prepare`: from other people's data sets to shards."""
+"""`python -m distdl prepare`: from ImageNet's tars and from folders to shards."""
 
 from __future__ import annotations
 
 import io
 import json
 import shlex
+import shutil
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from distdl.cli.prepare import main
 from distdl.config.compose import compose
 from distdl.datasets.format import Manifest
 from distdl.datasets.imagenet import ImageNet, val_labels
 from distdl.datasets.next_steps import override
-from distdl.util.errors import UserError
-from tests.conftest import ROOT
+from distdl.datasets.shard_plan import Keys
 from tests.miniature import (
     CLASSES,
     SUBSET,
@@ -29,38 +30,45 @@ from tests.miniature import (
     prepare,
     stored,
     tar,
+    unpack,
     val_images,
 )
+from tests.prepared import refusal
+
+ONE = ("--workers", "1")
 
 
-def test_each_image_is_there_with_its_label(prepared):
+def as_jpg(found: dict[str, bytes]) -> dict[str, bytes]:
+    return {name.replace(".JPEG", ".jpg"): data for name, data in found.items()}
+
+
+def test_each_image_is_stored_with_its_label(prepared):
+    import webdataset
+
+    shards = sorted(str(path) for path in prepared.glob("train-*.tar"))
+    data = webdataset.WebDataset(shards, shardshuffle=False).decode("pil")
+    labels = Counter(label for _, label in data.to_tuple("jpg", "cls"))
+    assert labels == {0: 12, 1: 12, 2: 12}
     train, val = stored(prepared, "train"), stored(prepared, "val")
-    wanted = {name: data for of_class in images(12).values() for name, data in of_class.items()}
-    assert {name.replace(".jpg", ".JPEG") for name in train} == wanted.keys()
-    changed = {n for n, d in wanted.items() if train[n.replace("JPEG", "jpg")][0] != d}
-    assert changed == {"n01440764_1.JPEG", "n01440764_2.JPEG"}
+    wanted = as_jpg({n: data for of_class in images(12).values() for n, data in of_class.items()})
+    assert train.keys() == wanted.keys()
+    changed = {name for name, (data, _) in train.items() if wanted[name] != data}
+    assert changed == {"n01440764_1.jpg", "n01440764_2.jpg"}
     for name, (data, label) in train.items():
-        assert name.startswith(list(CLASSES)[label])
         image = Image.open(io.BytesIO(data))
-        assert (image.format, image.mode) in (("JPEG", "RGB"), ("JPEG", "L"))
-    assert {f"{n.rpartition('.')[0]}.jpg": d for n, d in val_images().items()} == {
-        name: data for name, (data, _) in val.items()
-    }
+        assert name.startswith(list(CLASSES)[label]) and image.format == "JPEG"
+        assert image.mode in ("RGB", "L")
+    assert {name: data for name, (data, _) in val.items()} == as_jpg(val_images())
     truth = {f"ILSVRC2012_val_{n:08}.jpg": i for i, c in enumerate(CLASSES.values()) for n in c}
     assert {name: label for name, (_, label) in val.items()} == truth
 
 
-def test_training_images_are_shuffled_and_shards_about_equal(prepared):
+def test_shards_are_shuffled_and_equal_and_the_manifest_describes_them(prepared):
     labels = [label for _, label in stored(prepared, "train").values()]
     assert labels != sorted(labels)
     manifest = Manifest.from_json((prepared / "dataset.json").read_bytes(), "it")
     sizes = [shard.bytes for shard in manifest.splits["train"].shards]
-    assert len(sizes) > 3
-    assert max(sizes) < 1.5 * min(sizes)
-
-
-def test_the_manifest_says_how_it_was_made(prepared):
-    manifest = Manifest.from_json((prepared / "dataset.json").read_bytes(), "it")
+    assert len(sizes) > 3 and max(sizes) < 1.5 * min(sizes)
     assert manifest.classes == tuple(CLASSES)
     assert manifest.made["mended"] == {
         "CMYK as RGB": {"images": 1, "names": ["n01440764_2.JPEG"]},
@@ -70,135 +78,41 @@ def test_the_manifest_says_how_it_was_made(prepared):
     assert not (prepared / ".preparing").exists()
 
 
-def test_webdataset_reads_it(prepared):
-    import webdataset
-
-    shards = sorted(str(path) for path in prepared.glob("train-*.tar"))
-    data = webdataset.WebDataset(shards, shardshuffle=False).decode("pil")
-    found = Counter(label for _, label in data.to_tuple("jpg", "cls"))
-    assert found == {0: 12, 1: 12, 2: 12}
-
-
-def unpacked(source: Path, folder: Path, train: str, val: str) -> Path:
-    for wnid, found in images(12).items():
-        (folder / "train" / wnid).mkdir(parents=True)
-        for name, data in found.items():
-            (folder / "train" / wnid / name).write_bytes(data)
-        if train == "tars":
-            (folder / "train" / f"{wnid}.tar").write_bytes(tar(found))
-            for path in (folder / "train" / wnid).iterdir():
-                path.unlink()
-            (folder / "train" / wnid).rmdir()
+@pytest.mark.parametrize(("train", "val"), [("tars", "flat"), ("folders", "sorted")])
+def test_an_unpacked_imagenet_gives_the_same(train, val, prepared, tmp_path):
+    source = unpack(tmp_path / "in", 12)
+    if train == "tars":
+        for wnid, members in images(12).items():
+            (source / "train" / f"{wnid}.tar").write_bytes(tar(members))
+            shutil.rmtree(source / "train" / wnid)
     for name, data in val_images().items():
         inner = val_labels()[int(name[-13:-5])] if val == "sorted" else ""
-        (folder / "val" / inner).mkdir(parents=True, exist_ok=True)
-        (folder / "val" / inner / name).write_bytes(data)
-    return folder
-
-
-@pytest.mark.parametrize(("train", "val"), [("tars", "flat"), ("folders", "sorted")])
-def test_unpacked_it_is_the_same(train, val, tars, prepared, tmp_path):
-    source = unpacked(tars, tmp_path / "in", train, val)
+        (source / "val" / inner).mkdir(parents=True, exist_ok=True)
+        (source / "val" / inner / name).write_bytes(data)
     prepare("imagenet", source, tmp_path / "out", *SUBSET)
     for split in ("train", "val"):  # in the same order, too
-        found, wanted = stored(tmp_path / "out", split), stored(prepared, split)
-        assert list(found.items()) == list(wanted.items())
+        of_tars = stored(prepared, split)
+        assert [*stored(tmp_path / "out", split).items()] == [*of_tars.items()]
 
 
-def test_counts_are_checked_before_anything_is_written(tars, tmp_path):
-    with pytest.raises(UserError, match="36 training images instead of 1,281,167"):
-        prepare("imagenet", tars, tmp_path / "out")
+def test_incomplete_and_damaged_tars_are_refused(tars, tmp_path, capsys):
+    problem = refusal(prepare, "imagenet", tars, tmp_path / "out")
+    assert problem.path == "--source" and "36 training images instead of 1,281,167" in problem.what
+    assert prepare("imagenet", tars, tmp_path / "out", *SUBSET, "--dry-run") == 0
+    assert "36 images" in capsys.readouterr().out
+    train = imagenet(tmp_path / "in") / "ILSVRC2012_img_train.tar"
+    train.write_bytes(train.read_bytes()[:20_000])
+    problem = refusal(prepare, "imagenet", tmp_path / "in", tmp_path / "out", *SUBSET)
+    assert problem.path == "--source" and "1d675b47d978889d74fa0da5fadfb00e" in problem.remedy
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tar_that_is_cut_short(tars, tmp_path):
-    imagenet(tmp_path / "in")
-    train = tmp_path / "in" / "ILSVRC2012_img_train.tar"
-    train.write_bytes(train.read_bytes()[:20_000])
-    with pytest.raises(UserError, match=r"damaged.*\n.*1d675b47d978889d74fa0da5fadfb00e"):
-        prepare("imagenet", tmp_path / "in", tmp_path / "out", *SUBSET)
-
-
-def test_validation_images_of_other_classes_are_left_out_of_a_subset(tmp_path):
-    imagenet(tmp_path)
+def test_a_subset_leaves_out_validation_images_of_other_classes(tmp_path):
     inner = {"n02102040.tar": tar(images(3)["n02102040"])}
-    (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar(inner))
-    source = ImageNet(tmp_path, subset=True)
-    found = [s for s in source.scan(lambda done, total: None) if s.split == "val"]
-    assert {int(s.name[-13:-5]) for s in found} == set(CLASSES["n02102040"])
-    assert {s.label for s in found} == {0}
-
-
-@pytest.fixture
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prepared") / "out"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three classes; images of each are numbered from 1, and one is a PNG."""
-    for split, first in (("train", 0), ("val", 500)):
-        for place, name in enumerate(("cat", "a dog", "emu")):
-            (tmp_path / split / name).mkdir(parents=True)
-            for n in (1, 2, 3):
-                data = encoded(photograph(first + 10 * place + n))
-                (tmp_path / split / name / f"{n}.jpg").write_bytes(data)
-    (tmp_path / "train" / "emu" / "4.png").write_bytes(encoded(photograph(4), "PNG"))
-    (tmp_path / "train" / "emu" / "._4.png").write_bytes(b"macOS")
-    return tmp_path
-
-
-def test_a_folder_as_shards(folder, out):
-    prepare("folder", folder, out, "--workers", "1")
-    train = stored(out, "train")
-    names = {"a_dog_1.jpg", "a_dog_2.jpg", "a_dog_3.jpg", "cat_1.jpg", "cat_2.jpg", "cat_3.jpg"}
-    assert train.keys() == names | {"emu_1.jpg", "emu_2.jpg", "emu_3.jpg", "emu_4.png"}
-    assert train["emu_4.png"] == ((folder / "train/emu/4.png").read_bytes(), 2)
-    assert train["a_dog_2.jpg"] == ((folder / "train/a dog/2.jpg").read_bytes(), 0)
-
-
-def test_a_damaged_image_is_named_and_left_out_on_request(folder, out):
-    bad = folder / "train" / "cat" / "2.jpg"
-    bad.write_bytes(bad.read_bytes()[:-300])
-    with pytest.raises(UserError, match=r"1 image is damaged: train: cat_2.jpg .*truncated"):
-        prepare("folder", folder, out, "--workers", "1")
-    assert not (out / "dataset.json").exists()
-    prepare("folder", folder, out, "--workers", "1", "--skip-damaged")
-    assert len(stored(out, "train")) == 9
-    damaged = json.loads((out / "dataset.json").read_text())["made"]["damaged"]
-    assert [name for name, _ in damaged] == ["train: cat_2.jpg"]
-
-
-@pytest.mark.parametrize("form", ["shards", "folder"])
-def test_a_split_that_is_all_damage_trains_nothing(folder, out, capsys, form):
-    for path in (folder / "val").rglob("*.jpg"):
-        path.write_bytes(b"")
-    prepare("folder", folder, out, "--workers", "1", "--skip-damaged", "--format", form)
-    said = capsys.readouterr().out
-    assert "next:  no training yet: validation images are all damaged (9)" in said
-    assert "data.root=" not in said
-
-
-def test_a_folder_as_a_folder(tars, tmp_path):
-    out = tmp_path / "out"
-    prepare("imagenet", tars, out, "--subset", "--format", "folder", "--workers", "2")
-    found = everything(out)
-    del found["prepared.json"]
-    wanted = {
-        f"train/{wnid}/{name.replace('JPEG', 'jpg')}": data
-        for wnid, of_class in images(12).items()
-        for name, data in of_class.items()
-    }
-    wanted |= {
-        f"val/{val_labels()[int(name[-13:-5])]}/{name.replace('JPEG', 'jpg')}": data
-        for name, data in val_images().items()
-    }
-    assert found.keys() == wanted.keys()
-    changed = {name for name in found if found[name] != wanted[name]}
-    assert changed == {f"train/n01440764/n01440764_{n}.jpg" for n in (1, 2)}
-    prepare("imagenet", tars, out, "--subset", "--format", "folder")
-    with pytest.raises(UserError, match='format was "folder", is "shards"'):
-        prepare("imagenet", tars, out, "--subset")
+    (imagenet(tmp_path) / "ILSVRC2012_img_train.tar").write_bytes(tar(inner))
+    samples = ImageNet(tmp_path, subset=True).scan(lambda done, total: None)
+    val = {(int(s.name[-13:-5]), s.label) for s in samples if s.split == "val"}
+    assert val == {(number, 0) for number in CLASSES["n02102040"]}
 
 
 def test_the_table_of_validation_labels():
@@ -212,60 +126,139 @@ def test_the_table_of_validation_labels():
     assert timm is not None and timm.origin is not None
     names = Path(timm.origin).parent / "data/_info/imagenet_synsets.txt"
     assert classes == names.read_text().split()
-    for path in (ROOT.parent / "shared" / "images").rglob("ILSVRC2012_val_*.JPEG"):
-        assert labels[int(path.stem[-8:])] == path.parent.name
 
 
-def test_what_can_be_read_again_is_read_again(folder, out):
-    image = folder / "train" / "cat" / "2.jpg"
-    whole = image.read_bytes()
-    image.write_bytes(bytes(len(whole)))
-    with pytest.raises(UserError, match="can be read again: the same command"):
-        prepare("folder", folder, out, "--workers", "1")
-    image.write_bytes(whole)
-    prepare("folder", folder, out, "--workers", "1")
-    assert stored(out, "train")["cat_2.jpg"] == (whole, 1)
+@pytest.fixture
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prepared") / "out"
 
 
-def test_a_link_to_nowhere_is_a_damaged_image(folder, out):
-    link = folder / "train" / "cat" / "lost.jpg"
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three classes; images of each are numbered from 1, and one is a PNG."""
+    for split, first in (("train", 0), ("val", 500)):
+        for label, name in enumerate(("cat", "a dog", "emu")):
+            (tmp_path / split / name).mkdir(parents=True)
+            for n in (1, 2, 3):
+                data = encoded(photograph(first + 10 * label + n))
+                (tmp_path / split / name / f"{n}.jpg").write_bytes(data)
+    (tmp_path / "train" / "emu" / "4.png").write_bytes(encoded(photograph(4), "PNG"))
+    (tmp_path / "train" / "emu" / "._4.png").write_bytes(b"macOS")
+    return tmp_path
+
+
+def test_a_damaged_image_is_reported_and_left_out_on_request(folder, out):
+    bad = folder / "train" / "cat" / "2.jpg"
+    bad.write_bytes(bad.read_bytes()[:-300])
+    link = folder / "train" / "emu" / "lost.jpg"
     link.symlink_to("/nowhere/lost.jpg")
-    said = r"1 image is damaged: train: cat_lost.jpg \(No such file or directory\)"
-    with pytest.raises(UserError, match=said):
-        prepare("folder", folder, out, "--workers", "1")
-    # Another image in its place is another source.
-    link.unlink()
-    link.write_bytes(encoded(photograph(77)))
-    with pytest.raises(UserError, match=r"from the beginning: --to DIR, or first rm -r .*out"):
-        prepare("folder", folder, out, "--workers", "1")
+    problem = refusal(prepare, "folder", folder, out, *ONE)
+    assert problem.path == "--source" and "2 images are damaged" in problem.what
+    assert "train: emu_lost.jpg (No such file or directory)" in problem.what
+    assert not (out / "dataset.json").exists()
+    prepare("folder", folder, out, *ONE, "--skip-damaged")
+    assert len(stored(out, "train")) == 9
+    damaged = json.loads((out / "dataset.json").read_text())["made"]["damaged"]
+    assert sorted(name for name, _ in damaged) == ["train: cat_2.jpg", "train: emu_lost.jpg"]
 
 
-@pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_where_it_is_to_be_sent_is_looked_at_first(folder, out, options):
-    top = out.parent
-    (top / "mine").mkdir()
-    (top / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"holds something else: thesis\.tex"):
-        prepare("folder", folder, top / "out", "--upload", str(top / "mine"), *options)
-    with pytest.raises(UserError, match="is a file, and no folder"):
-        target = str(top / "mine" / "thesis.tex")
-        prepare("folder", folder, top / "out", "--upload", target, *options)
-    assert not (top / "out").exists()
+def test_a_folder_as_shards_and_an_image_that_can_be_read_again(folder, out):
+    image = folder / "train" / "cat" / "2.jpg"
+    intact = image.read_bytes()
+    image.write_bytes(bytes(len(intact)))
+    assert "the same command" in refusal(prepare, "folder", folder, out, *ONE).remedy
+    image.write_bytes(intact + b"x")  # another image is another source
+    problem = refusal(prepare, "folder", folder, out, *ONE)
+    assert problem.path == "--to" and f"rm -r {out}" in problem.remedy
+    image.write_bytes(intact)
+    prepare("folder", folder, out, *ONE)
+    train = stored(out, "train")
+    assert len(train) == 10 and train["cat_2.jpg"] == (intact, 1)
+    assert train["emu_4.png"] == ((folder / "train/emu/4.png").read_bytes(), 2)
+    assert train["a_dog_2.jpg"] == ((folder / "train/a dog/2.jpg").read_bytes(), 0)
 
 
-def test_a_folder_inside_the_source_and_a_file_as_source_are_refused(folder):
-    with pytest.raises(UserError, match="is inside the source"):
-        prepare("folder", folder, folder / "train" / ".." / "out")
-    for kind in ("folder", "imagenet"):
-        with pytest.raises(UserError, match=r"4.png is a file, and no folder"):
-            prepare(kind, folder / "train" / "emu" / "4.png", folder / "out")
-    assert not (folder / "out").exists()
+@pytest.mark.parametrize("form", ["shards", "folder"])
+def test_without_intact_validation_images_no_training_is_suggested(folder, out, capsys, form):
+    for path in (folder / "val").rglob("*.jpg"):
+        path.write_bytes(b"")
+    prepare("folder", folder, out, *ONE, "--skip-damaged", "--format", form)
+    output = capsys.readouterr().out
+    assert "next:  no training yet: validation images are all damaged (9)" in output
+    assert "data.root=" not in output
+
+
+def test_tars_as_a_folder(tars, out):
+    options = ("--subset", "--format", "folder", "--workers", "2")
+    prepare("imagenet", tars, out, *options)
+    contents = everything(out)
+    del contents["prepared.json"]
+    train = images(12).items()
+    wanted = {f"train/{wnid}/{n}": data for wnid, c in train for n, data in as_jpg(c).items()}
+    for name, data in as_jpg(val_images()).items():
+        wanted[f"val/{val_labels()[int(name[-12:-4])]}/{name}"] = data
+    assert contents.keys() == wanted.keys()
+    changed = {name for name in contents if contents[name] != wanted[name]}
+    assert changed == {f"train/n01440764/n01440764_{n}.jpg" for n in (1, 2)}
+    prepare("imagenet", tars, out, *options)
+    assert refusal(prepare, "imagenet", tars, out, "--subset").path == "--to"
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "text"),
+    [
+        ([], "prepare", "python -m distdl prepare imagenet"),
+        (["imagnet"], "imagnet", "did you mean: python -m distdl prepare imagenet"),
+        (["imagenet"], "prepare imagenet", "required: --source, --to"),
+        (["imagenet", "--shard-md", "3"], "prepare imagenet", "required"),
+        (["imagenet", "--source", "/nowhere", "--to", "x"], "--source", "no such folder"),
+        (["folder", "--source", ".", "--to", "../x"], "--source", "must hold train/<class>/"),
+        (
+            ["folder", "--source", ".", "--to", "x", "--shard-md", "3"],
+            "prepare folder",
+            "--shard-mb",
+        ),
+        (["folder", "--source", ".", "--to", "x", "--workers", "0"], "--workers", "less than 1"),
+        (["folder", "--source", ".", "--to", "x", "--max-side", "0"], "--max-side", "not a size"),
+        (["folder", "--source", ".", "--to", "x", "--quality", "101"], "--quality", "1 to 100"),
+        (["folder", "--source", "", "--to", "x"], "prepare folder", "--source: is empty"),
+        (["folder", "--source", ".", "--to", "azure://a/b"], "--to", "--upload azure://a/b"),
+        (["folder", "--source", ".", "--to", "x", "--upload", "ftp://b"], "ftp://b", "form"),
+    ],
+)
+def test_wrong_options_are_explained(words, path, text):
+    problem = refusal(main, words)
+    assert problem.path == path and text in str(problem)
+
+
+def test_unsuitable_folders_are_refused_before_anything_is_written(folder, out):
+    image = str(folder / "train" / "emu" / "4.png")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "thesis.tex").write_text("years of work")
+    for path, kind, source, to, *options in (
+        ("--upload", "folder", folder, out, "--upload", str(folder / "mine")),
+        ("--upload", "folder", folder, out, "--upload", image, "--dry-run"),
+        ("--to", "folder", folder, folder / "train" / ".." / "out"),
+        ("--source", "folder", Path(image), out),
+        ("--source", "imagenet", Path(image), out),
+    ):
+        assert refusal(prepare, kind, source, to, *options).path == path
+    assert not out.exists() and not (folder / "out").exists()
 
 
 @pytest.mark.parametrize(
     "path", ["out", "/data/my images", "/daten/Bilder ä", "a'b", 'a "b"', "a\\", "7", "x,y", "null"]
 )
-def test_what_is_printed_can_be_pasted(path):
+def test_a_printed_override_can_be_pasted(path):
     (word,) = shlex.split(override("data.root", path))
     assert compose([word, "data=imagenet"]).data.root == path
     assert ("'" in override("data.root", path)) == (path != "out")
+
+
+def test_keys_are_safe_and_differ():
+    keys = Keys()
+    names = ["a/b.c.JPEG", "a_b_c.png", "a/b.c", "über.jpg", "", "", "x" * 300, "y" + "x" * 300]
+    result = [keys.make(name) for name in names]
+    assert result[:5] == ["a_b_c", "a_b_c_2", "a_b_c_3", "_ber", "image"]
+    assert len(set(result)) == len(names)
+    assert all(len(key) < 90 and "." not in key for key in result)

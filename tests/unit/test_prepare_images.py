@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.image_files import DamagedImage, load_image
 from distdl.datasets.images import Treatment
-from distdl.util.errors import UserError
 from tests.miniature import encoded, photograph, prepare
+from tests.prepared import refusal
 
 AS_IT_IS = Treatment()
+PHOTO = photograph(1)
 
 
 def opened(data: bytes) -> Image.Image:
@@ -31,31 +32,51 @@ def difference(a: Image.Image, b: Image.Image) -> float:
 @pytest.mark.parametrize(
     ("name", "data", "extension"),
     [
-        ("a.JPEG", encoded(photograph(1)), ".jpg"),
-        ("a.JPEG", encoded(photograph(1).convert("L")), ".jpg"),
-        ("a.JPEG", encoded(photograph(1), progressive=True), ".jpg"),
-        ("a.png", encoded(photograph(1), "PNG"), ".png"),
-        ("a.webp", encoded(photograph(1), "WEBP"), ".webp"),
-        ("no name", encoded(photograph(1).convert("P"), "PNG"), ".png"),
-        ("wrong.png", encoded(photograph(1)), ".jpg"),
+        ("a.JPEG", encoded(PHOTO), ".jpg"),
+        ("a.JPEG", encoded(PHOTO.convert("L")), ".jpg"),
+        ("a.JPEG", encoded(PHOTO, progressive=True), ".jpg"),
+        ("a.png", encoded(PHOTO, "PNG"), ".png"),
+        ("a.webp", encoded(PHOTO, "WEBP"), ".webp"),
+        ("no name", encoded(PHOTO.convert("P"), "PNG"), ".png"),
+        ("wrong.png", encoded(PHOTO), ".jpg"),
     ],
 )
 def test_most_images_keep_every_byte(name, data, extension):
     assert AS_IT_IS.apply(data, name) == (data, extension, "")
 
 
-def test_a_png_named_jpeg_becomes_one():
-    image = photograph(1)
-    data, extension, oddity = AS_IT_IS.apply(encoded(image, "PNG"), "n02105855_2933.JPEG")
-    assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", "PNG named JPEG")
-    assert difference(opened(data), image) < 1
+@pytest.mark.parametrize(
+    ("image", "form", "name", "result", "most"),
+    [
+        (PHOTO, "PNG", "n02105855_2933.JPEG", ("JPEG", "RGB", ".jpg", "PNG named JPEG"), 1),
+        (PHOTO.convert("CMYK"), "JPEG", "a.JPEG", ("JPEG", "RGB", ".jpg", "CMYK as RGB"), 1),
+        (PHOTO, "BMP", "a.bmp", ("PNG", "RGB", ".png", "BMP as PNG"), 0),
+        (PHOTO.convert("CMYK"), "TIFF", "a.tif", ("PNG", "RGB", ".png", "TIFF as PNG"), 1),
+    ],
+)
+def test_other_formats_are_converted(image, form, name, result, most):
+    before = encoded(image, form, **({"quality": 100} if form == "JPEG" else {}))
+    data, extension, oddity = AS_IT_IS.apply(before, name)
+    after = opened(data)
+    assert (after.format, after.mode, extension, oddity) == result
+    assert difference(after, opened(before)) <= most
 
 
-def test_cmyk_becomes_rgb_as_pil_sees_it():
-    before = encoded(photograph(1).convert("CMYK"), quality=100)
-    data, _, oddity = AS_IT_IS.apply(before, "a.JPEG")
-    assert (opened(data).mode, oddity) == ("RGB", "CMYK as RGB")
-    assert difference(opened(data), opened(before)) < 1
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_16_bits_are_scaled_to_8_and_not_clipped(mode):
+    values = np.tile(np.arange(256, dtype=">u2" if mode == "I;16B" else "<u2"), (16, 1))
+    image = Image.frombytes(mode, (256, 16), (values * 257).astype(values.dtype).tobytes())
+    data = encoded(image, "TIFF")
+    same, extension, _ = AS_IT_IS.apply(data, "a.tif")  # without loss
+    assert extension == ".png" and np.array_equal(np.asarray(opened(same)), values * 257)
+    jpeg, *_ = AS_IT_IS.apply(same, "a.JPEG")
+    smaller, *_ = Treatment(short_side=8, quality=100).apply(data, "a.tif")
+    for result, expected in (
+        (opened(jpeg), values),
+        (opened(smaller), values[:8, ::2]),
+        (load_image(same, "RGB"), values),
+    ):
+        assert np.abs(np.asarray(result.convert("L")).astype(int) - expected).max() < 3
 
 
 def noise(mode: str, form: str) -> bytes:
@@ -68,12 +89,7 @@ def noise(mode: str, form: str) -> bytes:
 @pytest.mark.parametrize(("mode", "form"), [("RGB", "PNG"), ("CMYK", "JPEG"), ("RGB", "TIFF")])
 @pytest.mark.parametrize(
     "treatment",
-    [
-        AS_IT_IS,
-        Treatment(quality=100),
-        Treatment(max_side=180, quality=100),
-        Treatment(short_side=148, quality=94),
-    ],
+    [AS_IT_IS, Treatment(max_side=180, quality=100), Treatment(short_side=148, quality=94)],
     ids=str,
 )
 def test_the_finest_grain_is_no_damage(treatment, mode, form):
@@ -81,25 +97,17 @@ def test_the_finest_grain_is_no_damage(treatment, mode, form):
     assert opened(data).format == "JPEG"
 
 
-def test_what_cannot_be_written_is_not_called_damaged(tmp_path):
+def test_damaged_images_are_reported_and_unwritable_ones_are_not_damaged(tmp_path):
+    for data in (b"", b"hello", encoded(PHOTO)[:-200]):
+        with pytest.raises(DamagedImage):
+            AS_IT_IS.apply(data, "a.JPEG")
     for split in ("train", "val"):
         (tmp_path / "photos" / split / "cat").mkdir(parents=True)
         wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
         (tmp_path / "photos" / split / "cat" / "a.JPEG").write_bytes(encoded(wide, "PNG"))
-    with pytest.raises(UserError, match=r"a\.JPEG: cannot be written as JPEG: broken data stream"):
-        prepare("folder", tmp_path / "photos", tmp_path / "out", "--workers", "1", "--skip-damaged")
-
-
-def test_what_only_pil_reads_is_kept_without_loss():
-    data, extension, oddity = AS_IT_IS.apply(encoded(photograph(1), "BMP"), "a.bmp")
-    assert (extension, oddity) == (".png", "BMP as PNG")
-    assert difference(opened(data), photograph(1)) == 0
-
-
-@pytest.mark.parametrize("data", [b"", b"hello", encoded(photograph(1))[:-200]])
-def test_damaged_images_are_told(data):
-    with pytest.raises(DamagedImage):
-        AS_IT_IS.apply(data, "a.JPEG")
+    options = ("--workers", "1", "--skip-damaged")
+    problem = refusal(prepare, "folder", tmp_path / "photos", tmp_path / "out", *options)
+    assert problem.path.endswith("a.JPEG") and "cannot be written as JPEG" in problem.what
 
 
 @pytest.mark.parametrize(
@@ -110,45 +118,34 @@ def test_damaged_images_are_told(data):
         (Treatment(short_side=40), (100, 80), (50, 40)),
         (Treatment(max_side=50, short_side=30), (100, 50), (50, 25)),
         (Treatment(max_side=50), (400, 2), (50, 1)),
+        (Treatment(max_side=100, short_side=80), (100, 80), (100, 80)),  # never scaled up
     ],
 )
 def test_scaled_down(treatment, before, after):
-    image = photograph(1, *before)
-    data, _, oddity = treatment.apply(encoded(image, quality=95), "a.jpg")
-    assert opened(data).size == after
+    image, exif = photograph(1, *before), Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees: pixels stay, and so does the mark
+    original = encoded(image, quality=95, exif=exif)
+    data, _, oddity = treatment.apply(original, "a.jpg")
+    assert opened(data).size == after and opened(data).getexif().get(0x0112) == 6
     assert not oddity  # it was asked for
     assert difference(opened(data), image.resize(after, Image.Resampling.LANCZOS)) < 3
+    assert (data == original) == (before == after)
 
 
-def test_never_scaled_up():
-    data = encoded(photograph(1, 100, 80))
-    assert Treatment(max_side=100, short_side=80).apply(data, "a.jpg")[0] == data
-
-
-def test_quality_alone_changes_what_is_worth_it():
+def test_quality_alone_changes_only_what_gets_much_smaller():
     detailed = Image.effect_noise((200, 150), 40)
     fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
     treatment = Treatment(quality=80)
-    assert len(treatment.apply(fine, "a.jpg")[0]) < 0.9 * len(fine)
-    assert treatment.apply(coarse, "a.jpg")[0] == coarse
     again = treatment.apply(fine, "a.jpg")[0]
-    assert treatment.apply(again, "a.jpg")[0] == again
+    assert len(again) < 0.9 * len(fine) and treatment.apply(again, "a.jpg")[0] == again
+    assert treatment.apply(coarse, "a.jpg")[0] == coarse
 
 
-def test_exif_orientation_stays_and_pixels_stay():
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by 90 degrees
-    before = encoded(photograph(1, 100, 80), exif=exif)
-    after = opened(Treatment(max_side=50).apply(before, "a.jpg")[0])
-    assert after.size == (50, 40)
-    assert after.getexif().get(0x0112) == 6
-
-
-@pytest.mark.parametrize(("form", "said"), [("TIFF", "TIFF as JPEG"), ("PNG", ""), ("WEBP", "")])
-def test_what_is_scaled_becomes_a_jpeg_and_says_so(form, said):
-    treatment = Treatment(short_side=24)
-    data, extension, oddity = treatment.apply(encoded(photograph(1), form), f"a.{form.lower()}")
-    assert (opened(data).format, extension, oddity) == ("JPEG", ".jpg", said)
+@pytest.mark.parametrize(("form", "oddity"), [("TIFF", "TIFF as JPEG"), ("PNG", ""), ("WEBP", "")])
+def test_scaled_images_become_jpegs(form, oddity):
+    treatment, before = Treatment(short_side=24), encoded(PHOTO, form)
+    data, *result = treatment.apply(before, f"a.{form.lower()}")
+    assert (opened(data).format, *result) == ("JPEG", ".jpg", oddity)
     assert "what is scaled as JPEG at quality 90 (lossy)" in str(treatment)
-    whole = Treatment(short_side=48).apply(encoded(photograph(1), form), f"a.{form.lower()}")
-    assert whole[1] != ".jpg" and "JPEG" not in whole[2]
+    complete = Treatment(short_side=48).apply(before, f"a.{form.lower()}")
+    assert complete[1] != ".jpg" and "JPEG" not in complete[2]

@@ -10,8 +10,7 @@ import numpy as np
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
 from distdl.datasets.image_files import DamagedImage
-from distdl.datasets.needs import Needs
-from distdl.datasets.order import by_first_use
+from distdl.datasets.order import Needs, by_first_use
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import Shards
 

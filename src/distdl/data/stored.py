@@ -21,8 +21,7 @@ from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.datasets.cache import REMEDY, Cache, default_root
 from distdl.datasets.format import MANIFEST, Manifest
-from distdl.datasets.needs import Needs
-from distdl.datasets.order import Windows
+from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.stores import is_remote, open_store

@@ -24,39 +24,31 @@ from distdl.util.progress_bar import Bar
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints the report; see `distdl.cli.data.main` for the options.
-
-    Returns:
-        status: 0, or 1 if there are damaged images.
-
-    Raises:
-        UserError: There is no data set, or the GPU's training rate is unknown.
-    """
+    """Prints the report; see `distdl.cli.data.main` for options, exit status and errors."""
     gpu = options.gpu or gpu_of_this_machine()
     gpus = options.gpus or resources.visible_gpus() or 1
     wanted = needs.need(options.model, (gpu or "h100").lower(), options.rate)
     if not gpu and not options.rate:
-        wanted = replace(
-            wanted, source=f"{wanted.source}; this machine has none: --gpu names yours"
-        )
-    found = sources.find(options.uri)
+        source = f"{wanted.source}; this machine has none: --gpu names yours"
+        wanted = replace(wanted, source=source)
+    data = sources.find(options.uri)
     screen = show.Screen()
-    show.contents(screen, found)
+    show.contents(screen, data)
     try:
-        seen, rates = inspect(found, options)
+        seen, rates = inspect(data, options)
     except StoreError as error:
-        raise UserError.at(found.uri, str(error), error.remedy) from error
-    show.images(screen, seen, sum(s.count for s in seen.values()) == found.count)
+        raise UserError.at(data.uri, str(error), error.remedy) from error
+    show.images(screen, seen, sum(s.count for s in seen.values()) == data.count)
     if rates is None:
         screen.line("verdict", "none of the images that were looked at can be decoded")
         return 1
     cores = resources.cpu_cores()
-    show.rates(screen, found, rates, wanted)
+    show.rates(screen, data, rates, wanted)
     formats = [needs.Format("as they are", rates.decoding)]
     if rates.smaller:
-        source = shlex.quote(found.uri)
+        source = shlex.quote(data.uri)
         how = f"python -m distdl prepare folder --source {source} --to OUT --short-side 256"
-        if found.kind != "folders of images":
+        if data.kind != "folders of images":
             how = "python -m distdl prepare ... --short-side 256 --quality 90, from the originals"
         formats.append(needs.Format("with a short side of 256, quality 90", rates.smaller, how))
     verdict = needs.judge(wanted, formats, rates.reading, cores, gpus)
@@ -68,53 +60,38 @@ def check(options: argparse.Namespace) -> int:
     if verdict.before:
         screen.line("first", verdict.before)
     usable = [o for o in verdict.overrides if resources.visible_gpus() or "nvjpeg" not in o]
-    screen.line("next", next_command(found, usable))
+    screen.line("next", next_command(data, usable))
     return 1 if any(s.damaged for s in seen.values()) else 0
 
 
-def inspect(found: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Inspects images of each split, and measures rates on the first split with intact images.
-
-    Returns:
-        seen: What was found, by split.
-        rates: None: no image could be decoded.
-
-    Raises:
-        StoreError: A shard cannot be downloaded.
-    """
+def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """The findings of each split, and the rates of the first one with intact images, or None."""
     rates, seen = None, {}
-    for name, images in found.splits.items():
+    for name, images in data.splits.items():
         if not len(images.labels) or (options.all and rates is not None):
             continue
-        shard, rows = some(images, options.sample, found.store is not None)
-        with found.reading(images, shard) as reader:
+        shard, rows = some(images, options.sample, data.store is not None)
+        with data.reading(images, shard) as reader:
             if rates is None:
                 rates = throughput.measure(reader, rows, options.image_size)
             if not options.all:
                 seen[name] = image_files.look(reader, rows)
     if options.all:
+        total = data.count
         with Bar("looking at every image") as bar:
-
-            def progress(done: int) -> None:
-                bar(done, found.count, f"{done:,} of {found.count:,}")
-
-            seen = image_files.look_at_all(found, os.cpu_count() or 1, progress)
+            progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
+            seen = image_files.look_at_all(data, os.cpu_count() or 1, progress)
     return seen, rates
 
 
 def some(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
-    """Picks evenly spread images; if they must be downloaded, only from the middle shard.
-
-    Returns:
-        shard: Number of that shard; None: all.
-        rows: Indices of the images.
-    """
+    """The middle shard (None if nothing must be downloaded), and indices of spread images."""
     shard, rows = None, np.arange(len(images.labels))
     if remote:
         shard = len(images.names) // 2
         rows = np.flatnonzero(images.where["shard"] == shard)
-    places = np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)
-    return shard, rows[places]
+    picked = np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)
+    return shard, rows[picked]
 
 
 def gpu_of_this_machine() -> str | None:
@@ -126,10 +103,10 @@ def gpu_of_this_machine() -> str | None:
     return next((name for name in needs.GPUS if name in shown), None)
 
 
-def next_command(found: DataAtUri, overrides: Sequence[str]) -> str:
+def next_command(data: DataAtUri, overrides: Sequence[str]) -> str:
     """The command that trains on this data."""
-    classes = len(found.classes)
+    classes = len(data.classes)
     what = "+experiment=resnet50_imagenet"
     if classes != 1000:
         what = f"data=imagenet data.num_classes={classes}"
-    return " ".join(["python -m distdl", what, override("data.root", found.uri), *overrides])
+    return " ".join(["python -m distdl", what, override("data.root", data.uri), *overrides])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distdl.data_check.sources import DataAtUri, ImageReader, SplitImages
+from distdl.datasets.image_files import converted
 from distdl.util.orphans import end_with_parent
 
 CHUNK = 64  # images per task of a process
@@ -21,19 +22,14 @@ CHUNK = 64  # images per task of a process
 
 @dataclass
 class Seen:
-    """The findings about some images.
+    """The findings about `count` images.
 
-    Args:
-        count: Number of inspected images.
-        damaged: Location and reason of each damaged image.
-        sizes: Width and height in pixels of each intact image.
-        mean: Sum of the images' means of red, green and blue, for values of 0 to 1.
-        std: Sum of the images' standard deviations, likewise.
+    `mean` and `std` are sums of the images' means and stds of red, green and blue, of 0 to 1.
     """
 
     count: int = 0
-    damaged: list[str] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)  # location and reason
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # pixels, of intact images
     mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
     std: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
 
@@ -70,12 +66,12 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # broken EXIF data is not damage
                 with Image.open(io.BytesIO(data)) as file:
-                    image = file.convert("RGB")
+                    image = converted(file, "RGB")
         except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-            why = "no image" if "BytesIO" in str(error) else error
+            reason = "no image" if "BytesIO" in str(error) else error
             if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
-                why = f"cannot be read: {error.strerror}"
-            seen.damaged.append(f"{reader.name(index)}: {why}")
+                reason = f"cannot be read: {error.strerror}"
+            seen.damaged.append(f"{reader.name(index)}: {reason}")
             continue
         seen.sizes.append(image.size)
         # Mean and std from a histogram, which takes PIL a third of a millisecond.
@@ -88,14 +84,12 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
 
 
 def look_at_all(
-    found: DataAtUri, processes: int, progress: Callable[[int], None]
+    data: DataAtUri, processes: int, progress: Callable[[int], None]
 ) -> dict[str, Seen]:
     """Inspects every image of every split, in several processes.
 
-    Args:
-        found: A data set; shards in a store are downloaded one by one, and removed again.
-        processes: Number of processes.
-        progress: Called with the number of images inspected so far.
+    Shards in a store are downloaded one by one, and removed again. `progress` is called with the
+    number of images inspected so far.
 
     Raises:
         StoreError: A shard cannot be downloaded.
@@ -104,10 +98,10 @@ def look_at_all(
     # Not forked: this process has threads (torch's, the bar's), whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
-        for name, images in found.splits.items():
+        for name, images in data.splits.items():
             seen = result[name] = Seen()
-            for shard, rows in _parts(found, images):
-                with found.reading(images, shard) as reader:
+            for shard, rows in _parts(data, images):
+                with data.reading(images, shard) as reader:
                     chunks = (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
                     for part in pool.map(_look, map(reader.part, chunks)):
                         seen.add(part)
@@ -119,9 +113,9 @@ def _look(reader: ImageReader) -> Seen:
     return look(reader, range(len(reader.images.where)))
 
 
-def _parts(found: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:
+def _parts(data: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:
     """A split's images: shard by shard from a store, all at once (shard None) on this machine."""
-    if found.store is None:
+    if data.store is None:
         yield None, np.arange(len(images.labels))
         return
     for shard in range(len(images.names)):

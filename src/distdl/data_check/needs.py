@@ -42,24 +42,14 @@ PREFETCH = 2
 
 @dataclass(frozen=True)
 class Need:
-    """The training rate of one GPU.
-
-    Args:
-        rate: Images per second.
-        source: Which model and GPU, and who measured it.
-    """
+    """The training rate of one GPU, in images per second, and who measured it with which model."""
 
     rate: float
     source: str
 
 
 def need(model: str, gpu: str, rate: float | None) -> Need:
-    """The training rate of one GPU.
-
-    Args:
-        model: A key of `MODELS`.
-        gpu: A key of `GPUS`.
-        rate: The user's own measurement, instead of a known rate.
+    """The training rate of one GPU: the user's measurement, or that of a known model and GPU.
 
     Raises:
         UserError: The model or GPU is unknown, or `rate` is not positive.
@@ -67,8 +57,8 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     if rate is not None:
         if rate <= 0:
             raise UserError.at("--rate", f"must be more than 0, not {rate}")
-        return Need(rate, "as you say")
-    remedy = "measure yours with data=synthetic, and say it: --rate 1500"
+        return Need(rate, "your measurement")
+    remedy = "measure yours with data=synthetic: --rate 1500"
     for option, value, known in (("--model", model, MODELS), ("--gpu", gpu, GPUS)):
         if value not in known:
             close = closest(value, known)
@@ -77,10 +67,8 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     published, source = GPUS[gpu]
     if model == "resnet50":
         return Need(published, f"resnet50 on one {gpu.upper()} ({source})")
-    factor = MODELS["resnet50"] / MODELS[model]
-    return Need(
-        published * factor, f"{model} on one {gpu.upper()}, estimated from resnet50's by GFLOP"
-    )
+    source = f"{model} on one {gpu.upper()}, estimated from resnet50's by GFLOP"
+    return Need(published * MODELS["resnet50"] / MODELS[model], source)
 
 
 def workers_for(rate: float, per_core: float) -> int:
@@ -95,62 +83,45 @@ def cores_for(rate: float, per_core: float) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of the images.
-
-    Args:
-        name: For the table.
-        per_core: Images per second that one core decodes, measured on this machine.
-        how: The command that converts the data set to it.
-    """
+    """A format of the images."""
 
     name: str
-    per_core: float
-    how: str = ""
+    per_core: float  # images per second that one core of this machine decodes
+    how: str = ""  # the command that converts the data set to it
 
 
 @dataclass(frozen=True)
 class FeedVerdict:
-    """Whether loading keeps up with the GPUs.
-
-    Args:
-        fed: Whether it does.
-        text: The same as a sentence.
-        overrides: For the run's command line.
-        before: A command to run first, if any.
-    """
+    """Whether loading keeps up with the GPUs, and the same as a sentence."""
 
     fed: bool
     text: str
-    overrides: tuple[str, ...] = ()
-    before: str = ""
+    overrides: tuple[str, ...] = ()  # for the run's command line
+    before: str = ""  # a command to run first
 
 
 def judge(
     wanted: Need, formats: list[Format], reading: float, cores: int, gpus: int
 ) -> FeedVerdict:
-    """Compares the needed rate with what this machine reads and decodes.
+    """Compares the rate that each GPU needs with what this machine reads and decodes.
 
     Args:
-        wanted: Of each GPU.
         formats: The current format first, then possible conversions, slower ones first.
         reading: Images per second that one process reads from the disk.
-        cores: Of this machine.
-        gpus: How many GPUs share the cores.
+        cores: Of this machine, shared by `gpus` GPUs.
     """
     share, per_core = cores / gpus, formats[0].per_core
     needed = cores_for(wanted.rate, per_core)
     if needed <= share:
         workers = workers_for(wanted.rate, per_core)
-        several = "s" * (workers > 1)
-        text = f"fed: {workers} worker{several} and the training itself, on {share:g} cores per GPU"
+        noun = "workers" if workers > 1 else "worker"
+        text = f"fed: {workers} {noun} and the training itself, on {share:g} cores per GPU"
         # A worker that waits for the disk uses no core, so more workers make up for it.
         waiting = math.ceil(wanted.rate * (BESIDES / per_core + 1 / reading))
         if waiting > workers:
             text += f"; {waiting} workers while the disk's cache is cold"
-        default = loader_workers(int(share))
-        return FeedVerdict(
-            True, text, (f"data.num_workers={waiting}",) if waiting > default else ()
-        )
+        more = waiting > loader_workers(int(share))
+        return FeedVerdict(True, text, (f"data.num_workers={waiting}",) * more)
     # Whole processes, as in `needed`; rounded down, so that "starved" never shows 100 %.
     percent = int(100 * (int(share) - 1) * per_core / BESIDES / wanted.rate)
     text = f"starved: {share:g} core{'s' * (share != 1)} per GPU"
@@ -172,9 +143,7 @@ def judge(
 class Shm:
     """Shared memory, through which loaders pass their batches, in bytes.
 
-    Args:
-        size: Of /dev/shm; None: there is no /dev/shm.
-        needed: By all loaders of this machine.
+    `size` is that of /dev/shm, None without one; `needed` by all loaders of this machine.
     """
 
     size: int | None
@@ -191,5 +160,5 @@ def shm(workers: int, gpus: int, batch: int, image_size: int) -> Shm:
     One more batch per GPU is in transfer to the device.
     """
     needed = gpus * (workers * PREFETCH + 1) * batch * 3 * image_size**2
-    place = Path("/dev/shm")
-    return Shm(shutil.disk_usage(place).total if place.is_dir() else None, needed)
+    memory = Path("/dev/shm")
+    return Shm(shutil.disk_usage(memory).total if memory.is_dir() else None, needed)

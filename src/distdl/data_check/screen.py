@@ -30,26 +30,26 @@ class Screen:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(box=None, pad_edge=False)
-        for place, column in enumerate(columns):
-            table.add_column(column, justify="right" if place else "left", no_wrap=True)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         self.console.print(Padding(table, (0, 0, 0, 9), expand=False))
 
 
-def contents(screen: Screen, found: DataAtUri) -> None:
-    count = len(found.classes)
+def contents(screen: Screen, data: DataAtUri) -> None:
+    count = len(data.classes)
     classes = f"{count:,} class{'es' * (count != 1)}"
-    screen.line("data", f"{found.uri}  ({found.kind}, {classes})")
+    screen.line("data", f"{data.uri}  ({data.kind}, {classes})")
     rows = []
-    for name, images in found.splits.items():
-        counts = np.bincount(images.labels, minlength=len(found.classes))
+    for name, images in data.splits.items():
+        counts = np.bincount(images.labels, minlength=len(data.classes))
         each = f"{counts.min():,} / {int(np.median(counts)):,} / {counts.max():,}"
         total = size(float(images.sizes.sum()))
         rows.append((name, f"{len(images.labels):,}", f"{images.files:,}", total, each))
         empty = np.flatnonzero(counts == 0)
         if len(empty):
-            shown = ", ".join(str(found.classes[label]) for label in empty[:3])
+            shown = ", ".join(str(data.classes[label]) for label in empty[:3])
             more = ", ..." if len(empty) > 3 else ""
             have = "class has" if len(empty) == 1 else "classes have"
             screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}{more}")
@@ -62,17 +62,14 @@ def images(screen: Screen, seen: dict[str, Seen], every: bool) -> None:
     if len(sizes):
         (low_w, low_h), (high_w, high_h) = sizes.min(0), sizes.max(0)
         width, height = np.median(sizes, axis=0).astype(int)
-        screen.line(
-            "images",
-            f"{width} x {height} pixels (median), from {low_w} x {low_h} to {high_w} x {high_h}; "
-            f"{'all' if every else 'a sample of'} {count:,}",
-        )
+        extent = f"from {low_w} x {low_h} to {high_w} x {high_h}"
+        share = f"{'all' if every else 'a sample of'} {count:,}"
+        screen.line("images", f"{width} x {height} pixels (median), {extent}; {share}")
     train = seen.get("train")
     if train and train.sizes:
         mean, std = (", ".join(f"{v:.3f}" for v in values) for values in train.average())
-        screen.line(
-            "colours", f"data.mean=[{mean}] data.std=[{std}]  (train; ImageNet's are usual)"
-        )
+        text = f"data.mean=[{mean}] data.std=[{std}]  (train; ImageNet's are usual)"
+        screen.line("colours", text)
     damaged = [f"{name}: {text}" for name, s in seen.items() for text in s.damaged]
     if not damaged:
         screen.line("damaged", f"none of {count:,}" + ("" if every else " (every image: --all)"))
@@ -85,31 +82,27 @@ def images(screen: Screen, seen: dict[str, Seen], every: bool) -> None:
         screen.line("", f"... and {len(damaged) - len(shown)} more (--all names each)")
 
 
-def rates(screen: Screen, found: DataAtUri, rates: Rates, wanted: Need) -> None:
+def rates(screen: Screen, data: DataAtUri, rates: Rates, wanted: Need) -> None:
     mean = rates.reading_bytes / rates.reading
-    if found.store is not None:
-        speed = found.downloaded_bytes / max(found.download_seconds, 1e-9)
+    if data.store is not None:
+        speed = data.downloaded_bytes / max(data.download_seconds, 1e-9)
         screen.line(
             "download",
             f"{size(speed)}/s, {speed / mean:,.0f} img/s: the first epoch of a node goes no faster;"
             f" one GPU takes {size(wanted.rate * mean)}/s. Later epochs read the node's disk",
         )
-    screen.line(
-        "reading", f"{rates.reading:,.0f} img/s, {size(rates.reading_bytes)}/s by one process"
-    )
+    text = f"{rates.reading:,.0f} img/s, {size(rates.reading_bytes)}/s by one process"
+    screen.line("reading", text)
     screen.line("need", f"{wanted.rate:,.0f} img/s for each GPU: {wanted.source}")
 
 
 def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, gpus: int) -> None:
-    rows = [
-        (
-            f"decoding, {each.name}",
-            f"{each.per_core:,.0f}",
-            str(cores_for(wanted.rate, each.per_core)),
-            f"{cores / gpus:g}",
+    rows = []
+    for each in formats:
+        needed = str(cores_for(wanted.rate, each.per_core))
+        rows.append(
+            (f"decoding, {each.name}", f"{each.per_core:,.0f}", needed, f"{cores / gpus:g}")
         )
-        for each in formats
-    ]
     columns = ("", "img/s per core", "cores needed per GPU", f"there are, for {gpus}")
     screen.table(columns, rows)
 

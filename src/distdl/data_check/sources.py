@@ -10,7 +10,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from distdl.datasets.reading import DataSet, open_data_set, refuse_misfit
 from distdl.datasets.source import Files, Sample
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.stores.files import readable
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
 
@@ -38,47 +39,34 @@ RAW = {
 
 @dataclass
 class SplitImages:
-    """One split.
+    """One split of N images."""
 
-    Args:
-        labels: [N].
-        sizes: [N], bytes of each encoded image.
-        files: Number of files.
-        where: [N] rows of `ROW`, or the samples of a folder.
-        names: Of the shards; empty for a folder.
-    """
-
-    labels: Array
-    sizes: Array
-    files: int
-    where: Any
-    names: Sequence[str] = ()
+    labels: Array  # [N]
+    sizes: Array  # [N], bytes of each encoded image
+    files: int  # number of files
+    where: Any  # [N] rows of `ROW`, or the samples of a folder
+    names: Sequence[str] = ()  # of the shards; empty for a folder
 
 
 @dataclass
 class ImageReader:
-    """Reads images from files on this machine.
-
-    Args:
-        images: The images.
-        folder: Where the files are.
-    """
+    """Reads images from files in a folder of this machine."""
 
     images: SplitImages
     folder: Path
-    _files: Files = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._files = Files(self.folder)
+    @cached_property
+    def _files(self) -> Files:
+        return Files(self.folder)
 
     def read(self, index: int) -> bytes:
         """The encoded image; raises OSError if it cannot be read."""
-        name, offset, size = self.place(index)
+        name, offset, size = self.location(index)
         if self.images.names:
             return self._files.read(name, offset, size)
         return (self.folder / name).read_bytes()
 
-    def place(self, index: int) -> tuple[str, int, int]:
+    def location(self, index: int) -> tuple[str, int, int]:
         """File, offset and size of an image, in bytes."""
         row = self.images.where[index]
         if isinstance(row, Sample):
@@ -87,7 +75,7 @@ class ImageReader:
 
     def name(self, index: int) -> str:
         """Location for messages: the file, or shard and member as `tar` shows them."""
-        file, offset, _ = self.place(index)
+        file, offset, _ = self.location(index)
         if not self.images.names:
             return file
         header = self._files.read(file, offset - 512, 100)
@@ -99,19 +87,14 @@ class ImageReader:
 
     def part(self, indices: Sequence[int]) -> ImageReader:
         """A reader of only those images, small enough to be pickled to another process."""
-        images = self.images
-        where = [images.where[int(index)] for index in indices]
-        if images.names:
-            where = images.where[indices]
-        kept = SplitImages(images.labels[:0], images.sizes[:0], 0, where, images.names)
-        return ImageReader(kept, self.folder)
+        where, empty = self.images.where, np.empty(0)
+        where = where[indices] if self.images.names else [where[int(i)] for i in indices]
+        return ImageReader(SplitImages(empty, empty, 0, where, self.images.names), self.folder)
 
     def forget(self, indices: Sequence[int]) -> None:
         """Drops images from the page cache, so that the next read comes from the disk."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        for index in indices:
-            name, offset, size = self.place(index)
+        for index in indices if hasattr(os, "posix_fadvise") else ():
+            name, offset, size = self.location(index)
             with suppress(OSError), (self.folder / name).open("rb") as file:
                 os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
 
@@ -121,12 +104,8 @@ class DataAtUri:
     """The data set at a URI.
 
     Args:
-        uri: For messages.
         kind: "shards", "shards in a store" or "folders of images".
-        classes: Their names.
-        splits: By name.
-        store: Source of its files; None: they are on this machine.
-        folder: Location of the files on this machine.
+        store: Source of its files; None: they are in `folder`, on this machine.
     """
 
     uri: str
@@ -146,14 +125,9 @@ class DataAtUri:
 
     @contextmanager
     def reading(self, images: SplitImages, shard: int | None) -> Iterator[ImageReader]:
-        """A reader of one shard, or of a whole split if it is on this machine.
+        """A reader of a split on this machine, or of one shard, which is downloaded (StoreError).
 
-        Args:
-            images: The split.
-            shard: From a store: its number; ignored for files on this machine.
-
-        Raises:
-            StoreError: The shard cannot be downloaded.
+        `shard` is ignored for files on this machine.
         """
         if self.store is None:
             yield ImageReader(images, self.folder)
@@ -184,8 +158,9 @@ def find(uri: str) -> DataAtUri:
     except StoreError as error:
         raise UserError.at(uri.partition("?")[0], str(error), error.remedy) from error
     except UserError as error:  # its path is a run's data.root, which does not apply here
-        problems = (Problem("", p.what, p.remedy) for p in error.problems if p.path == "data.root")
-        raise (UserError(*found) if (found := list(problems)) else error) from error
+        if any(problem.path != "data.root" for problem in error.problems):
+            raise
+        raise UserError(*(replace(problem, path="") for problem in error.problems)) from error
 
 
 def _shards(data: DataSet, remote: bool) -> DataAtUri:
@@ -193,7 +168,7 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
     for name, split in data.manifest.splits.items():
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
-            what = f"{split.index.name} is not the index that {MANIFEST} speaks of"
+            what = f"{split.index.name} is not the index in {MANIFEST}"
             raise UserError.at(store.uri, what, "copy or upload the data set again")
         rows = load_index(content, f"{store.uri}/{split.index.name}")
         refuse_misfit(rows, data, name)
@@ -204,39 +179,40 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise UserError.at(store.uri, f"{shard.name} {state}", "copy it again")
         splits[name] = SplitImages(rows["label"], rows["bytes"], len(names), rows, names)
-    kind = "shards in a store" if remote else "shards"
-    folder = Path() if remote else Path(store.uri)
-    classes = data.manifest.classes
-    return DataAtUri(store.uri, kind, classes, splits, store if remote else None, folder)
+    if remote:
+        return DataAtUri(store.uri, "shards in a store", data.manifest.classes, splits, store)
+    folder = Path(store.uri)
+    return DataAtUri(store.uri, "shards", data.manifest.classes, splits, folder=folder)
 
 
 def _folder(folder: Path) -> DataAtUri:
+    remedy = ""
     if folder.is_file():
         what = "is a file: give the folder that holds train/ and val/, or dataset.json"
-        raise UserError.at(str(folder), what)
-    if not folder.is_dir():
-        raise UserError.at(str(folder), "no such folder")
-    if (folder / WORK).is_dir():
+    elif not folder.is_dir():
+        what = "no such folder"
+    elif (folder / WORK).is_dir():
         what = "its preparation was interrupted, or is under way"
-        raise UserError.at(str(folder), what, "the same `prepare` command resumes it")
-    if not (folder / "train").is_dir():
-        names = [path.name for path in folder.iterdir()]
-        found = (kind for kind, form in RAW.items() if any(re.search(form, n) for n in names))
-        raw = next(found, None)
+        remedy = "the same `prepare` command resumes it"
+    else:
         what = f"neither {MANIFEST} nor train/ and val/ are in it"
         remedy = "it must hold train/<class>/ and val/<class>/"
-        if raw:
-            remedy = f"python -m distdl prepare {raw} --source {shlex.quote(str(folder))} --to OUT"
+        names = "\n".join(path.name for path in folder.iterdir())
+        for kind, form in RAW.items():
+            if re.search(form, names, re.MULTILINE):
+                quoted = shlex.quote(str(folder))
+                remedy = f"python -m distdl prepare {kind} --source {quoted} --to OUT"
+                break
+    if (folder / WORK).is_dir() or not (folder / "train").is_dir():
         raise UserError.at(str(folder), what, remedy)
     try:
         source = Folder(folder)
         samples = list(source.scan(lambda done, total: None))
     except UserError as error:
-        problems = (Problem(str(folder), p.what, p.remedy) for p in error.problems)
-        raise UserError(*problems) from error
+        raise UserError(*(replace(p, path=str(folder)) for p in error.problems)) from error
     splits = {}
     for name in ("train", "val"):
-        own = [sample for sample in samples if sample.split == name]
-        labels, sizes = (np.array([getattr(s, key) for s in own]) for key in ("label", "bytes"))
-        splits[name] = SplitImages(labels, sizes, len(own), own)
+        chosen = [sample for sample in samples if sample.split == name]
+        labels, sizes = (np.array([getattr(s, key) for s in chosen]) for key in ("label", "bytes"))
+        splits[name] = SplitImages(labels, sizes, len(chosen), chosen)
     return DataAtUri(str(folder), "folders of images", source.classes, splits, folder=folder)

@@ -23,6 +23,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -34,6 +35,8 @@ from distdl.util.atomic_files import sync, write_bytes
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
+
+Evictable = Callable[[File], Sequence[str]]
 
 TRIES = 3
 AGAIN = 10.0  # seconds to wait for a server that another process of this node has given up on
@@ -48,7 +51,6 @@ class Cache:
     """Copies of one data set's files.
 
     Args:
-        store: Source of the files.
         root: A folder that all data sets share; created if needed.
         key: Identifies the data set: the sha256 of its manifest.
         limit: Bytes for all of `root`; None: limited by the disk.
@@ -82,7 +84,7 @@ class Cache:
     def fetch(
         self,
         file: File,
-        evictable: Callable[[], Sequence[str]] | None = None,
+        evictable: Evictable | None = None,
         progress: Progress | None = None,
     ) -> Path:
         """Path of the file's complete and checked copy; downloads it if it is not cached.
@@ -92,7 +94,8 @@ class Cache:
 
         Args:
             file: Its name, length and sha256.
-            evictable: Returns names of copies that may be evicted, the farthest next use first.
+            evictable: Returns names of copies that may be evicted for a file, the farthest next
+                use first.
             progress: As for `Store.download`.
 
         Raises:
@@ -114,41 +117,26 @@ class Cache:
                     left.unlink(missing_ok=True)
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
                 try:
-                    damage = self._download(
-                        file, part, evictable or list, self._giving_up(asked, progress)
-                    )
+                    self._reserve(part, file, evictable)
+                    self.store.download(file.name, part, self._giving_up(asked, progress))
+                    damage = difference(part, file)
+                    if not damage:
+                        with FileLock(self.root / "lock"):  # so that `_lacking` counts it once
+                            part.rename(self.path(file))
+                        sync(self.folder)
+                        return self.path(file)
+                except StoreError as error:
+                    if error.transient:
+                        write_bytes(self._outage, str(error).encode(), durable=False)
+                    raise _unreachable(str(error), error.transient) from error
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    raise self._full(file) from error  # perhaps others wrote to the disk
                 finally:
                     part.unlink(missing_ok=True)
-                if not damage:
-                    return self.path(file)
-        what = f"{self.store.uri}/{file.name} came {TRIES} times, and {damage}"
+        what = f"{self.store.uri}/{file.name} arrived damaged {TRIES} times: {damage}"
         raise UserError.at("data.root", what, DAMAGED)
-
-    def _download(
-        self,
-        file: File,
-        part: Path,
-        evictable: Callable[[], Sequence[str]],
-        progress: Progress,
-    ) -> str:
-        """Tries once to download; returns what is wrong with the download, "" if nothing."""
-        try:
-            self._reserve(part, file, evictable)
-            self.store.download(file.name, part, progress)
-            damage = difference(part, file)
-            if not damage:
-                with FileLock(self.root / "lock"):  # so that `_lacking` counts it once
-                    part.rename(self.path(file))
-                sync(self.folder)
-            return damage
-        except StoreError as error:
-            if error.transient:
-                write_bytes(self._outage, str(error).encode(), durable=False)
-            raise _unreachable(str(error), error.transient) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, NoRoom):
-                raise
-            raise NoRoom(errno.ENOSPC, self._full(file)) from error  # others wrote to the disk
 
     @property
     def _outage(self) -> Path:
@@ -156,11 +144,9 @@ class Cache:
 
     def _share_outage(self, since: float) -> None:
         """Raises UserError if another process has given up on the server since `since`."""
-        try:
+        with suppress(FileNotFoundError):
             if self._outage.stat().st_mtime >= since:
                 raise _unreachable(self._outage.read_text(), transient=True)
-        except FileNotFoundError:
-            return
 
     def _giving_up(self, asked: float, progress: Progress | None) -> Progress:
         """Wraps `progress` so that it also gives up when another process of this node has.
@@ -186,42 +172,39 @@ class Cache:
 
     def room(self) -> int:
         """Bytes that this data set may take: free space, its own copies, and unused data sets."""
-        present = sum(size for _, size in _copies(self.folder))
-        others = sum(size for folder in self._unused() for _, size in _copies(folder))
-        disk = self._free() + present + others
-        if self.limit is None:
-            return disk
-        kept = sum(size for folder in self._folders() for _, size in _copies(folder))
-        return min(disk, self.limit - kept + present + others)
+        usable = sum(map(_size, (self.folder, *self._unused())))
+        disk = self._free() + usable
+        return disk if self.limit is None else min(disk, self.limit - self._total() + usable)
 
-    def _reserve(self, part: Path, file: File, evictable: Callable[[], Sequence[str]]) -> None:
-        """Reserves disk space for a file."""
+    def _reserve(self, part: Path, file: File, evictable: Evictable | None) -> None:
+        """Reserves disk space for a file, and makes room for it."""
         with FileLock(self.root / "lock"):
             if self._lacking(file.bytes) > 0:
-                self._make_room(file, evictable)
+                others = (
+                    folder / copy.name for folder in self._unused() for copy in _copies(folder)
+                )
+                names = evictable(file) if evictable else ()
+                ours = (self.folder / name for name in names if name != file.name)
+                for path in itertools.chain(others, ours):
+                    path.unlink(missing_ok=True)
+                    if self._lacking(file.bytes) <= 0:
+                        break
+                else:
+                    raise self._full(file)
             with reserved(part, file.bytes):
                 pass
-
-    def _make_room(self, file: File, evictable: Callable[[], Sequence[str]]) -> None:
-        others = (folder / name for folder in self._unused() for name, _ in _copies(folder))
-        ours = (self.folder / name for name in evictable() if name != file.name)
-        for path in itertools.chain(others, ours):
-            path.unlink(missing_ok=True)
-            if self._lacking(file.bytes) <= 0:
-                return
-        raise NoRoom(errno.ENOSPC, self._full(file))
 
     def _lacking(self, wanted: int) -> int:
         """Bytes to free before `wanted` more bytes fit."""
         lacking = wanted - self._free()
-        if self.limit is not None:
-            used = sum(size for folder in self._folders() for _, size in _copies(folder))
-            lacking = max(lacking, used + wanted - self.limit)
-        return lacking
+        return lacking if self.limit is None else max(lacking, self._total() + wanted - self.limit)
 
     def _free(self) -> int:
         disk = shutil.disk_usage(self.root)
         return disk.free - min(MARGIN, disk.total // 20)
+
+    def _total(self) -> int:
+        return sum(map(_size, self._folders()))
 
     def _folders(self) -> list[Path]:
         return [path for path in self.root.iterdir() if (path / "locks").is_dir()]
@@ -231,16 +214,14 @@ class Cache:
         others = [f for f in self._folders() if f != self.folder and not _in_use(f)]
         return sorted(others, key=lambda folder: (folder / "locks" / "in_use").stat().st_mtime)
 
-    def _full(self, file: File) -> str:
+    def _full(self, file: File) -> NoRoom:
         free = shutil.disk_usage(self.root).free
         limit = "" if self.limit is None else f" (data.cache_gb: {self.limit / 1e9:g} GB)"
-        return (
-            f"no room for its {file.bytes / 1e6:.1f} MB in {self.root}{limit}: "
-            f"the disk has {free / 1e6:,.0f} MB left"
-        )
+        text = f"no room for its {file.bytes / 1e6:.1f} MB in {self.root}{limit}: "
+        return NoRoom(errno.ENOSPC, f"{text}the disk has {free / 1e6:,.0f} MB left")
 
 
-HEALED = "%s is damaged: it comes down again"
+HEALED = "%s is damaged: it is downloaded again"
 REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
 DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume this run"
 
@@ -252,8 +233,7 @@ def _unreachable(message: str, transient: bool) -> UserError:
 
 def default_root() -> Path:
     """DISTDL_CACHE; else an Azure VM's mounted local disk; else in XDG_CACHE_HOME or ~/.cache."""
-    folder = os.environ.get("DISTDL_CACHE")
-    if folder:
+    if folder := os.environ.get("DISTDL_CACHE"):
         return Path(folder).expanduser()
     for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # waagent's, cloud-init's
         if os.path.ismount(disk) and os.access(disk, os.W_OK):
@@ -290,13 +270,14 @@ def _in_use(folder: Path) -> bool:
     return False
 
 
-def _copies(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes of a data set's files, also unfinished ones, which take space, too."""
-    copies = []
-    for entry in os.scandir(folder):
-        try:
-            if entry.is_file():
-                copies.append((entry.name, entry.stat().st_size))
-        except FileNotFoundError:  # removed by another process
-            continue
-    return copies
+def _copies(folder: Path) -> list[os.DirEntry[str]]:
+    """A data set's files, also unfinished ones, which take space, too."""
+    return [entry for entry in os.scandir(folder) if entry.is_file()]
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    for entry in _copies(folder):
+        with suppress(FileNotFoundError):  # removed by another process
+            size += entry.stat().st_size
+    return size

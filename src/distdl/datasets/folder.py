@@ -29,11 +29,8 @@ def open_source(options: argparse.Namespace) -> Folder:
 class Folder:
     """Images in class folders. Labels index the sorted names, as in torchvision's ImageFolder.
 
-    Args:
-        folder: Holds `train/` and `val/`, with the same class folders in both.
-
-    Raises:
-        UserError: A split is missing, the class folders differ, or a class has no images.
+    `folder` holds `train/` and `val/`, with the same class folders in both, none without images
+    (else UserError).
     """
 
     kind = "folder"
@@ -44,10 +41,8 @@ class Folder:
         missing = [split for split in SPLITS if not (folder / split).is_dir()]
         if missing:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
-            if not folder.is_dir():
-                what = no_folder(folder)
             remedy = "it must hold train/<class>/ and val/<class>/"
-            raise UserError.at("--source", what, remedy)
+            raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
         self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
@@ -61,8 +56,7 @@ class Folder:
                 walk = folders.walk(self.folder / split, name)
                 images = [(path, *_size_and_mtime(path)) for path in files_below(top, walk=walk)]
                 if not images:
-                    what = f"{top} holds no image"
-                    raise UserError.at("--source", what, ", ".join(EXTENSIONS))
+                    raise UserError.at("--source", f"{top} holds no image", ", ".join(EXTENSIONS))
                 for path, size, mtime in images:
                     where = path.relative_to(self.folder).as_posix()
                     inner = path.relative_to(top).as_posix()
@@ -75,13 +69,9 @@ class Folder:
         listing = hashlib.sha256()
         for sample in self._images:
             listing.update(f"{sample.where[0]} {sample.bytes}\n".encode(errors="surrogateescape"))
-        count, size = len(self._images), sum(sample.bytes for sample in self._images)
-        return {
-            "kind": self.kind,
-            "images": count,
-            "bytes": size,
-            "listing_sha256": listing.hexdigest(),
-        }
+        size = sum(sample.bytes for sample in self._images)
+        counts = {"kind": self.kind, "images": len(self._images), "bytes": size}
+        return counts | {"listing_sha256": listing.hexdigest()}
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
         for number, sample in enumerate(self._images):
@@ -103,10 +93,8 @@ class Folder:
 def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Problem:
     """The problem of a `path` whose two splits have different class folders."""
     differing = sorted(set(train) ^ set(val))
-    what = (
-        f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has "
-        f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
-    )
+    names = f"{', '.join(differing[:3])}{', ...' * (len(differing) > 3)}"
+    what = f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has {names}"
     remedy = "both need the same class folders, or labels would differ in meaning"
     return Problem(path, what, remedy)
 

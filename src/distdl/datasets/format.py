@@ -11,17 +11,23 @@ so that any webdataset reader can read it (https://github.com/webdataset/webdata
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import tarfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
 MANIFEST = "dataset.json"
 WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
+BLOCK = 512  # bytes of a tar block: a header is one, contents are padded to a multiple
 FORMAT, VERSION = "distdl-shards", 1
 
 # Location of a sample's encoded image, its label, and the sha256 of its bytes.
@@ -41,11 +47,7 @@ class File:
 
 @dataclass(frozen=True)
 class Shard(File):
-    """A tar file.
-
-    Args:
-        samples: How many it holds.
-    """
+    """A tar file of `samples` samples."""
 
     samples: int
 
@@ -66,12 +68,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared data set.
+    """A prepared data set: class names by label, splits by name, and how it was made from what.
 
-    Args:
-        classes: Names by label.
-        splits: By name.
-        made: How it was made, and from what (for people, and to refuse to mix two data sets).
+    `made` is for people, and to refuse to mix two data sets.
     """
 
     classes: tuple[str, ...]
@@ -83,39 +82,29 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
-        """Parses a manifest; `where` names it in errors.
-
-        Raises:
-            UserError: It is not a manifest of this version.
-        """
+        """Parses a manifest, which is `where`; UserError if it is not one of this version."""
         try:
-            found = json.loads(text)
-            if found["format"] == FORMAT and found["version"] > VERSION:
-                what = f"{where} was prepared by a newer distdl, as version {found['version']}"
+            fields = json.loads(text)
+            form, version = fields["format"], fields["version"]
+            if form == FORMAT and version > VERSION:
+                what = f"{where} was prepared by a newer distdl, as version {version}"
                 raise UserError.at("data.root", what, "update distdl")
-            if found["format"] != FORMAT or found["version"] != VERSION:
-                raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
-            splits = {
-                name: Split(
-                    split["samples"],
-                    File(**split["index"]),
-                    tuple(Shard(**shard) for shard in split["shards"]),
-                )
-                for name, split in found["splits"].items()
-            }
-            return cls(tuple(found["classes"]), splits, found["made"])
+            if form != FORMAT or version != VERSION:
+                raise ValueError(f"format {form!r}, version {version!r}")
+            splits = {}
+            for name, split in fields["splits"].items():
+                shards = tuple(Shard(**shard) for shard in split["shards"])
+                splits[name] = Split(split["samples"], File(**split["index"]), shards)
+            return cls(tuple(fields["classes"]), splits, fields["made"])
         except (ValueError, KeyError, TypeError) as error:
             what = f"{where} is not a manifest of version {VERSION}: {error}"
-            remedy = "python -m distdl prepare ... writes one"
-            raise UserError.at("data.root", what, remedy) from error
+            raise UserError.at(
+                "data.root", what, "python -m distdl prepare ... writes one"
+            ) from error
 
 
 def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
-    """The rows in the content of an index file; `where` names it in errors.
-
-    Raises:
-        UserError: `data` does not hold rows of `ROW`.
-    """
+    """The rows in the content of the index file `where`; UserError if it holds others."""
     try:
         rows = np.load(io.BytesIO(data), allow_pickle=False)
         if rows.dtype != ROW:
@@ -123,3 +112,55 @@ def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
     except (ValueError, EOFError, OSError) as error:
         raise UserError.at("data.root", f"{where} is not an index: {error}") from error
     return rows
+
+
+class ShardFile:
+    """Writes a tar file with two members per sample, `<key>.jpg` and `<key>.cls`.
+
+    The same samples give the same bytes, since it stores no times and no owners.
+
+    `number` is the shard's index in its split.
+    """
+
+    def __init__(self, file: BinaryIO, number: int) -> None:
+        self._file, self._number = file, number
+        self._hash = hashlib.sha256()
+        self._offset = 0
+        self._rows: list[tuple[int, int, int, int, bytes]] = []
+
+    def add(self, key: str, extension: str, data: bytes, label: int) -> None:
+        """Appends an encoded image and its label; `key` is at most 90 letters, digits, `_`, `-`."""
+        start = self._offset + BLOCK
+        self._member(key + extension, data)
+        self._member(f"{key}.cls", str(label).encode())
+        self._rows.append((self._number, start, len(data), label, hashlib.sha256(data).digest()))
+
+    def close(self, name: str) -> tuple[Shard, np.ndarray[Any, Any]]:
+        """Writes the end of the tar; returns the shard and its rows of the index (`ROW`)."""
+        self._write(bytes(2 * BLOCK))
+        rows = np.array(self._rows, dtype=ROW)
+        return Shard(name, self._offset, self._hash.hexdigest(), len(rows)), rows
+
+    def _member(self, name: str, data: bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        self._write(data)
+        self._write(bytes(-len(data) % BLOCK))
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._offset += len(data)
+
+
+def write_index(
+    out: Path, split: str, shards: Sequence[Shard], rows: np.ndarray[Any, Any]
+) -> Split:
+    """Writes a split's index, and returns the split's entry for the manifest."""
+    memory = io.BytesIO()
+    np.save(memory, rows)
+    data, name = memory.getvalue(), f"{split}.index.npy"
+    write_bytes(out / name, data)
+    index = File(name, len(data), hashlib.sha256(data).hexdigest())
+    return Split(len(rows), index, tuple(shards))

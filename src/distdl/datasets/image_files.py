@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -22,23 +24,27 @@ def is_image(name: str, endings: tuple[str, ...] = EXTENSIONS) -> bool:
 
 
 def load_image(data: bytes, mode: str | None = None) -> Image.Image:
-    """Loads an image with PIL. EXIF orientation is ignored, as in torchvision's ImageFolder.
+    """Loads an image with PIL, and converts it to a PIL mode.
 
-    Args:
-        data: A file's bytes.
-        mode: PIL mode to convert to; None: no conversion.
-
-    Raises:
-        DamagedImage: It is not an image, or is truncated.
+    EXIF orientation is ignored, as in torchvision's ImageFolder. Raises DamagedImage.
     """
     from PIL import Image
 
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
-        return image.convert(mode) if mode else image
+        return converted(image, mode) if mode else image
     except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-        reason = (
-            "is not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
-        )
+        unknown = isinstance(error, Image.UnidentifiedImageError)
+        reason = "is not an image" if unknown else str(error)
         raise DamagedImage(reason if data else "is empty") from error
+
+
+def converted(image: Image.Image, mode: str) -> Image.Image:
+    """`image.convert(mode)`, but with 16 bits of grey scaled to 8, where PIL clips them."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).clip(0, 65535) / 257
+        image = Image.fromarray(grey.round().astype(np.uint8))
+    return image.convert(mode)

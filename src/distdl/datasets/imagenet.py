@@ -5,7 +5,6 @@
 
 Either may also be unpacked: `train/` with the 1,000 tars, or with 1,000 class folders; `val/` with
 the 50,000 images, or with those in class folders.
-https://image-net.org/challenges/LSVRC/2012/2012-downloads.php
 
 Facts about its files (found by content here, never by name): n02105855_2933.JPEG is a PNG, and 22
 training images are CMYK (https://github.com/cytsai/ilsvrc-cmyk-image-list; both lists stand in
@@ -28,6 +27,7 @@ from distdl.datasets.image_files import EXTENSIONS, is_image
 from distdl.datasets.source import Files, Progress, Sample, files_below, no_folder
 from distdl.util.errors import UserError
 
+DOWNLOADS = "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"
 # Name of the tar, and its MD5 as in torchvision/datasets/imagenet.py.
 TARS = {
     "train": ("ILSVRC2012_img_train.tar", "1d675b47d978889d74fa0da5fadfb00e"),
@@ -44,9 +44,8 @@ Place = tuple[Where, int]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--subset", action="store_true", help="other counts than 1,281,167 and 50,000 will do"
-    )
+    text = "accept other counts than 1,281,167 and 50,000"
+    parser.add_argument("--subset", action="store_true", help=text)
 
 
 def open_source(options: argparse.Namespace) -> ImageNet:
@@ -56,13 +55,8 @@ def open_source(options: argparse.Namespace) -> ImageNet:
 class ImageNet:
     """Training and validation images of ILSVRC2012. Labels are indices of the sorted wnids.
 
-    Args:
-        folder: Holds the two tars, or their unpacked contents.
-        subset: Accept any number of classes and images. Validation images of classes without
-            training images are left out.
-
-    Raises:
-        UserError: There are no such files.
+    `folder` holds the two tars, or their unpacked contents (else UserError). A `subset` may have
+    any number of classes and images; validation images of other classes are left out.
     """
 
     kind = "imagenet"
@@ -84,7 +78,7 @@ class ImageNet:
         return self._files.read(str(name), int(offset), int(length), sample.mtime_ns)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        train = [(_wnid(name), name, place) for name, place in self._images("train", progress)]
+        train = [(_wnid(name), name, file) for name, file in self._images("train", progress)]
         train.sort()
         self.classes = sorted({wnid for wnid, _, _ in train})
         labels = {wnid: label for label, wnid in enumerate(self.classes)}
@@ -93,7 +87,10 @@ class ImageNet:
             yield Sample("train", _base(name), labels[wnid], where[2], where, mtime)
         del train
         # No progress here: the validation tar is read within seconds.
-        val = [(_base(name), name, place) for name, place in self._images("val", _quiet)]
+        val = [
+            (_base(name), name, file)
+            for name, file in self._images("val", lambda done, total: None)
+        ]
         for base, name, (where, mtime) in sorted(val):
             wnid = val_class(name)
             if wnid in labels:
@@ -125,32 +122,24 @@ class ImageNet:
                 raise UserError.at("--source", f"{path} is damaged: {error}", remedy) from None
 
     def _check(self, counts: Counter[str]) -> None:
-        if not (counts["train"] and counts["val"]):
-            missing = "training" if not counts["train"] else "validation"
-            raise UserError.at("--source", f"{self.folder} has no {missing} images of ImageNet")
+        for split, noun in (("train", "training"), ("val", "validation")):
+            if not counts[split]:
+                raise UserError.at("--source", f"{self.folder} has no {noun} images of ImageNet")
         if dict(counts) != COUNTS and not self.subset:
+            nouns = {"classes": "classes", "train": "training images", "val": "validation images"}
             what = "; ".join(
-                f"{counts[name]:,} {noun} instead of {COUNTS[name]:,}"
-                for name, noun in (
-                    *(("classes", "classes"), ("train", "training images")),
-                    *(("val", "validation images"),),
-                )
-                if counts[name] != COUNTS[name]
+                f"{counts[name]:,} {nouns[name]} instead of {wanted:,}"
+                for name, wanted in COUNTS.items()
+                if counts[name] != wanted
             )
             remedy = "download the tars again, or if that is what you want: --subset"
             raise UserError.at("--source", f"{self.folder} has {what}", remedy)
 
 
 def val_class(name: str) -> str:
-    """The wnid of a validation image: from the number in its name, else from its folder.
-
-    Raises:
-        UserError: Neither gives a wnid.
-    """
+    """The wnid of a validation image: from the number in its name, else from its folder."""
     match = VAL_NAME.match(_base(name))
-    if match and int(match[1]) in val_labels():
-        return val_labels()[int(match[1])]
-    return _wnid(name)
+    return (match and val_labels().get(int(match[1]))) or _wnid(name)
 
 
 @cache
@@ -173,13 +162,8 @@ def _part(folder: Path, split: str) -> Path:
         if path.exists():
             return path
     what = f"{folder} holds neither {tar.name} nor {split}/"
-    if not folder.is_dir():
-        what = no_folder(folder)
-    remedy = (
-        "the tars are available, for research, at "
-        "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"
-    )
-    raise UserError.at("--source", what, remedy)
+    remedy = f"the tars are available, for research, at {DOWNLOADS}"
+    raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
 
 
 def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Where]]:
@@ -194,15 +178,11 @@ def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tup
 
 def _wnid(name: str) -> str:
     """The class of an image: the folder or tar that it is in."""
-    parts = name.split("/")
-    if len(parts) < 2 or not WNID.fullmatch(parts[-2]):
+    wnid = Path(name).parent.name
+    if not WNID.fullmatch(wnid):
         what = f"{name} is in no class (n01440764.tar or n01440764/)"
         raise UserError.at("--source", what, "for other images: prepare folder")
-    return parts[-2]
-
-
-def _quiet(done: int, total: int) -> None:
-    pass
+    return wnid
 
 
 def _base(name: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image, ImageFile
 
-from distdl.datasets.image_files import load_image
+from distdl.datasets.image_files import converted, load_image
 from distdl.util.errors import UserError
 
 # PIL's names of the formats that are kept; MPO is a JPEG followed by others, as phones write it.
@@ -36,13 +36,11 @@ class Unwritten(Exception):
 
 @dataclass(frozen=True)
 class Treatment:
-    """How the user wants each image to be changed.
+    """How the user wants each image to be changed, with loss.
 
-    Args:
-        max_side: Scale down until the longer side has at most so many pixels. Lossy.
-        short_side: Scale down until the shorter side has at most so many pixels. Lossy.
-        quality: Re-encode every JPEG at this quality, if that saves a tenth of its bytes; None:
-            only scaled images, at 90. Lossy.
+    Images are scaled down until the longer or the shorter side has at most so many pixels. Every
+    JPEG is encoded again at `quality`, if that saves a tenth of its bytes; None: only scaled
+    images, at 90.
     """
 
     max_side: int | None = None
@@ -60,12 +58,9 @@ class Treatment:
         if self.short_side:
             parts.append(f"shorter side at most {self.short_side}")
         if self.lossy:
-            which = (
-                "all JPEGs, and as JPEG what is scaled,"
-                if self.quality
-                else "what is scaled as JPEG"
-            )
-            which = which if self.max_side or self.short_side else "all JPEGs"
+            which = "what is scaled as JPEG"
+            if self.quality:
+                which = "all JPEGs, and as JPEG what is scaled," if parts else "all JPEGs"
             parts.append(f"{which} at quality {self._quality} (lossy)")
         return ", ".join(parts) or "as they are"
 
@@ -75,33 +70,23 @@ class Treatment:
 
     def check(self) -> None:
         """Raises UserError if a value is out of its range."""
-        for name in ("max_side", "short_side"):
-            side = getattr(self, name)
+        for option, side in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if side is not None and side < 1:
-                raise UserError.at(f"--{name.replace('_', '-')}", f"{side} is not a size")
+                raise UserError.at(option, f"{side} is not a size")
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise UserError.at("--quality", f"{self.quality} is not from 1 to 100")
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""
-        scale = 1.0
-        if self.max_side:
-            scale = min(scale, self.max_side / max(width, height))
-        if self.short_side:
-            scale = min(scale, self.short_side / min(width, height))
+        long, short = max(width, height), min(width, height)
+        scale = min(1.0, (self.max_side or long) / long, (self.short_side or short) / short)
         return max(1, round(width * scale)), max(1, round(height * scale))
 
     def apply(self, data: bytes, name: str) -> tuple[bytes, str, str]:
         """Checks one image, and changes it if necessary.
 
-        Args:
-            data: The source's bytes.
-            name: With its extension, if it has one.
-
-        Returns:
-            data: The bytes to store.
-            extension: ".jpg", ".png" or ".webp".
-            oddity: What was unusual about it, and how it was repaired; usually "".
+        Returns the bytes to store, their extension (".jpg", ".png" or ".webp"), and what was
+        unusual about the image and how it was repaired, usually "".
 
         Raises:
             DamagedImage: It cannot be decoded.
@@ -146,22 +131,18 @@ class Treatment:
 
 def plain(image: Image.Image) -> Image.Image:
     """The image as grey or RGB, for JPEG."""
-    return image if image.mode in ("L", "RGB") else image.convert("RGB")
+    return image if image.mode in ("L", "RGB") else converted(image, "RGB")
 
 
 def png(image: Image.Image) -> bytes:
     """Encodes as PNG, without loss except for modes that PNG lacks, such as CMYK and floats."""
-    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
-        image = image.convert("RGB")
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B"):
+        image = converted(image, "RGB")
     return written(image, "PNG")
 
 
 def written(image: Image.Image, form: str, **how: Any) -> bytes:
-    """Encodes an image.
-
-    Raises:
-        Unwritten: PIL cannot encode it.
-    """
+    """Encodes an image; raises Unwritten if PIL cannot."""
     memory = io.BytesIO()
     try:
         image.save(memory, form, **how)

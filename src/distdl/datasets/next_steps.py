@@ -34,7 +34,7 @@ def how_to_have(split: str, kind: str) -> str:
     other = SPLITS[split]
     return (
         f"name the files that hold them {other}-*, or put them into a folder {other}/ "
-        "(--split says it of all files), and prepare both splits into one new folder"
+        "(or --split, for all files), and prepare both splits into one new folder"
     )
 
 

@@ -1,16 +1,21 @@
-"""The order in which an epoch reads downloaded shards.
+"""The order in which an epoch reads downloaded shards, and when each shard is next needed.
 
-It is a pure function of (seed, epoch, sizes, window), so every rank, every resumed run and every
-world size computes the same order. NumPy guarantees that RandomState's numbers never change
+The order is a pure function of (seed, epoch, sizes, window), so every rank, every resumed run and
+every world size computes the same. NumPy guarantees that RandomState's numbers never change
 (https://numpy.org/neps/nep-0019-rng-policy.html).
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from distdl.datasets.format import File, Split
 
 FIRST_WINDOW = 2  # shards: training can start when these are cached
 
@@ -23,16 +28,11 @@ class Windows:
 
     An epoch needs only one window of shards at a time. In epoch 0, which starts with an empty
     cache, windows start at FIRST_WINDOW shards and double up to `window`.
-
-    Args:
-        samples: Number of samples of each shard, in the order of the index.
-        window: Shards per window.
-        epochs: How many epochs use windows; later ones shuffle all samples. None: all epochs.
     """
 
-    samples: tuple[int, ...]
-    window: int
-    epochs: int | None = None
+    samples: tuple[int, ...]  # of each shard, in the order of the index
+    window: int  # shards per window
+    epochs: int | None = None  # that use windows; later ones shuffle all samples; None: all
 
     def applies(self, epoch: int) -> bool:
         return self.epochs is None or epoch < self.epochs
@@ -58,19 +58,15 @@ class Windows:
             parts.append(random.permutation(rows))
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
-    def next_uses(self, seed: int, epoch: int, place: int) -> Array:
+    def next_uses(self, seed: int, epoch: int, position: int) -> Array:
         """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
 
-        Windows before the current one are finished, except for the last of them: it still counts
-        as in use, since a loader's workers lag behind.
-
-        Args:
-            seed, epoch: As for `order`.
-            place: Samples of this epoch that were handed out so far.
+        `position` samples were handed out so far. Windows before the current one are finished,
+        except for the last of them: it still counts as in use, since a loader's workers lag behind.
         """
         uses = sum(self.samples) + self._starts(seed, epoch + 1)
         starts = self._starts(seed, epoch)
-        current = starts[starts <= place].max(initial=0)
+        current = starts[starts <= position].max(initial=0)
         previous = starts[starts < current].max(initial=0)
         return np.where(starts >= previous, starts, uses)
 
@@ -92,9 +88,53 @@ def _random(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
 def by_first_use(shard_of: Array, order: Array) -> Array:
     """Shards, sorted by their first use in `order`.
 
-    Args:
-        shard_of: Shard of each sample.
-        order: Sample indices.
+    `shard_of` is the shard of each sample, `order` has sample indices.
     """
     shards, first = np.unique(shard_of[order], return_index=True)
     return shards[np.argsort(first)]
+
+
+class Needs:
+    """Sorts shards by their next use. It shares a rank's progress with the loader's workers.
+
+    Create it before the workers: they share its memory. Training reads `train` in the order of
+    `windows`, and after each epoch `val` in the order of its shards.
+    """
+
+    def __init__(self, windows: Windows, train: Split, val: Split | None = None) -> None:
+        self.windows = windows
+        self._files: list[File] = [*train.shards, *(val.shards if val else ())]
+        self._number = {file.name: number for number, file in enumerate(self._files)}
+        self._samples = train.samples
+        samples = [shard.samples for shard in val.shards] if val else []
+        self._val = train.samples + np.cumsum([0, *samples], dtype=np.int64)[: len(samples)]
+        # Seed, epoch, samples handed out in it.
+        self._now = multiprocessing.RawArray(ctypes.c_int64, [0, 0, 0])
+
+    def reached(self, seed: int, epoch: int, position: int) -> None:
+        self._now[:] = [seed, epoch, position]
+
+    def soonest_first(self) -> Sequence[File]:
+        """All shards, sorted by their next use."""
+        return [self._files[i] for i in np.argsort(self._uses(), kind="stable")]
+
+    def soonest_used(self, train: int, val: int) -> Sequence[File]:
+        """Like `soonest_first`, but only shards with the first `train` and `val` samples."""
+        uses, shards = self._uses(), len(self._files) - len(self._val)
+        used = uses < self._samples + val
+        used[:shards] = (train == self._samples) | (uses[:shards] < train)
+        return [self._files[i] for i in np.argsort(uses, kind="stable") if used[i]]
+
+    def farthest_first(self, file: File) -> Sequence[str]:
+        """All shards except `file`, which is needed now; the farthest next use comes first."""
+        return [other.name for other in reversed(self.soonest_first()) if other.name != file.name]
+
+    def needed_later(self, file: File) -> Sequence[str]:
+        """Like `farthest_first`, but only shards that are needed later than `file`."""
+        uses = self._uses()
+        use = uses[self._number[file.name]]
+        return [self._files[i].name for i in np.argsort(-uses) if uses[i] > use]
+
+    def _uses(self) -> Array:
+        seed, epoch, position = self._now
+        return np.concatenate([self.windows.next_uses(seed, epoch, position), self._val])

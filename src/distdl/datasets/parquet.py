@@ -32,24 +32,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(options: argparse.Namespace) -> ParquetImages:
-    return ParquetImages(
-        options.source,
-        options.split,
-        options.image_column,
-        options.label_column,
-        options.label_offset,
-    )
+    columns = options.image_column, options.label_column
+    return ParquetImages(options.source, options.split, *columns, options.label_offset)
 
 
 class ParquetImages:
     """A folder of Parquet files. The splits follow from their names or from `split`.
 
     Args:
-        path: The folder, or one file.
-        split: "train" or "val", for all files; None: from each file's name.
+        path, split, label_offset: As for `TFRecords`.
         image_column: None: the column of bytes with a usual name, or the only one.
         label_column: None: the column with a usual name, or the only column of integers.
-        label_offset: Subtracted from labels; None: the smallest label, if that is 0 or 1.
 
     Raises:
         UserError: There are no such files, pyarrow is missing, or the columns do not fit.
@@ -70,39 +63,35 @@ class ParquetImages:
         self.classes: list[str] = []
         self._folder, self._splits = records.find_files(Path(path), FILES, NAMED, split)
         self._label_offset = label_offset
+        # The file and the row group that were read last, for the next read.
+        self._file: tuple[str, Any] = ("", None)
+        self._group: tuple[str, int, Any] = ("", -1, None)
         schema = self._opened(next(iter(self._splits))).schema_arrow
         self._image = _image_column(schema, image_column)
         self._label = _label_column(schema, label_column)
         struct = any(field.name == "path" for field in _fields(schema.field(self._image).type))
         usual = next((name for name in NAME if name in schema.names and name != self._image), None)
         self._name = f"{self._image}.path" if struct else usual
-        # The file and the row group that were read last, for the next read.
-        self._file: tuple[str, Any] = ("", None)
-        self._group: tuple[str, int, Any] = ("", -1, None)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        """Every sample, in the order of the file names. Reads labels and names, but no images.
-
-        Raises:
-            UserError: A file lacks a column, or a sample lacks its label.
-        """
+        """Every sample, in the order of the file names. Reads labels and names, but no images."""
         known = self._known_classes()
         numbers = {name: number for number, name in enumerate(known or ())}
         total = sum(self._opened(name).metadata.num_rows for name in self._splits)
         labelled, done = records.Labelled(), 0
         for name, split in self._splits.items():
-            place = self._folder / name
-            mtime = place.stat().st_mtime_ns
+            path = self._folder / name
+            mtime = path.stat().st_mtime_ns
             for group in range(self._opened(name).metadata.num_row_groups):
                 labels, names = self._row_group(name, group)
                 size = self._mean_bytes(name, group)
                 for row, (label, file_name) in enumerate(zip(labels, names, strict=True)):
+                    position = f"{path}: row {row} of row group {group}"
                     if label is None:
-                        what = f"{place}: row {row} of row group {group} has no {self._label}"
-                        raise UserError.at("--source", what)
+                        raise UserError.at("--source", f"{position} has no {self._label}")
                     number = numbers[label] if isinstance(label, str) else int(label)
                     if number < 0:
-                        raise records.no_class(f"{place}: row {row} of row group {group}", number)
+                        raise records.no_class(position, number)
                     where = name, group, row
                     labelled.add(Sample(split, str(file_name or ""), number, size, where, mtime))
                 done += len(labels)
@@ -111,12 +100,7 @@ class ParquetImages:
         yield from labelled.samples()
 
     def read(self, sample: Sample) -> bytes:
-        """The encoded image.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: The row has no image, or a page's checksum is wrong.
-        """
+        """The encoded image; raises ValueError if the row has none, OSError for a bad checksum."""
         name, group, row = sample.where
         if self._group[:2] != (name, group):
             try:
@@ -142,13 +126,13 @@ class ParquetImages:
         }
 
     def _opened(self, name: str) -> Any:
-        """The open file, kept until another one is opened.
-
-        Raises:
-            UserError: It is not a Parquet file.
-        """
-        if self.__dict__.get("_file", ("",))[0] != name:
-            pq = _pyarrow_parquet()
+        """The open file, kept until another one is opened."""
+        if self._file[0] != name:
+            try:
+                import pyarrow.parquet as pq
+            except ImportError as error:
+                what = "Parquet is read by pyarrow, which is not installed"
+                raise UserError.at("--source", what, "pip install 'distdl[data]'") from error
             try:
                 file = pq.ParquetFile(self._folder / name, page_checksum_verification=True)
             except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
@@ -174,12 +158,9 @@ class ParquetImages:
     def _mean_bytes(self, name: str, group: int) -> int:
         """Mean size of an image of a row group, from the metadata, without reading images."""
         rows = self._opened(name).metadata.row_group(group)
-        columns = [rows.column(i) for i in range(rows.num_columns)]
-        size = sum(
-            c.total_uncompressed_size
-            for c in columns
-            if c.path_in_schema in (self._image, f"{self._image}.bytes")
-        )
+        names = self._image, f"{self._image}.bytes"
+        columns = (rows.column(i) for i in range(rows.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in names)
         return int(size) // max(1, rows.num_rows)
 
     def _known_classes(self) -> list[str] | None:
@@ -189,12 +170,9 @@ class ParquetImages:
         schema = self._opened(next(iter(self._splits))).schema_arrow
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         feature = features.get("info", {}).get("features", {}).get(self._label, {})
-        if (
-            isinstance(feature, dict)
-            and feature.get("_type") == "ClassLabel"
-            and feature.get("names")
-        ):
-            return list(map(str, feature["names"]))
+        names = feature.get("names") if isinstance(feature, dict) else None
+        if names and feature.get("_type") == "ClassLabel":
+            return list(map(str, names))
         if pa.types.is_integer(schema.field(self._label).type):
             return None
         texts: set[str] = set()
@@ -205,15 +183,6 @@ class ParquetImages:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": ("", None), "_group": ("", -1, None)}
-
-
-def _pyarrow_parquet() -> Any:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        what = "Parquet is read by pyarrow, which is not installed"
-        raise UserError.at("--source", what, "pip install 'distdl[data]'") from error
-    return pq
 
 
 def _fields(kind: Any) -> list[Any]:
@@ -241,19 +210,14 @@ def _image_column(schema: Any, wanted: str | None) -> str:
 def _label_column(schema: Any, wanted: str | None) -> str:
     import pyarrow as pa
 
+    def is_text(kind: Any) -> bool:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
     numbers = [field.name for field in schema if pa.types.is_integer(field.type)]
-    texts = [field.name for field in schema if _is_text(field.type)]
-    usual = [name for name in LABEL if name in texts]
-    fits = [*numbers, *(texts if wanted else usual)]
+    texts = [field.name for field in schema if is_text(field.type)]
+    fits = [*numbers, *(name for name in texts if wanted or name in LABEL)]
     return _chosen("--label-column", wanted, fits, LABEL, schema, "labels")
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _chosen(

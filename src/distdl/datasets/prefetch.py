@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from distdl.datasets.cache import Cache, NoRoom
+from distdl.datasets.cache import Cache, Evictable, NoRoom
 from distdl.datasets.format import File
 from distdl.util.errors import UserError
 
@@ -28,23 +28,15 @@ class Prefetch:
             holds all shards, and nothing is evicted.
     """
 
-    def __init__(
-        self, cache: Cache, evictable: Callable[[File], Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, cache: Cache, evictable: Evictable | None = None) -> None:
         self._cache, self._evictable = cache, evictable
         self._wanted: Callable[[], Sequence[File]] = list
-        self._busy: set[str] = set()
-        self._failed: set[str] = set()
-        self._change = threading.Condition()
-        self._closed = False
+        self._busy, self._failed = set[str](), set[str]()
+        self._change, self._closed = threading.Condition(), False
         self._threads: list[threading.Thread] = []
 
     def want(self, wanted: Callable[[], Sequence[File]]) -> None:
-        """Sets the files to fetch from now on, in their order; cached ones are skipped.
-
-        Args:
-            wanted: Returns the files; called again before each download.
-        """
+        """Sets what returns the files to fetch, in their order; called before each download."""
         with self._change:
             self._wanted = wanted
             self._change.notify_all()
@@ -79,31 +71,24 @@ class Prefetch:
                     self._change.wait(PAUSE)
 
     def _next(self) -> File | None:
-        for file in self._wanted():
-            known = file.name in self._busy or file.name in self._failed
-            if not known and not self._cache.has(file):
-                return file
-        return None
+        skipped = self._busy | self._failed
+        wanted = (file for file in self._wanted() if file.name not in skipped)
+        return next((file for file in wanted if not self._cache.has(file)), None)
 
     def _fetch(self, file: File) -> bool:
         """Tries to fetch a file; False: there is no room for it yet."""
-        evictable = self._evictable
         try:
-            names = None if evictable is None else lambda: evictable(file)
-            self._cache.fetch(file, names, self._end_if_closed)
+            self._cache.fetch(file, self._evictable, self._end_if_closed)
         except _Closed:
-            return True
-        except NoRoom:
-            if evictable is not None:
-                return False
-            self._give_up(file, "no room")
+            pass
         except (UserError, OSError) as error:
-            self._give_up(file, error)
+            full = isinstance(error, NoRoom)
+            if full and self._evictable is not None:
+                return False
+            self._failed.add(file.name)
+            reason = "no room" if full else error
+            log.warning("%s is fetched when it is needed: %s", file.name, reason)
         return True
-
-    def _give_up(self, file: File, reason: object) -> None:
-        self._failed.add(file.name)
-        log.warning("%s comes when it is needed: %s", file.name, reason)
 
     def _end_if_closed(self, count: int) -> None:
         if self._closed:

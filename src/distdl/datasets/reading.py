@@ -8,20 +8,20 @@ import multiprocessing
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distdl.datasets.cache import Cache, NoRoom
+from distdl.datasets.cache import Cache, Evictable, NoRoom
 from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
 QUICK = 10.0  # seconds to wait for a server if a kept manifest can replace its answer
+AGAIN = "copy or prepare the data set again"
 MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
 
 
@@ -29,11 +29,7 @@ MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 fi
 class DataSet:
     """A prepared data set, in a folder or a store.
 
-    Args:
-        manifest: Its manifest.
-        text: The manifest's bytes.
-        store: Its location.
-        note: A warning about how it was opened, or "".
+    `text` holds the manifest's bytes, `note` a warning about how it was opened, or "".
     """
 
     manifest: Manifest
@@ -63,18 +59,17 @@ class DataSet:
         """
         file = self.split(split).index
         try:
-            where = cache.fetch(file) if cache else Path(self.store.uri) / file.name
-            data = where.read_bytes()
+            path = cache.fetch(file) if cache else Path(self.store.uri) / file.name
+            data = path.read_bytes()
         except OSError as error:
             raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            if cache is not None:  # the copy was intact when it was downloaded
-                cache.drop(file)
-                data = cache.fetch(file).read_bytes()
-            else:
-                what = f"{where} is not the index that {MANIFEST} speaks of"
-                raise UserError.at("data.root", what, "copy or prepare the data set again")
-        return load_index(data, str(where))
+            if cache is None:
+                what = f"{path} is not the index in {MANIFEST}"
+                raise UserError.at("data.root", what, AGAIN)
+            cache.drop(file)  # it was intact when it was downloaded
+            data = cache.fetch(file).read_bytes()
+        return load_index(data, str(path))
 
     def split(self, name: str) -> Split:
         if name not in self.manifest.splits:
@@ -89,7 +84,6 @@ def open_data_set(
     """Reads the manifest at a folder or URI.
 
     Args:
-        root: The folder or URI.
         patience: Seconds to keep trying while a server does not answer.
         cache_root: This node's cache. If the server cannot be reached, the manifest that
             `DataSet.keep` wrote there is used.
@@ -99,13 +93,13 @@ def open_data_set(
     """
     store = open_store(root, patience=patience)
     kept = _kept(cache_root, store) if cache_root and is_remote(root) else None
-    try:
-        if kept is None or not kept.exists():
-            text = store.read(MANIFEST)
-        else:  # wait only briefly, since the kept one can replace it
-            text = open_store(root, patience=min(patience, QUICK)).read(MANIFEST)
+    if kept is not None and not kept.exists():
+        kept = None
+    try:  # wait only briefly if the kept one can replace it
+        source = open_store(root, patience=min(patience, QUICK)) if kept else store
+        text = source.read(MANIFEST)
     except StoreError as error:
-        if kept is not None and kept.exists() and error.transient:
+        if kept is not None and error.transient:
             date = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
             note = f"{store.uri} cannot be reached; the copy of {date} is used ({kept})"
             return _data_set(kept.read_bytes(), store, note)
@@ -138,8 +132,6 @@ class Shards:
     shared with a loader's workers and lasts as long as this process.
 
     Args:
-        data: The data set.
-        split: "train" or "val".
         cache: This node's cache; None: `data` is a folder that is read in place.
         evictable: As for `Cache.fetch`.
     """
@@ -149,10 +141,10 @@ class Shards:
         data: DataSet,
         split: str,
         cache: Cache | None = None,
-        evictable: Callable[[File], Sequence[str]] | None = None,
+        evictable: Evictable | None = None,
     ) -> None:
         self.split, self.cache = data.split(split), cache
-        self.where = Path(data.store.uri) if cache is None else cache.folder
+        self.folder = Path(data.store.uri) if cache is None else cache.folder
         self.evictable = evictable
         self.rows = data.index(split, cache)
         # For each sample, the file state in which it was found intact; 0: none yet.
@@ -216,10 +208,9 @@ class Shards:
     def member(self, index: int) -> str:
         """Where a sample is, as "shard:member" with the member's name as `tar` shows it."""
         row = self.rows[index]
-        shard = self.file(index).name
-        header = os.pread(self._handle(int(row["shard"])), 512, int(row["offset"]) - 512)
-        name = header[:100].rstrip(b"\0").decode("utf-8", "replace")
-        return f"{self.where / shard}:{name}"
+        header = os.pread(self._handle(int(row["shard"])), 100, int(row["offset"]) - 512)
+        name = header.rstrip(b"\0").decode("utf-8", "replace")
+        return f"{self.folder / self.file(index).name}:{name}"
 
     def _handle(self, number: int) -> int:
         """File descriptor of an open shard."""
@@ -230,25 +221,21 @@ class Shards:
         file = self.split.shards[number]
         while True:
             try:
-                handle = os.open(self._path(file), os.O_RDONLY)
-                break
+                self._open[number] = os.open(self._path(file), os.O_RDONLY)
+                return self._open[number]
             except FileNotFoundError:
                 if self.cache is None:
-                    what = f"{self.where / file.name} is missing"
-                    remedy = "copy or prepare the data set again"
-                    raise UserError.at("data.root", what, remedy) from None
+                    what = f"{self.folder / file.name} is missing"
+                    raise UserError.at("data.root", what, AGAIN) from None
                 # Another process evicted the copy before it was opened: fetch it again.
-        self._open[number] = handle
-        return handle
 
     def _path(self, file: File) -> Path:
         if self.cache is None:
-            return self.where / file.name
+            return self.folder / file.name
         if self._lost is not None and not self.cache.has(file):
             raise self._lost  # the run ends, so a worker's next batches need not wait
-        evictable = self.evictable
         try:
-            return self.cache.fetch(file, None if evictable is None else lambda: evictable(file))
+            return self.cache.fetch(file, self.evictable)
         except NoRoom as error:
             remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
             raise UserError.at("data.cache_dir", str(error), remedy) from error
@@ -277,28 +264,24 @@ def _state(handle: int) -> int:
 
 
 def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
-    """Raises UserError if an index does not fit the manifest's split.
-
-    It must have the same number of samples and classes, shards in the same order, and no bytes
-    beyond their ends.
-    """
+    """Raises UserError if an index does not fit the manifest's split: its number of samples and
+    classes, the order of its shards, and their ends."""
     described, classes = data.split(split), len(data.manifest.classes)
     shard = rows["shard"].astype(np.int64)
     counted = np.bincount(shard, minlength=len(described.shards)).tolist()
     labels = rows["label"]
     beyond = labels[(labels < 0) | (labels >= classes)]
     if len(rows) != described.samples:
-        misfit = f"holds {len(rows)} samples, {MANIFEST} speaks of {described.samples}"
+        misfit = f"holds {len(rows)} samples, {MANIFEST} lists {described.samples}"
     elif len(beyond):
-        misfit = (
-            f"holds label {beyond.max()}, {MANIFEST} names {classes} class{'es' * (classes > 1)}"
-        )
+        names = f"{classes} class{'es' * (classes > 1)}"
+        misfit = f"holds label {beyond.max()}, {MANIFEST} names {names}"
     elif counted != [each.samples for each in described.shards] or np.any(np.diff(shard) < 0):
         misfit = f"does not fit the shards of {MANIFEST}"
     else:
         sizes = np.array([each.bytes for each in described.shards], np.uint64)
         if np.all(rows["offset"] + rows["bytes"] <= sizes[shard]):
             return
-        misfit = f"speaks of bytes beyond the ends of {MANIFEST}'s shards"
+        misfit = f"has bytes beyond the ends of {MANIFEST}'s shards"
     what = f"{data.store.uri}: the index of {split!r} {misfit}"
-    raise UserError.at("data.root", what, "copy or prepare the data set again")
+    raise UserError.at("data.root", what, AGAIN)

@@ -26,7 +26,9 @@ SPLITS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--split", choices=("train", "val"), help="of all files, whatever named")
+    parser.add_argument(
+        "--split", choices=("train", "val"), help="of all files, whatever their names"
+    )
     parser.add_argument(
         "--label-offset",
         type=int,
@@ -42,8 +44,7 @@ def find_files(
 
     Args:
         source: The folder, or one file in it. Subfolders are searched, too.
-        names: A regular expression that is searched for in file names.
-        shown: The same in words, for messages.
+        names: A regular expression that is searched for in file names; `shown` in words.
         split: Of all files; None: from the names of the files or their folders.
 
     Raises:
@@ -57,31 +58,33 @@ def find_files(
         raise UserError.at("--source", f"{source} holds no file named {shown}")
     if split is not None:
         return folder, dict.fromkeys(files, split)
-    split_by_name: dict[str, str] = {}
-    for name in files:
-        # The file's own name takes precedence over the folders above it.
-        splits = [s for part in reversed(Path(name).parts) if (s := split_of(part)) is not None]
-        if not splits:
-            what = f"{folder / name} has a name that says neither train nor validation"
+    splits = {name: split_of(name) for name in files}
+    for name, named in splits.items():
+        if named is None:
+            what = f"{folder / name} has neither train nor validation in its name"
             raise UserError.at("--source", what, "--split train, if all files are of it")
-        if splits[0]:
-            split_by_name[name] = splits[0]
-    if not split_by_name:
+    if not any(splits.values()):
         what = f"{source} holds files of a test set only"
         raise UserError.at("--source", what, "--split val, if that is what you want")
-    return folder, split_by_name
+    return folder, {name: named for name, named in splits.items() if named}
 
 
-def split_of(name: str) -> str | None:
-    """The split that a name says: "train", "val", "" for a test set; None if it says none."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    return next((split for split, synonyms in SPLITS.items() if words & set(synonyms)), None)
+def split_of(path: str) -> str | None:
+    """The split in the words of a path: "train", "val", "" for a test set; None: there is none.
+
+    The file's own name takes precedence over the folders above it.
+    """
+    for part in reversed(Path(path).parts):
+        words = set(re.split(r"[^a-z]+", part.lower()))
+        for split, synonyms in SPLITS.items():
+            if words & set(synonyms):
+                return split
+    return None
 
 
 def _below(folder: Path, names: str) -> Iterator[str]:
     def kind(path: str) -> str | None:  # a linked folder is entered once per split
-        parts = reversed(Path(path).relative_to(folder).parts)
-        return next((split for part in parts if (split := split_of(part)) is not None), None)
+        return split_of(os.path.relpath(path, folder))
 
     for inner, folders, files in walk_once(folder, kind=kind):
         # Skip hidden files, and those of Spark and Petastorm: _common_metadata, _SUCCESS.
@@ -91,10 +94,9 @@ def _below(folder: Path, names: str) -> Iterator[str]:
                 yield os.path.relpath(Path(inner, name), folder)
 
 
-def no_class(place: str, label: int) -> UserError:
-    """The error for an invalid label; `place` says of which sample."""
+def no_class(sample: str, label: int) -> UserError:
     remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
-    return UserError.at("--source", f"{place} has the label {label}: no class", remedy)
+    return UserError.at("--source", f"{sample} has the label {label}: no class", remedy)
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -112,11 +114,7 @@ class Labelled:
         self._offset = 0
 
     def add(self, sample: Sample, class_name: str = "") -> None:
-        """Adds a sample with the label that the file has.
-
-        Args:
-            sample: Gets a name if it has none.
-            class_name: Of its label; "": unknown.
+        """Adds a sample with the label that the file has; names it if it has no name.
 
         Raises:
             UserError: An earlier sample had another class name for that label.
@@ -133,13 +131,8 @@ class Labelled:
 
         Inception's TFRecords count from 1, since 0 was "background"
         (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
-
-        Args:
-            offset: The user's choice; None: the smallest label, if that is 0 or 1.
-            names: Of all classes, by label; None: those that were added.
-
-        Returns:
-            The class names.
+        `offset` None: the smallest label, if that is 0 or 1. `names`, by label, are those of all
+        classes; None: those that were added. Returns the class names.
 
         Raises:
             UserError: There is no sample, the smallest label does not fit, or two classes have

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from distdl.datasets.format import BLOCK
 from distdl.datasets.image_files import EXTENSIONS
 from distdl.datasets.source import Progress, Sample, Source
-from distdl.datasets.writing import BLOCK
 from distdl.util.atomic_files import atomic_file
 
 MB = 10**6
@@ -24,12 +24,9 @@ KEY_LENGTH = 80
 
 @dataclass(frozen=True)
 class Part:
-    """The unit of work: the samples of one shard, in order.
+    """The unit of work: one shard's pairs of key and sample, in order.
 
-    Args:
-        split: "train" or "val".
-        number: From 0, within its split.
-        samples: Pairs of key and sample.
+    `number` counts from 0 within the split, "train" or "val".
     """
 
     split: str
@@ -48,13 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All parts, and the settings that they follow from.
-
-    Args:
-        settings: The source and the options, which determine the plan.
-        classes: By label.
-        parts: Training first.
-    """
+    """All parts, training first, and the settings (source and options) that they follow from."""
 
     settings: dict[str, Any]
     classes: list[str]
@@ -75,20 +66,15 @@ class ShardPlan:
 def settings_of(path: Path) -> dict[str, Any]:
     """The settings of a saved plan, without loading its parts."""
     with path.open(encoding="utf-8") as file:
-        settings: dict[str, Any] = json.loads(next(file))
-        return settings
+        return dict(json.loads(next(file)))
 
 
 def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
     """Scans the source, shuffles the training samples and cuts both splits into shards.
 
     Training samples are stored in random order, so that reading shards one after the other gives
-    mixed classes. Validation keeps the source's order.
-
-    Args:
-        source: Gives the samples.
-        settings: Has "seed" and "shard_mb", the size of a shard in MB, before images are changed.
-        progress: Of the scan.
+    mixed classes. Validation keeps the source's order. `settings` has "seed" and "shard_mb", the
+    size of a shard in MB, before images are changed.
     """
     splits: dict[str, list[tuple[str, Sample]]] = {"train": [], "val": []}
     keys = {split: Keys() for split in splits}
@@ -120,7 +106,7 @@ def cut(split: str, samples: Sequence[tuple[str, Sample]], size: float) -> Itera
     # By the middle of each image, so that each bound is off by at most half an image.
     middles = ends - np.diff(ends, prepend=0) / 2
     bounds = np.searchsorted(middles, ends[-1] * np.arange(count + 1) / count)
-    pieces = [samples[a:b] for a, b in pairwise(bounds) if b > a]
+    pieces = (samples[a:b] for a, b in pairwise(bounds) if b > a)
     for number, piece in enumerate(pieces):
         yield Part(split, number, tuple(piece))
 
@@ -156,10 +142,9 @@ def _packed(part: Part) -> list[Any]:
 
 
 def _unpacked(line: list[Any]) -> Part:
-    split, number, samples = line
-
-    def each() -> Iterable[tuple[str, Sample]]:
-        for key, name, label, length, where, *mtime in samples:
-            yield key, Sample(split, name, label, length, tuple(where), *mtime)
-
-    return Part(split, number, tuple(each()))
+    split, number, rows = line
+    samples = (
+        (key, Sample(split, name, label, length, tuple(where), *mtime))
+        for key, name, label, length, where, *mtime in rows
+    )
+    return Part(split, number, tuple(samples))

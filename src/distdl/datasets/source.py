@@ -32,25 +32,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image of a source, unread.
+    """One image of a source, unread."""
 
-    Args:
-        split: "train" or "val".
-        name: The image's file name, such as "n01440764_10026.JPEG", or a path. Its key in the
-            shards is made from it. Need not be unique.
-        label: Index of its class in the source's `classes`.
-        bytes: Size of the encoded image; an estimate will do.
-        where: Its location, for `read`: only strings and numbers, since a plan is stored as JSON.
-        mtime_ns: mtime of its file when it was planned, for `refuse_changed` at the end of
-            `read`; 0: not compared.
-    """
-
-    split: str
-    name: str
-    label: int
-    bytes: int
-    where: tuple[str | int, ...]
-    mtime_ns: int = 0
+    split: str  # "train" or "val"
+    name: str  # its file name, or a path, not always unique; its key in the shards is made from it
+    label: int  # index of its class in the source's `classes`
+    bytes: int  # size of the encoded image; an estimate will do
+    where: tuple[str | int, ...]  # its location, for `read`; stored as JSON
+    mtime_ns: int = 0  # of its file when it was planned, for `refuse_changed`; 0: not compared
 
 
 class Source(Protocol):
@@ -100,18 +89,13 @@ def no_folder(path: Path) -> str:
 def refuse_changed(
     path: Path, stat: os.stat_result, mtime_ns: int, size: int | None = None
 ) -> None:
-    """Refuses a file that has changed since it was planned.
+    """Refuses a file whose mtime or size (None: unknown) has changed since it was planned.
 
-    Call it after reading, so that it also notices a change during the read.
-
-    Args:
-        path: The file.
-        stat: Its current state.
-        mtime_ns: Its mtime when it was planned; 0: unknown.
-        size: Its size then, in bytes; None: unknown.
+    Call it after reading, so that it also notices a change during the read. `stat` is the file's
+    current state; `mtime_ns` 0 is unknown.
 
     Raises:
-        Unfinished: Its mtime or its size differs.
+        Unfinished: It has changed.
     """
     if not mtime_ns or (stat.st_mtime_ns == mtime_ns and size in (None, stat.st_size)):
         return
@@ -128,15 +112,9 @@ def files_below(
     endings: tuple[str, ...] = EXTENSIONS,
     walk: Iterable[tuple[str, list[str], list[str]]] | None = None,
 ) -> Iterator[Path]:
-    """Files with certain endings, sorted, also in subfolders, but not in hidden ones.
+    """Files with certain `endings` (in lower case), sorted, also in subfolders, except hidden ones.
 
-    Args:
-        folder: Where to look.
-        endings: Of the file names, in lower case.
-        walk: Through `folder`; None: `walk_once`.
-
-    Raises:
-        OSError: A folder cannot be read.
+    `walk` leads through `folder`; None: `walk_once`. Raises OSError if a folder cannot be read.
     """
     for inner, folders, names in walk or walk_once(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -146,24 +124,14 @@ def files_below(
 
 
 class Files:
-    """Reads parts of files below a folder. Each process keeps a few of them open.
-
-    Args:
-        folder: Names are relative to it.
-        limit: How many files are open at most.
-    """
+    """Reads parts of files below `folder`. Each process keeps up to `limit` of them open."""
 
     def __init__(self, folder: Path, limit: int = 64) -> None:
         self.folder, self.limit = folder, limit
         self._open: dict[str, int] = {}
 
     def read(self, name: str, offset: int, length: int, mtime_ns: int = 0) -> bytes:
-        """Reads `length` bytes from `offset` on.
-
-        Raises:
-            OSError: The file is too short.
-            Unfinished: See `refuse_changed`.
-        """
+        """`length` bytes from `offset` on; OSError if the file is too short."""
         if name not in self._open:
             if len(self._open) >= self.limit:
                 os.close(self._open.pop(next(iter(self._open))))

@@ -31,8 +31,7 @@ Span = tuple[int, int]
 Buffer = bytes | mmap.mmap
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    records.add_options(parser)
+add_options = records.add_options
 
 
 def open_source(options: argparse.Namespace) -> TFRecords:
@@ -64,19 +63,15 @@ class TFRecords:
         self._label_offset, self._files = label_offset, Files(folder)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
-        """Every sample, in the order of the file names; `progress` counts bytes.
-
-        Raises:
-            UserError: See the class.
-        """
+        """Every sample, in the order of the file names; `progress` counts bytes."""
         labelled = records.Labelled()
         stats = {name: (self._files.folder / name).stat() for name in self._splits}
         done, total = 0, sum(stat.st_size for stat in stats.values())
         for name, split in self._splits.items():
             for start, length, image, (label, class_name, file_name) in _records(self._files, name):
                 if label < 0:
-                    place = f"{self._files.folder / name}, record at byte {start - 12},"
-                    raise records.no_class(place, label)
+                    position = f"{self._files.folder / name}, record at byte {start - 12},"
+                    raise records.no_class(position, label)
                 where = name, start, length, *image
                 mtime = stats[name].st_mtime_ns
                 sample = Sample(split, file_name, label, image[1], where, mtime)
@@ -87,12 +82,7 @@ class TFRecords:
         yield from labelled.samples()
 
     def read(self, sample: Sample) -> bytes:
-        """The encoded image.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: The record's checksum is wrong.
-        """
+        """The encoded image; raises ValueError if the record's checksum is wrong."""
         name, start, length, inner, size = sample.where
         assert isinstance(name, str)
         data = self._files.read(name, int(start), int(length) + 4, sample.mtime_ns)
@@ -107,10 +97,8 @@ class TFRecords:
 
 
 def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[int, str, str]]]:
-    """Yields (start, length, image, meaning) for each record of a file.
-
-    `start` and `length` locate the record's bytes; `image` is (start in the record, length);
-    `meaning` is (label, class name, image name).
+    """Yields (start, length, image, meaning) for each record of a file: the location of its bytes,
+    (start in the record, length) of the image, and (label, class name, image name).
 
     A file is a sequence of records, each framed by its length and checksums
     (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details):
@@ -129,23 +117,19 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             data.madvise(mmap.MADV_RANDOM)  # readahead would read the images
         start = 0
         while start < size:
-            header = data[start : start + 12]
-            if len(header) < 12:
-                raise _bad(path, start, "it is cut short")
-            length, crc = struct.unpack("<QI", header)
-            if masked_crc(header[:8]) != crc:
+            header, begin = data[start : start + 12], start + 12
+            length, crc = struct.unpack("<QI", header.ljust(12))
+            if begin <= size and masked_crc(header[:8]) != crc:
                 gzip = start == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01")
                 what = "it is compressed" if gzip else "it is not a record, or damaged"
                 raise _bad(path, start, what, "decompress it first: gzip -d" if gzip else "")
-            begin = start + 12
             if begin + length + 4 > size:
                 raise _bad(path, start, "it is cut short")
             try:
                 image, meaning = _example(data, (begin, begin + length))
-            except (ValueError, IndexError, UnicodeDecodeError) as error:
-                raise _bad(
-                    path, start, f"it is not an Example with an image and a label: {error}"
-                ) from error
+            except (ValueError, IndexError) as error:
+                what = f"it is not an Example with an image and a label: {error}"
+                raise _bad(path, start, what) from error
             yield begin, length, (image[0] - begin, image[1] - image[0]), meaning
             start = begin + length + 4
 
@@ -229,11 +213,7 @@ def _varint(data: Buffer, start: int) -> tuple[int, int]:
 
 
 def masked_crc(data: bytes) -> int:
-    """The checksum of a record: a masked crc32c, so that records may contain records.
-
-    Raises:
-        UserError: google-crc32c is not installed.
-    """
+    """The checksum of a record: a masked crc32c, so that records may contain records."""
     try:
         import google_crc32c
     except ImportError as error:

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from distdl.datasets.cache import difference
 from distdl.datasets.format import MANIFEST, File, Manifest
 from distdl.datasets.source import Progress
 from distdl.stores import Store, StoreError, is_remote, open_store
@@ -23,12 +24,8 @@ def upload(out: Path, url: str, progress: Progress) -> None:
     Each file's sha256 is compared with the manifest before it is sent, so that damage on this disk
     is not published. The server checks what arrives (`distdl.stores.Store`), and at the end all
     sizes are compared. The indexes are sent first: they identify the data set of an unfinished
-    upload. The manifest is sent last: without it there is no data set at `url`.
-
-    Args:
-        out: A folder with a manifest.
-        url: As for `distdl.stores.open_store`.
-        progress: Called with the bytes that are in the store, and the total.
+    upload. The manifest is sent last: without it there is no data set at `url`. `progress` is
+    called with the bytes that are in the store, and the total.
 
     Raises:
         UserError: `out` is damaged or not a prepared data set, `url` holds other files, or the
@@ -36,31 +33,29 @@ def upload(out: Path, url: str, progress: Progress) -> None:
     """
     manifest = read_manifest(out)
     files = _files(manifest)
-    indexes = [split.index for split in manifest.splits.values()]
     try:
         store = open_store(url)
         missing = _missing(store, out, files)
         sending = _Sending(store, out, files, missing, progress)
+        indexes, shards = files[: len(manifest.splits)], files[len(manifest.splits) :]
         for file in (file for file in indexes if file in missing):
             sending.send(file)
-        sending.send_all([file for file in files if file in missing and file not in indexes])
-        sending.check_sizes()
+        sending.send_all([file for file in shards if file in missing])
+        for file in files:
+            if (size := store.size(file.name)) != file.bytes:
+                what = f"{file.name} has {size} bytes at {store.uri}, and {file.bytes} here"
+                raise Unfinished.at("--upload", what, "remove it there and upload again")
         if store.size(MANIFEST) is None:
             store.upload(out / MANIFEST, MANIFEST)
     except StoreError as error:
-        again = "the same command resumes where it stopped"
-        raise Unfinished(_failed(error, again)) from error
+        raise Unfinished(_failed(error, "the same command resumes where it stopped")) from error
 
 
 def check_target(url: str, out: Path | None) -> None:
     """Checks that a data set can be uploaded to `url`, before hours of preparation.
 
-    Args:
-        url: As for `upload`.
-        out: As for `upload`; None: it is not prepared yet, so `url` must be empty.
-
-    Raises:
-        UserError: `url` cannot be reached, does not exist, or holds something else.
+    `out` None: it is not prepared yet, so `url` must be empty. Raises UserError if it cannot be
+    reached, does not exist, or holds something else.
     """
     try:
         store = open_store(url, patience=PATIENCE)
@@ -81,7 +76,7 @@ def _files(manifest: Manifest) -> list[File]:
 
 
 def _refuse(store: Store, others: list[str]) -> None:
-    """Raises UserError if there are `others`: files that do not belong to this upload."""
+    """Refuses `others`: files that do not belong to this upload."""
     if others:
         what = f"{store.uri} holds something else: {', '.join(others[:3])}"
         if MANIFEST in others:
@@ -91,8 +86,7 @@ def _refuse(store: Store, others: list[str]) -> None:
 
 def _failed(error: StoreError, again: str) -> Problem:
     """A store's error as a Problem, with the remedy `again` if the error is transient."""
-    remedy = error.remedy or (again if error.transient else "")
-    return Problem("--upload", str(error), remedy)
+    return Problem("--upload", str(error), error.remedy or again * error.transient)
 
 
 def read_manifest(out: Path) -> Manifest:
@@ -105,25 +99,18 @@ def read_manifest(out: Path) -> Manifest:
 
 
 def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
-    """The files that are not in the store yet.
-
-    Raises:
-        UserError: The store holds something else.
-    """
+    """The files that are not in the store yet; UserError if it holds something else."""
     known = {file.name: file for file in files}
     stored = list(store.names())
     _refuse(store, sorted(set(stored) - known.keys() - {MANIFEST}))
     if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
         what = f"{store.uri} holds another prepared data set"
         raise UserError.at("--upload", what, "choose an empty folder")
-    for name in stored:
+    for name in filter(known.get, stored):
         # An index holds the sha256 of each sample: if the indexes are equal, so are the shards.
-        file = known.get(name)
-        if file is None:
-            continue
-        same = store.size(name) == file.bytes
+        same = store.size(name) == known[name].bytes
         if same and name.endswith(".npy"):
-            same = hashlib.sha256(store.read(name)).hexdigest() == file.sha256
+            same = hashlib.sha256(store.read(name)).hexdigest() == known[name].sha256
         if not same:
             what = f"{store.uri} holds another {name}, perhaps of an upload that was not finished"
             raise UserError.at("--upload", what, "choose an empty folder, or empty this one")
@@ -140,7 +127,7 @@ class _Sending:
     def __init__(
         self, store: Store, out: Path, files: list[File], missing: set[File], progress: Progress
     ) -> None:
-        self.store, self.out, self.files, self.progress = store, out, files, progress
+        self.store, self.out, self.progress = store, out, progress
         self.total = sum(file.bytes for file in files)
         self.done = self.total - sum(file.bytes for file in missing)
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -148,13 +135,8 @@ class _Sending:
 
     def send(self, file: File) -> None:
         path = self.out / file.name
-        try:
-            with path.open("rb") as opened:
-                sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
-        except FileNotFoundError:
-            sha256 = ""
-        if sha256 != file.sha256:
-            what = f"{path} is {'damaged' if sha256 else 'missing'}"
+        if not path.exists() or difference(path, file):
+            what = f"{path} is {'damaged' if path.exists() else 'missing'}"
             raise Unfinished.at("--upload", what, "prepare the data set again, elsewhere")
         if not self._stop.is_set():
             self.store.upload(path, file.name, self._passed)
@@ -170,13 +152,6 @@ class _Sending:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def check_sizes(self) -> None:
-        for file in self.files:
-            size = self.store.size(file.name)
-            if size != file.bytes:
-                what = f"{file.name} has {size} bytes at {self.store.uri}, and {file.bytes} here"
-                raise Unfinished.at("--upload", what, "remove it there and upload again")
 
     def _passed(self, count: int) -> None:
         if self._stop.is_set():

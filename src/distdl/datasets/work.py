@@ -15,6 +15,7 @@ import multiprocessing
 import shlex
 import shutil
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -26,10 +27,9 @@ from filelock import FileLock, Timeout
 
 from distdl import __version__
 from distdl.datasets import shard_plan as plans
-from distdl.datasets.format import MANIFEST, Manifest
+from distdl.datasets.format import MANIFEST, Manifest, write_index
 from distdl.datasets.shard_plan import Part, ShardPlan
 from distdl.datasets.writers import WORK, Result, Writer, result_file, rows_of
-from distdl.datasets.writing import write_index
 from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Problem, Unfinished, UserError
 from distdl.util.orphans import end_with_parent
@@ -43,10 +43,9 @@ Advance = Callable[[int, int], None]
 
 
 class Preparation:
-    """A data set's folder, from empty to complete.
+    """A data set's folder, from empty to complete; created on the first write.
 
     Args:
-        out: The folder; created on the first write.
         settings: Of the source and the options, as JSON; "format" is one of them.
 
     Raises:
@@ -90,12 +89,11 @@ class Preparation:
         before.get("images", {}).pop("restart_markers", None)
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
-            removal = f"rm -r {shlex.quote(str(self.out))}"
-            what = f"{self.out} {how}: {'; '.join(different)}"
             remedy = "repeat that command, name another folder (--to DIR), or remove this one"
             if all(one.startswith("source.") for one in different):
-                remedy = f"prepare what it is now from the beginning: --to DIR, or first {removal}"
-            raise UserError.at("--to", what, remedy)
+                remedy = "prepare what it is now from the beginning: --to DIR, or first rm -r "
+                remedy += shlex.quote(str(self.out))
+            raise UserError.at("--to", f"{self.out} {how}: {'; '.join(different)}", remedy)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -128,18 +126,11 @@ class Preparation:
         result = Result.load(path) if path.exists() else None
         if result is None or (result.damaged and not skip_damaged):
             return False
-        if result.shard is None:
-            return True
-        tar = self.out / result.shard.name
-        return tar.exists() and tar.stat().st_size == result.shard.bytes
+        tar = self.out / f"{part.name}.tar"
+        return not result.shard or (tar.exists() and tar.stat().st_size == result.shard.bytes)
 
     def write(self, parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
-        """Writes parts in `workers` processes.
-
-        Raises:
-            OSError: The disk is full.
-            UserError: A process was killed.
-        """
+        """Writes parts in `workers` processes; UserError if one of them is killed."""
         remove_leftovers(self.out)
         try:
             if workers == 1:  # in this process, for debuggers
@@ -153,21 +144,18 @@ class Preparation:
             raise Unfinished.at("--workers", what, remedy) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
-        """Writes the index and the manifest, once all parts are complete.
-
-        Returns:
-            total: The sum of all parts' results.
+        """Writes the index and the manifest, once all parts are complete; returns their sum.
 
         Raises:
             UserError: Images are damaged, and `skip_damaged` is False.
         """
         results = {part.name: Result.load(result_file(self.out, part)) for part in plan.parts}
-        total = Result(
-            samples=sum(result.samples for result in results.values()),
-            bytes=sum(result.bytes for result in results.values()),
-            mended=[one for result in results.values() for one in result.mended],
-            damaged=[one for result in results.values() for one in result.damaged],
-        )
+        total = Result()
+        for result in results.values():
+            total.samples += result.samples
+            total.bytes += result.bytes
+            total.mended += result.mended
+            total.damaged += result.damaged
         if total.damaged and not skip_damaged:
             raise Unfinished(_too_damaged(total.damaged))
         made = {
@@ -184,28 +172,30 @@ class Preparation:
                 splits[split] = write_index(self.out, split, shards, rows_of(self.out, parts))
             text = Manifest(tuple(plan.classes), splits, made).to_json()
         else:
-            text = json.dumps(
-                {"images": total.samples, "classes": plan.classes, "made": made}, indent=1
-            )
+            contents = {"images": total.samples, "classes": plan.classes, "made": made}
+            text = json.dumps(contents, indent=1)
         write_bytes(self.manifest, text.encode())
         self.tidy()
         return total
 
     def class_count(self) -> int:
         """Number of classes of a complete data set."""
-        return len(json.loads(self.manifest.read_bytes())["classes"])
+        return len(self._contents()["classes"])
 
     def empty_splits(self) -> list[str]:
         """The splits without images in a complete data set."""
-        if self.settings["format"] != "shards":
+        splits = self._contents().get("splits")
+        if splits is None:
             return [split for split in ("train", "val") if not (self.out / split).exists()]
-        splits = json.loads(self.manifest.read_bytes())["splits"]
         return [split for split in ("train", "val") if not splits[split]["samples"]]
 
     def damaged(self, split: str) -> int:
         """How many damaged images were left out of a split of a complete data set."""
-        left_out = json.loads(self.manifest.read_bytes())["made"]["damaged"]
+        left_out = self._contents()["made"]["damaged"]
         return sum(name.startswith(f"{split}: ") for name, _ in left_out)
+
+    def _contents(self) -> Any:
+        return json.loads(self.manifest.read_bytes())
 
     def tidy(self) -> None:
         """Removes the work folder of a complete data set, even if a killed command left it."""
@@ -227,19 +217,18 @@ def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
     if len(damaged) > len(shown):
         shown.append(f"and {len(damaged) - len(shown)} more")
     noun = "image is" if len(damaged) == 1 else "images are"
-    what = f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown)
     remedy = (
         "everything else is done. To leave them out: the same command with --skip-damaged\n    "
         "If the same files can be read again: the same command\n    "
         "If you put other images in their place: the same command with another --to"
     )
-    return Problem("--source", what, remedy)
+    return Problem("--source", f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown), remedy)
 
 
 def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
-    kinds: dict[str, list[str]] = {}
+    kinds = defaultdict[str, list[str]](list)
     for kind, name in mended:
-        kinds.setdefault(kind, []).append(name)
+        kinds[kind].append(name)
     return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
 
 
@@ -252,13 +241,14 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
         now = counts[:]
         advance(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
+        check()
 
     # Entered before the pool exists, since an interrupted pool would leak a semaphore.
     with _held_back() as check:
         counts = context.Array("q", 2)
         with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
             try:
-                _keep_busy(pool, parts, 2 * workers, report, check)
+                _keep_busy(pool, parts, 2 * workers, report)
             except BaseException:
                 for process in multiprocessing.active_children():
                     process.terminate()
@@ -266,17 +256,12 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
     report()
-    check()
 
 
 def _keep_busy(
-    pool: ProcessPoolExecutor,
-    parts: list[Part],
-    queued: int,
-    report: Callable[[], None],
-    check: Callable[[], None],
+    pool: ProcessPoolExecutor, parts: list[Part], queued: int, report: Callable[[], None]
 ) -> None:
-    """Submits parts until all are written, or until `check` raises (Ctrl-C or SIGTERM)."""
+    """Submits parts until all are written, or until `report` raises (Ctrl-C or SIGTERM)."""
     waiting, running = iter(parts), set[Future[None]]()
     while True:
         # A few more than there are workers, but not all: a queued part carries all its samples.
@@ -289,7 +274,6 @@ def _keep_busy(
         for future in done:
             future.result()
         report()
-        check()
 
 
 @contextmanager
@@ -300,14 +284,14 @@ def _held_back() -> Iterator[Callable[[], None]]:
     a semaphore while the pool is created. A second signal, which `uv run` and others send at once,
     has no effect.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def check() -> None:
-        if came:
+        if received:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: came.append(1)) for number in numbers]
+    before = [signal.signal(number, lambda *_: received.append(1)) for number in numbers]
     try:
         yield check
     finally:

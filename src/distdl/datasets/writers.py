@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distdl.datasets.format import ROW, WORK, Shard
+from distdl.datasets.format import ROW, WORK, Shard, ShardFile
 from distdl.datasets.image_files import DamagedImage
 from distdl.datasets.images import Treatment, Unwritten
 from distdl.datasets.shard_plan import Part
 from distdl.datasets.source import Sample, Source
-from distdl.datasets.writing import ShardFile
 from distdl.util.atomic_files import atomic_file, write_bytes
 from distdl.util.errors import UserError
 
@@ -26,21 +25,13 @@ FORMATS = ("shards", "folder")
 
 @dataclass
 class Result:
-    """The result of one part. Its file marks the part as complete.
-
-    Args:
-        samples: Samples written.
-        bytes: Bytes written.
-        shard: The tar; None for a folder.
-        mended: Oddity and name of each image that had an oddity.
-        damaged: Name and reason of each image that was left out, since it cannot be read.
-    """
+    """The result of one part: what was written. Its file marks the part as complete."""
 
     samples: int = 0
     bytes: int = 0
-    shard: Shard | None = None
-    mended: list[tuple[str, str]] = field(default_factory=list)
-    damaged: list[tuple[str, str]] = field(default_factory=list)
+    shard: Shard | None = None  # None for a folder
+    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name of an image
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason, left out
 
     def save(self, path: Path) -> None:
         write_bytes(path, json.dumps(asdict(self)).encode())
@@ -54,15 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Writer:
-    """Reads, checks and writes the samples of parts. Pickled to each process.
-
-    Args:
-        source: Reads the images.
-        classes: Names by label.
-        treatment: Applied to each image.
-        out: The data set's folder.
-        format: "shards" or "folder".
-    """
+    """Reads, checks and writes the samples of parts into the folder `out`. Pickled to processes."""
 
     source: Source
     classes: list[str]
@@ -71,11 +54,7 @@ class Writer:
     format: str
 
     def write(self, part: Part, advance: Callable[[int], None]) -> None:
-        """Writes one part, then its result.
-
-        Args:
-            part: The samples.
-            advance: Called after each sample with its size in the source, in bytes.
+        """Writes one part, then its result; calls `advance` with each sample's size in bytes.
 
         Raises:
             OSError: The disk is full, or cannot be written.

@@ -27,19 +27,15 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
     """The store at a URI. This sends no request yet.
 
     - `/path`, `file:///path`: a folder, also a mounted one.
-    - `azure://container/path`: the account is named by AZURE_STORAGE_CONNECTION_STRING or
-      AZURE_STORAGE_ACCOUNT.
+    - `azure://container/path`, or `az://`: the account is that of AZURE_STORAGE_CONNECTION_STRING
+      or AZURE_STORAGE_ACCOUNT.
     - `abfs[s]://container@account.dfs.core.windows.net/path`, as Spark and Azure ML write it.
     - `https://account.blob.core.windows.net/container/path[?SAS]`.
     - `s3://bucket/path`: boto3 finds credentials and endpoint.
 
     The credential for Azure is the first of: the SAS in the URI, the connection string,
     AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, azure-identity's DefaultAzureCredential (managed
-    identity on Azure, `az login` elsewhere).
-
-    Args:
-        uri: In one of these forms.
-        patience: Seconds to keep trying while a server does not answer.
+    identity on Azure, `az login` elsewhere). `patience` is in seconds, as for `RemoteStore`.
 
     Raises:
         UserError: The URI has none of these forms, no account is named, or the backend's package

@@ -16,6 +16,7 @@ from distdl.util.errors import UserError
 _CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
 _KEY, _SAS = "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"
 _SOURCES = "docs/data/reading.md, URIs and credentials"
+_INSTALL = "pip install 'distdl[azure]'"
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 
@@ -24,12 +25,8 @@ class BlobStore(RemoteStore):
 
     Args:
         uri: As given, without its signature.
-        container: Its name.
-        folder: In the container.
-        account: Its name; "": from the environment.
-        endpoint: `https://account.blob.core.windows.net`; "": from the environment.
+        account, endpoint: `https://account.blob.core.windows.net`; "": from the environment.
         sas: A signature, or "".
-        patience: Seconds to keep trying while the server does not answer.
 
     Raises:
         UserError: azure-storage-blob is missing, or no account is named.
@@ -50,14 +47,13 @@ class BlobStore(RemoteStore):
         try:
             import azure.storage.blob  # noqa: F401
         except ImportError:
-            what = "needs the package azure-storage-blob, which is not installed"
-            raise UserError.at(uri, what, "pip install 'distdl[azure]'") from None
+            raise UserError.at(uri, "needs the package azure-storage-blob", _INSTALL) from None
         if not account and not os.environ.get(_CONNECTION) and not os.environ.get(_ACCOUNT):
             what = f"names no account, and neither {_CONNECTION} nor {_ACCOUNT} is set"
             remedy = f"export {_ACCOUNT}=name, or abfss://{container}@ACCOUNT.dfs.core.windows.net/"
             raise UserError.at(uri, what, remedy)
-        self._container, self._account, self._endpoint = container, account, endpoint
-        self._sas = sas
+        self._container, self._account = container, account
+        self._endpoint, self._sas = endpoint, sas
 
     def _connect(self) -> Any:
         # At INFO, azure logs each request with its headers, and azure.identity logs each way to
@@ -66,36 +62,32 @@ class BlobStore(RemoteStore):
             sdk = logging.getLogger(name)
             if sdk.level == logging.NOTSET:
                 sdk.setLevel(level)
-        try:
-            return self._container_client()
-        except ValueError:  # its text may hold the key
-            if os.environ.get(_CONNECTION) and not self._endpoint:
-                what = f"{_CONNECTION} is not a connection string"
-                remedy = "copy all of it, in quotes: az storage account show-connection-string"
-            else:
-                what = "is not an address of an account or container"
-                remedy = f"look at {_ACCOUNT}, and at the URI"
-            raise UserError.at(self.uri, what, remedy) from None
-
-    def _container_client(self) -> Any:
         from azure.storage.blob import ContainerClient
 
         # RemoteStore retries: the package's own retries wait 15 s before the first.
         options: dict[str, Any] = {"retry_total": 0, "connection_timeout": 10, "read_timeout": 20}
         options["max_single_get_size"] = PART  # a part is one request
-        text = os.environ.get(_CONNECTION, "")
-        if text and not self._endpoint:
-            return ContainerClient.from_connection_string(text, self._container, **options)
-        account = self._account or os.environ[_ACCOUNT]
-        endpoint = self._endpoint or f"https://{account}.blob.core.windows.net"
-        credential = self._credential(account)
-        return ContainerClient(endpoint, self._container, credential=credential, **options)
+        text = "" if self._endpoint else os.environ.get(_CONNECTION, "")
+        try:
+            if text:
+                return ContainerClient.from_connection_string(text, self._container, **options)
+            account = self._account or os.environ[_ACCOUNT]
+            endpoint = self._endpoint or f"https://{account}.blob.core.windows.net"
+            options["credential"] = self._credential(account)
+            return ContainerClient(endpoint, self._container, **options)
+        except ValueError:  # its text may hold the key
+            what = "is not an address of an account or container"
+            remedy = f"look at {_ACCOUNT}, and at the URI"
+            if text:
+                what = f"{_CONNECTION} is not a connection string"
+                remedy = "copy all of it, in quotes: az storage account show-connection-string"
+            raise UserError.at(self.uri, what, remedy) from None
 
     def _credential(self, account: str) -> Any:
         if self._sas:
             return self._sas
-        text = os.environ.get(_CONNECTION, "")
-        settings = dict(part.partition("=")[::2] for part in text.split(";"))
+        parts = os.environ.get(_CONNECTION, "").split(";")
+        settings = dict(part.partition("=")[::2] for part in parts)
         key = sas = None
         if settings.get("AccountName") == account:
             key, sas = settings.get("AccountKey"), settings.get("SharedAccessSignature")
@@ -109,7 +101,7 @@ class BlobStore(RemoteStore):
             from azure.identity import DefaultAzureCredential
         except ImportError:
             what = f"no {_KEY} and no {_SAS} is set, and azure-identity is not installed"
-            raise UserError.at(self.uri, what, "pip install 'distdl[azure]'") from None
+            raise UserError.at(self.uri, what, _INSTALL) from None
         return DefaultAzureCredential()
 
     def _server(self) -> str:
@@ -172,8 +164,8 @@ class BlobStore(RemoteStore):
         from azure.core import exceptions
 
         if self._is_absent(error):
-            made = f"az storage container create --name {self._container}"
-            return f"make the container ({made}), or name another"
+            command = f"az storage container create --name {self._container}"
+            return f"create the container ({command}), or name another"
         status = getattr(error, "status_code", None)
         if status in (401, 403):
             if getattr(error, "error_code", None) == "AuthorizationPermissionMismatch":

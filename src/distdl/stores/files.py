@@ -18,11 +18,7 @@ _PIECE = 8 << 20  # bytes copied at a time
 
 @dataclass(frozen=True)
 class FileStore:
-    """The files of one folder.
-
-    Args:
-        folder: May be absent until a file is uploaded.
-    """
+    """The files of one folder, which may be absent until a file is uploaded."""
 
     folder: Path
 
@@ -72,13 +68,10 @@ class FileStore:
             raise StoreError(f"{target} exists already") from None
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        found = (p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if is_own(p))
-        return iter(sorted(name for name in found if name.startswith(prefix)))
-
-
-def is_own(path: Path) -> bool:
-    """Whether it is a file, but not a temporary one that a killed upload left."""
-    return path.is_file() and not path.name.startswith(".")
+        # A killed upload leaves a hidden file.
+        paths = (p for p in self.folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+        names = (path.relative_to(self.folder).as_posix() for path in paths)
+        return iter(sorted(name for name in names if name.startswith(prefix)))
 
 
 def raised(error: OSError) -> None:
@@ -88,11 +81,7 @@ def raised(error: OSError) -> None:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Turns an OSError in the block into a UserError that names the unreadable file or folder.
-
-    Args:
-        where: The `path` of the Problem.
-    """
+    """Turns an OSError in the block into a UserError with the path `where`."""
     try:
         yield
     except StoreError:
@@ -107,7 +96,7 @@ def readable(where: str) -> Iterator[None]:
 
 @contextmanager
 def reserved(path: Path, size: int) -> Iterator[int]:
-    """Opens a file for writing, and reserves disk space for `size` bytes; yields its descriptor.
+    """Yields the descriptor of a file to write, with disk space reserved for `size` bytes.
 
     So a full disk is noticed before the download, and two downloads cannot use the same space.
 

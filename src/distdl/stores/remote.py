@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import random
 import threading
 import time
@@ -36,38 +35,36 @@ class RemoteStore(ABC):
         patience: Seconds to keep trying while a server does not answer.
     """
 
-    def __init__(self, uri: str, folder: str, *, patience: float = PATIENCE) -> None:
-        self._uri, self.patience = uri.rstrip("/"), patience
-        self._folder = folder.strip("/")
-        self._client: Any = None
-        self._pid = 0
-        self._making = threading.Lock()
-        self._silent = False  # the server does not answer, and that was logged
+    _client: Any
+    _pid: int
+    _lock: threading.Lock
 
-    @property
-    def uri(self) -> str:
-        return self._uri
+    def __init__(self, uri: str, folder: str, *, patience: float = PATIENCE) -> None:
+        self.uri, self.patience = uri.rstrip("/"), patience
+        self._folder = folder.strip("/")
+        self._silent = False  # the server does not answer, and that was logged
+        self.__setstate__({})
 
     @property
     def address(self) -> str:
-        return f"{self._server()} {self._uri}"
+        return f"{self._server()} {self.uri}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._uri})"
+        return f"{type(self).__name__}({self.uri})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None, "_pid": 0, "_making": None}
+        return {**self.__dict__, "_client": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _making=threading.Lock())
+        self.__dict__.update(state, _client=None, _pid=0, _lock=threading.Lock())
 
     @property
     def client(self) -> Any:
         """This process's client: processes that share a connection mix up its responses."""
         if self._pid != os.getpid():
             if self._pid:  # another thread may have held the lock at the fork
-                self._making = threading.Lock()
-            with self._making:
+                self._lock = threading.Lock()
+            with self._lock:
                 if self._pid != os.getpid():
                     self._client, self._pid = self._connect(), os.getpid()
         return self._client
@@ -121,8 +118,7 @@ class RemoteStore(ABC):
             def bring(start: int) -> None:
                 count = min(PART, size - start)
                 get = lambda: self._complete_range(name, start, count)  # noqa: E731
-                data = self.retried(name, get, progress)
-                write_at(file, data, start)
+                write_at(file, self.retried(name, get, progress), start)
                 if progress is not None:
                     progress(count)
 
@@ -131,7 +127,7 @@ class RemoteStore(ABC):
 
     def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
         if self.size(name) is not None:
-            raise StoreError(f"{self._uri}/{name} exists already")
+            raise StoreError(f"{self.uri}/{name} exists already")
         self._put(path, name, progress)
 
     def _send_parts(
@@ -142,14 +138,7 @@ class RemoteStore(ABC):
         send: Callable[[int, bytes], T],
         progress: Progress | None,
     ) -> list[T]:
-        """Calls `send(number, data)` for each part of a file, in parallel and with retries.
-
-        Args:
-            length: Of a part, in bytes.
-
-        Returns:
-            The result of each call, in the order of the parts. Numbers count from 0.
-        """
+        """The results of `send(number, data)` for each part of `length` bytes, in parallel."""
         results = dict[int, T]()
         with path.open("rb") as file:
 
@@ -168,7 +157,7 @@ class RemoteStore(ABC):
         return iter(sorted(key[start:] for key in listed))
 
     def retried(self, name: str, action: Callable[[], T], progress: Progress | None = None) -> T:
-        """Calls `action()`; repeats it on transient errors for up to `patience` seconds.
+        """The result of `action()`, repeated on transient errors for up to `patience` seconds.
 
         Args:
             name: Of the file, for the message.
@@ -187,34 +176,32 @@ class RemoteStore(ABC):
                 self._silent = False
                 return result
             except Exception as error:
-                transient = error.transient if isinstance(error, Short) else None
-                if transient is None:
-                    transient = self._is_transient(error)
+                transient = isinstance(error, Short) or self._is_transient(error)
                 if transient is None:
                     raise
                 # The SDKs' messages may contain the whole URL, with its signature.
                 reason = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                 if not transient or time.monotonic() + pause > deadline:
-                    message, remedy = f"{self._uri}/{name}: {reason}", self._remedy(error)
+                    message, remedy = f"{self.uri}/{name}: {reason}", self._remedy(error)
                     raise StoreError(message, transient=transient, remedy=remedy) from None
                 if self.patience >= LONG and not self._silent:
                     self._silent = True
                     text = "%s does not answer, trying again for %g s: %s"
-                    log.warning(text, self._uri, self.patience, reason)
+                    log.warning(text, self.uri, self.patience, reason)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, 8)
 
     def _complete_range(self, name: str, start: int, count: int) -> bytes:
         data = self._range(self._key(name), start, count)
         if len(data) != count:
-            raise Short(f"{len(data)} of {count} bytes came", transient=True)
+            raise Short(f"{len(data)} of {count} bytes arrived")
         return data
 
     def _present(self, name: str, progress: Progress | None = None) -> int:
         size = self.retried(name, lambda: self._size(self._key(name)), progress)
         if size is None:
             self.retried(name, self._find_container)
-            raise Absent(f"{self._uri} has no {name}")
+            raise Absent(f"{self.uri} has no {name}")
         return size
 
     def _find_container(self) -> None:
@@ -230,7 +217,7 @@ class RemoteStore(ABC):
 
 
 class Short(StoreError):
-    """Fewer bytes arrived than were requested."""
+    """Fewer bytes arrived than were requested; transient."""
 
 
 def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:
@@ -238,17 +225,14 @@ def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:
 
     It does not use concurrent.futures, whose threads delay the exit of a process.
     """
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for item in items:
-        waiting.put(item)
-    errors: list[BaseException] = []
+    waiting, errors = iter(items), list[BaseException]()
 
     def work() -> None:
-        while not errors:
-            try:
-                action(waiting.get_nowait())
-            except queue.Empty:
+        for item in waiting:  # shared by the threads
+            if errors:
                 return
+            try:
+                action(item)
             except BaseException as error:
                 errors.append(error)
 

@@ -21,11 +21,6 @@ MARK = "distdl-upload"  # metadata key by which an upload recognises its own obj
 class S3Store(RemoteStore):
     """A prefix in a bucket. boto3 finds credentials, region and endpoint (AWS_ENDPOINT_URL).
 
-    Args:
-        bucket: Its name.
-        folder: The prefix, without slashes at its ends.
-        patience: Seconds to keep trying while the server does not answer.
-
     Raises:
         UserError: boto3 is missing.
     """
@@ -36,8 +31,8 @@ class S3Store(RemoteStore):
         try:
             import boto3  # noqa: F401
         except ImportError:
-            what = "needs the package boto3, which is not installed"
-            raise UserError.at(self.uri, what, "pip install 'distdl[s3]'") from None
+            remedy = "pip install 'distdl[s3]'"
+            raise UserError.at(self.uri, "needs the package boto3", remedy) from None
 
     def _connect(self) -> Any:
         import boto3
@@ -55,7 +50,6 @@ class S3Store(RemoteStore):
         return None if head is None else int(head["ContentLength"])
 
     def _head(self, key: str) -> dict[str, Any] | None:
-        """S3's description of an object; None: there is no such object."""
         from botocore.exceptions import ClientError
 
         try:
@@ -70,45 +64,34 @@ class S3Store(RemoteStore):
         return self.client.get_object(Bucket=self._bucket, Key=key, Range=bytes_)["Body"].read()
 
     def _put(self, path: Path, name: str, progress: Progress | None) -> None:
-        where, size = {"Bucket": self._bucket, "Key": self._key(name)}, path.stat().st_size
-        mine = {MARK: uuid.uuid4().hex}
-        if size > PART:
-            self._put_parts(path, size, name, where, mine, progress)
+        """Uploads at once or in parts, which are invisible until the object is complete."""
+        size, mine = path.stat().st_size, {MARK: uuid.uuid4().hex}
+        new = {"Bucket": self._bucket, "Key": self._key(name)}
+        if size <= PART:
+            put = functools.partial(
+                self.client.put_object, **new, Body=path.read_bytes(), Metadata=mine
+            )
+            self.retried(name, lambda: self._unless_there(put, name, mine), progress)
+            if progress is not None:
+                progress(size)
             return
-        put = functools.partial(
-            self.client.put_object, **where, Body=path.read_bytes(), Metadata=mine
-        )
-        self.retried(name, lambda: self._unless_there(put, name, mine), progress)
-        if progress is not None:
-            progress(size)
-
-    def _put_parts(
-        self,
-        path: Path,
-        size: int,
-        name: str,
-        where: dict[str, str],
-        mine: dict[str, str],
-        progress: Progress | None,
-    ) -> None:
-        """Uploads in parts, each with boto3's checksum; the object is invisible until complete."""
-        begin = functools.partial(self.client.create_multipart_upload, **where, Metadata=mine)
-        begun = {**where, "UploadId": self.retried(name, begin, progress)["UploadId"]}
+        begin = functools.partial(self.client.create_multipart_upload, **new, Metadata=mine)
+        new["UploadId"] = self.retried(name, begin, progress)["UploadId"]
 
         def send(number: int, data: bytes) -> dict[str, Any]:
             part = {"PartNumber": number + 1}
-            return part | {"ETag": self.client.upload_part(**begun, **part, Body=data)["ETag"]}
+            return part | {"ETag": self.client.upload_part(**new, **part, Body=data)["ETag"]}
 
         try:
             length = max(PART, -(-size // MOST_PARTS))
-            parts = self._send_parts(path, name, length, send, progress)
+            parts = {"Parts": self._send_parts(path, name, length, send, progress)}
             complete = functools.partial(
-                self.client.complete_multipart_upload, **begun, MultipartUpload={"Parts": parts}
+                self.client.complete_multipart_upload, **new, MultipartUpload=parts
             )
             self.retried(name, lambda: self._unless_there(complete, name, mine), progress)
         except BaseException:
             with suppress(Exception):  # raise the original error
-                self.client.abort_multipart_upload(**begun)
+                self.client.abort_multipart_upload(**new)
             raise
 
     def _unless_there(self, store: Callable[..., Any], name: str, mine: dict[str, str]) -> None:
@@ -139,7 +122,7 @@ class S3Store(RemoteStore):
     def _list(self, start: str) -> Iterator[str]:
         pages = self.client.get_paginator("list_objects_v2")
         for page in pages.paginate(Bucket=self._bucket, Prefix=start):
-            yield from (found["Key"] for found in page.get("Contents", ()))
+            yield from (item["Key"] for item in page.get("Contents", ()))
 
     def _is_transient(self, error: Exception) -> bool | None:
         from boto3.exceptions import Boto3Error
@@ -156,7 +139,7 @@ class S3Store(RemoteStore):
         from botocore.exceptions import ClientError, NoCredentialsError
 
         if self._is_absent(error):
-            return f"make the bucket (aws s3 mb s3://{self._bucket}), or name another"
+            return f"create the bucket (aws s3 mb s3://{self._bucket}), or name another"
         refused = isinstance(error, ClientError) and _status(error) in (400, 401, 403)
         if refused or isinstance(error, NoCredentialsError):
             return (

@@ -16,7 +16,6 @@ class StoreError(OSError):
     """A file could not be read or written. The message names it, and holds no secret.
 
     Args:
-        message: The file, its store, and the server's error.
         transient: The server did not answer or was busy, so a later try may succeed.
         remedy: For an error of credentials, the container or the bucket; else "".
     """
@@ -43,10 +42,7 @@ class Store(Protocol):
 
     @property
     def address(self) -> str:
-        """Its location with account or endpoint, which `uri` may leave to the environment.
-
-        It has no signature either.
-        """
+        """`uri` with the account or endpoint, which it may leave to the environment."""
         ...
 
     def size(self, name: str) -> int | None:

@@ -19,22 +19,13 @@ def identity(folder: Path | str) -> Identity:
 
 
 def walk_once(
-    top: Path,
-    left_out: Container[Identity] = (),
-    kind: Callable[[str], object] = lambda path: None,
+    top: Path, left_out: Container[Identity] = (), kind: Callable[[str], object] = lambda path: None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` through links, in the order of names, that enters each folder once.
 
-    It never enters a parent of `top`, since a link to one leads back to `top`.
-
-    Args:
-        top: Where to begin.
-        left_out: Other folders that are not entered.
-        kind: The kind of a folder's contents, from its path. A folder with paths of several
-            kinds is entered once for each kind.
-
-    Raises:
-        OSError: A folder cannot be read.
+    It never enters a parent of `top`, since a link to one leads back to `top`, nor the folders
+    `left_out`. A folder is entered once for each `kind` of its paths. Raises OSError if a folder
+    cannot be read.
     """
     holders = set(map(identity, top.resolve().parents))
     seen = set[tuple[Identity, object]]()
@@ -50,19 +41,14 @@ def walk_once(
 
 def class_names(folder: Path) -> list[str]:
     """Names of the class folders, sorted: a class's index in the list is its label."""
-    return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
+    entries = (entry for entry in os.scandir(folder) if entry.is_dir())
+    return sorted(entry.name for entry in entries if not entry.name.startswith("."))
 
 
 class ClassFolders:
-    """Walks class folders, and refuses a folder that belongs to two classes.
+    """Walks the class folders of `root`'s splits; refuses a folder that belongs to two classes.
 
-    Args:
-        root: Holds the splits.
-        where: The `path` of the Problem.
+    `where` is the `path` of the Problem.
     """
 
     def __init__(self, root: Path, where: str) -> None:
@@ -74,7 +60,6 @@ class ClassFolders:
 
         Raises:
             UserError: A folder belongs to two classes, so its images would have two labels.
-            OSError: A folder cannot be read.
         """
         holders = (split, self.root, *split.resolve().parents, *self.root.resolve().parents)
         for inner, folders, names in walk_once(split / name, set(map(identity, holders))):
