@@ -17,13 +17,7 @@ from distdl.datasets.reading import Shards
 
 
 class ShardImages(EncodedImages):
-    """The samples of a split in shards; see `EncodedImages` for the samples.
-
-    Args:
-        view: See `distdl.data.views`.
-        shards: Reads the bytes.
-        order: Of training; None: for validation.
-    """
+    """The samples of a split in shards; `order`: of training."""
 
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
@@ -47,8 +41,8 @@ class ShardImages(EncodedImages):
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)
 
+    # As `distdl.data.sampling.Ordered`.
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
-        """See `distdl.data.sampling.Ordered`."""
         return self._order.order(seed, epoch) if self._order else None
 
     def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
@@ -60,10 +54,8 @@ class TrainOrder:
     """The order in which training reads shards, and their prefetch.
 
     Args:
-        needs: This rank's progress, and the next use of each shard.
-        shards: Of training.
-        val: Of validation; they are needed after those of an epoch.
-        prefetch: Fetches shards; None: not needed, or another rank of this node does so.
+        shards, val: Those of validation are needed after those of an epoch of training.
+        prefetch: None: not needed, or another rank of this node does so.
         used: Returns how many samples of an epoch, and of validation, will be used.
     """
 

@@ -13,10 +13,8 @@ from distdl.validation import kinds
 
 
 def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
-    """Makes a task's `check` (`Binding.hook`): the step and its loader must be defined.
-
-    It looks at classes and builds nothing. Lightning checks later what functions return.
-    """
+    """Makes a task's `check` (`Binding.hook`): the step and its loader must be defined by the
+    classes. Lightning checks later what functions return."""
 
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
         config = context["config"]
