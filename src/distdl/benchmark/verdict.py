@@ -66,7 +66,7 @@ def judge(
         return Verdict(DATA, why, [data_remedy])
     if communication is None:
         why = f"a step waits {waits} for its batch; communication was not traced"
-        return Verdict(NOT_DATA, why, ["task.trace=3 sees how long ranks only communicate"])
+        return Verdict(NOT_DATA, why, ["task.trace=3 measures how long ranks only communicate"])
     if seen > WORTH:
         why = f"{100 * seen:.0f} % of a step passes in communication that no computation hides "
         why += "(waiting for the slowest rank included)"

@@ -53,7 +53,7 @@ class Drawn:
             self._epoch = epoch
         return self._order
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray[Any, Any]) -> None:
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray[Any, Any]) -> None:
         pass
 
     def _draw(self, seed: int, epoch: int) -> np.ndarray[Any, Any]:

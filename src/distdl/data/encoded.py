@@ -72,18 +72,18 @@ class EncodedImages(Dataset[dict[str, Any]]):
             UserError: Too many damaged images in a row.
         """
         damaged: list[str] = []
-        for place in range(index, index + min(MOST_IN_A_ROW, len(self))):
-            place %= len(self)
+        for shown in range(index, index + min(MOST_IN_A_ROW, len(self))):
+            shown %= len(self)
             try:
-                seen = self._seen(place, epoch)
+                seen = self._seen(shown, epoch)
             except DamagedImage as error:
-                damaged.append(f"{self.name(place)}: {error}")
+                damaged.append(f"{self.name(shown)}: {error}")
                 continue
             # Report only the first: the other damaged images report themselves.
             first, weight = next(iter(damaged), ""), np.float32(not damaged)
-            return {**seen, "label": self.label(place), "weight": weight, "damaged": first}
+            return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
-        raise UserError.at("data.root", what, "python -m distdl data check says how many are")
+        raise UserError.at("data.root", what, "python -m distdl data check counts them")
 
     def _seen(self, index: int, epoch: int) -> dict[str, Any]:
         try:

@@ -49,11 +49,11 @@ class Ordered(Protocol):
         """Every sample once, int64 [N], as a pure function; None: a plain shuffle of all."""
         ...
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray[Any, Any]) -> None:
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray[Any, Any]) -> None:
         """Called for each batch, in the main process, before the batch goes to a worker.
 
         Args:
-            place: Number of samples of the epoch's `order` that all ranks received before.
+            start: Number of samples of the epoch's `order` that all ranks received before.
         """
         ...
 
@@ -127,11 +127,11 @@ class TrainBatches(Sampler[list[SampleKey]]):
         # A position that is not a multiple comes from a run with another global batch.
         remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
         stop = consumed + remaining * self.global_batch
-        for place in range(consumed, stop, self.global_batch):
+        for start in range(consumed, stop, self.global_batch):
             if self.dataset is not None:
-                self.dataset.reached(self.seed, epoch, place, order)
-            start = place + self.rank * self.batch_size
-            rows = order[start : start + self.batch_size].tolist()
+                self.dataset.reached(self.seed, epoch, start, order)
+            first = start + self.rank * self.batch_size
+            rows = order[first : first + self.batch_size].tolist()
             yield [SampleKey(i, epoch, 1.0) for i in (rows[0] if self.batched else rows)]
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
@@ -196,10 +196,10 @@ class EvalBatches(Sampler[list[SampleKey]]):
             yield [SampleKey(index, 0, weight) for index, weight in rows]
 
     def _at(self, row: int) -> tuple[Any, float]:
-        place, weight = row * self.world_size + self.rank, 1.0
-        if place >= self.num_samples:
-            place, weight = (0, 0.0) if self.exact else (place % self.num_samples, 1.0)
-        return (place if self.order is None else self.order[place : place + 1].tolist()[0]), weight
+        index, weight = row * self.world_size + self.rank, 1.0
+        if index >= self.num_samples:
+            index, weight = (0, 0.0) if self.exact else (index % self.num_samples, 1.0)
+        return (index if self.order is None else self.order[index : index + 1].tolist()[0]), weight
 
 
 class InOrder(SequentialSampler):

@@ -45,9 +45,9 @@ class ShardImages(EncodedImages):
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         return self._order.order(seed, epoch) if self._order else None
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray) -> None:
         if self._order:
-            self._order.reached(seed, epoch, place, order)
+            self._order.reached(seed, epoch, start, order)
 
 
 class TrainOrder:
@@ -79,8 +79,8 @@ class TrainOrder:
         windows = self._needs.windows
         return windows.order(seed, epoch) if windows.applies(epoch) else None
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
-        self._needs.reached(seed, epoch, place)
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray) -> None:
+        self._needs.reached(seed, epoch, start)
         if self._prefetch is None or self._epoch == (seed, epoch):
             return
         self._epoch = (seed, epoch)
@@ -89,7 +89,7 @@ class TrainOrder:
             self._prefetch.want(lambda: self._needs.soonest_used(train, val))
             return
         shards = self._shards.split.shards
-        numbers = by_first_use(self._shards.rows["shard"], order[place:train]).tolist()
+        numbers = by_first_use(self._shards.rows["shard"], order[start:train]).tolist()
         files = [shards[number] for number in numbers]
         if train == len(order):  # the next epoch reads all shards
             files += shards

@@ -25,9 +25,9 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
     Raises:
         UserError: The network is not such a chain; the error says where it fails.
     """
-    own = getattr(network, "pipeline_blocks", None)
-    if own is not None:
-        return list(own())
+    stated: Any = getattr(network, "pipeline_blocks", None)
+    if stated is not None:
+        return list(stated())
     tracer = _Tracer()
     try:
         graph = tracer.trace(network)

@@ -32,7 +32,7 @@ class ImageClassifier(LightningModule):
     """A network that maps images to logits, trained by cross-entropy.
 
     A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]. In validation, "weight"
-    float32 [B] says which rows count (1) and which are fillers (0). A pair (image, label) also
+    float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also
     works.
 
     Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
@@ -80,8 +80,8 @@ class ImageClassifier(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        given = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
-        problems = list(self.check(given))
+        node = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
+        problems = list(self.check(node))
         if problems:
             raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
         if weights is not None:
