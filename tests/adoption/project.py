@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,18 @@ from typing import Any
 import yaml
 
 from tests.adoption.table import IDIOMS
-from tests.conftest import DISTDL, ROOT, environment, free_port
-from tests.warm import Popen
+from tests.conftest import ROOT, distdl, free_port, python
 
 TASKS = ["validate", "test"]
 KILLED_AT = 13  # of batches, of which an epoch has eight: in the middle of the second
-SECONDS = 240  # a process that takes longer hangs
 CALL = "import sys; sys.path.append({!r}); from {} import {} as run; sys.exit(run(*{!r}))"
 
 
-def command(
-    *arguments: str, cwd: Path, ranks: int = 1, codes: Sequence[int] = (0,), **variables: str
-) -> str:
+def command(*arguments: str, cwd: Path, ranks: int = 1, code: int = 0, **variables: str) -> str:
     """Runs `distdl ...` in a folder, on so many ranks, as torchrun starts them; what it printed.
 
     Args:
-        codes: The last ranks must end with these, negative after a signal.
+        code: With which the last rank must end, negative after a signal.
     """
     each: list[dict[str, str]] = [variables]
     if ranks > 1:
@@ -42,37 +36,18 @@ def command(
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         world |= {"TORCHELASTIC_RUN_ID": "adoption", **variables}
         each = [{**world, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
-    return _run([*DISTDL, *arguments], cwd, each, codes)
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(lambda env: distdl(*arguments, cwd=cwd, env=env), each))
+    printed = "".join(each.stdout + each.stderr for each in ended)
+    assert ended[-1].returncode == code and (code or not any(e.returncode for e in ended)), printed
+    return printed
 
 
-def call(function: str, *arguments: Any, cwd: Path, **variables: str) -> str:
+def call(function: str, *arguments: Any, cwd: Path, **variables: str) -> None:
     """Calls `module:function` with these arguments, as a script in this folder would."""
     module, _, name = function.partition(":")
-    words = ["-c", CALL.format(str(ROOT), module, name, arguments)]
-    return _run(words, cwd, [variables], [0])
-
-
-def _run(
-    words: Sequence[str], cwd: Path, variables: Sequence[dict[str, str]], codes: Sequence[int]
-) -> str:
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        processes = [
-            Popen([sys.executable, *words], cwd=cwd, env=environment(**each), **streams)
-            for each in variables
-        ]
-        deadline = time.monotonic() + SECONDS
-        for process in processes:
-            try:
-                process.wait(deadline - time.monotonic())
-            except subprocess.TimeoutExpired:
-                process.kill()
-        ended = [process.wait() for process in processes]
-        output.seek(0)
-        printed = output.read()
-    assert ended[-len(codes) :] == [*codes], printed
-    assert any(codes) or not any(ended), printed
-    return printed
+    ended = python("-c", CALL.format(str(ROOT), module, name, arguments), cwd=cwd, env=variables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @dataclass(frozen=True)
@@ -116,8 +91,8 @@ class Project:
         seen = self.folder / f"seen-{run}"
         seen.mkdir(exist_ok=True)
         variables = {"SEEN": str(seen), "KILL_AT": kill}
-        codes = [-9 if kill else 0]
-        return command(*arguments, cwd=self.folder, ranks=ranks, codes=codes, **variables)
+        code = -9 if kill else 0
+        return command(*arguments, cwd=self.folder, ranks=ranks, code=code, **variables)
 
     def control(self) -> None:
         """Plain Lightning: the same project, trained without distdl."""

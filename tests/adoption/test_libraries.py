@@ -34,7 +34,7 @@ def test_trains_resumes_and_is_evaluated(name: str, tmp_path: Path) -> None:
     words += ["+callbacks.watch._target_=watch.Watch", "checkpoint.background=false"]
     words += [f"checkpoint.every_n_steps={3 if exact else 'null'}"]
     command(*words, "name=undisturbed", cwd=folder)
-    command(*words, "name=killed", cwd=folder, codes=[-9], KILL_AT="0 11" if exact else "0 25")
+    command(*words, "name=killed", cwd=folder, code=-9, KILL_AT="0 11" if exact else "0 25")
     runs = folder / "outputs" / name
     command("resume", str(runs / "killed"), cwd=folder)
     results = [metrics_of(runs / run) for run in ("undisturbed", "killed")]

@@ -86,7 +86,7 @@ def test_what_is_copied_unchanged_is_answered_with_what_to_write(template) -> No
     folder, _ = template
     for copy, original in (("experiment/copied", "experiment/example"), ("data/points",) * 2):
         write(folder, f"conf/{copy}.yaml", (folder / f"configs/{original}.yaml").read_text())
-    printed = command("experiment=copied", cwd=folder, codes=[2])
+    printed = command("experiment=copied", cwd=folder, code=2)
     for text in ("3 problems", "refers to paths.data_dir", "tracking=wandb"):
         assert text in printed
 
@@ -99,7 +99,7 @@ def test_fine_tuning(tmp_path) -> None:
     assert "new: head.weight, head.bias; not taken: none" in printed
     words = ("model=resnet34", "model.weights=outputs/default/base/checkpoints/last.ckpt")
     small = ("data.image_size=32", "trainer.accelerator=cpu", "tracking=none")
-    printed = command(*words, *small, cwd=tmp_path, codes=[2])
+    printed = command(*words, *small, cwd=tmp_path, code=2)
     refused = re.search(r"^\$ .*\n(distdl: .*)$", page, re.MULTILINE)
     assert refused and refused[1] in printed
 
