@@ -175,9 +175,6 @@ def test_lightning_calls_the_wrapped_hooks_and_no_others(tmp_path):
     assert not is_overridden("test_dataloader", source)
 
 
-# Our own data modules
-
-
 def test_synthetic_images_are_a_function_of_the_index():
     index = torch.tensor([0, 3, 10, 700_003])
     images, again, other = (synthetic(pool_size=7, seed=n).images(index) for n in (0, 0, 1))

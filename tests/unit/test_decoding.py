@@ -100,9 +100,6 @@ def test_headers():
         TrainView(16)(flat)
 
 
-# Views
-
-
 def draw(view, data, seed=0):
     seed_all(seed)
     return view(data)["image"]
@@ -202,9 +199,6 @@ def test_workers_see_the_epochs_size():
     assert [batch["image"].shape[-1] for batch in loader] == [32, 64, 96, 32]
 
 
-# nvjpeg: all but the GPU's own decoding
-
-
 @with_torchcodec
 def test_a_torchcodec_without_jpegs_is_refused(monkeypatch):
     monkeypatch.delattr("torchcodec.decoders.decode_jpeg")  # as before 0.16
@@ -235,9 +229,6 @@ def test_the_device_decodes_the_pixels_that_a_worker_would_have_decoded(kind):
     assert damaged["weight"] == 0 and "file 0: " in damaged["damaged"]
 
 
-# Generated JPEGs
-
-
 def test_generated_jpegs_have_the_size_that_was_asked_for():
     files = jpegs(3, 2, 200, 150, 20_000, seed=0)
     assert len(set(files)) == 3 and all(18_000 < len(file) < 22_000 for file in files)
@@ -251,9 +242,6 @@ def test_generated_jpegs_become_batches():
     assert image.shape == (4, 3, 16, 16) and batch["label"].tolist() == [0, 1, 0, 1]
     assert len(data.train_dataloader().dataset) == 9
     assert difference(image[0], image[2]) < difference(image[0], image[1])
-
-
-# Settings
 
 
 def problems(**config):

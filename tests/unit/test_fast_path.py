@@ -169,9 +169,6 @@ def test_the_host_sleeps_while_the_gpu_works(monkeypatch):
     assert made == [{"blocking": True}] * 2
 
 
-# torch.compile
-
-
 def test_the_fastest_way_is_chosen():
     def fastest(**seconds):
         modes = {"off": False, "max": "max-autotune"}

@@ -142,9 +142,6 @@ def test_advice(measured, on, expected, reason) -> None:
     assert advice.overrides == expected and reason in advice.reason
 
 
-# The measured step
-
-
 def tiny(*overrides: str):
     config = compose.compose([*TINY, *overrides])
     config.pop("hydra")
@@ -219,9 +216,6 @@ def test_a_step_that_reads_values_is_run_and_scaled(tmp_path, monkeypatch) -> No
     assert scaled.flops == pytest.approx(plain.flops, rel=0.01)
     with pytest.raises(UserError, match="training step fails here: KeyError: 'picture'"):
         measure(tiny("model._target_=own_steps.Fails"), 8)
-
-
-# The verb
 
 
 def test_the_verb(capsys, without_stage_2, monkeypatch, tmp_path) -> None:

@@ -273,9 +273,9 @@ class _Share:
             return self._left(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
         what = f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
+        what += f"{self.world_size} ranks different samples"
         remedy = f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
         remedy += f"let each rank take every {self.world_size}th sample; or leave all loaders alone"
-        what += f"{self.world_size} ranks different samples"
         raise UserError.at("data", what, f"{remedy}: {LEAVE}")
 
     def _cannot(self, loader: DataLoader[Any], why: str) -> Any:
