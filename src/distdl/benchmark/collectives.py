@@ -46,12 +46,10 @@ class CollectiveTrace:
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
-        kinds = [ProfilerActivity.CPU]
-        if clock.device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
+        on_gpu = [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
         # Kineto logs to stderr, and reports a missing GPU as an error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self._profile = profile(activities=kinds)
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
 
     def start(self) -> None:
         self._profile.start()

@@ -245,14 +245,11 @@ def _step(
         batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
     module.train()
     trained = [p for p in module.parameters() if p.requires_grad]
-    measured = MeasuredStep(
-        size,
-        weights=_total([*module.parameters(), *module.buffers()]),
-        buffers=_total(module.buffers()),
-        gradients=_total(trained),
-    )
+    tensors = [*module.parameters(), *module.buffers()]
+    bytes_of = _total(tensors), _total(module.buffers()), _total(trained)
+    measured = MeasuredStep(size, *bytes_of)
     live, counter, before = LiveBytes(), FlopCounterMode(display=False), _total(_tensors(batch))
-    live.ignore([*module.parameters(), *module.buffers()])
+    live.ignore(tensors)
     with ExitStack() as stack:
         stack.enter_context(_blocks_watched(module, measured, before, live, counter))
         for parameter in trained:

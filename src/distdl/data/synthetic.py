@@ -52,10 +52,13 @@ class SyntheticImages(ImageData):
         self._pools: dict[torch.device, torch.Tensor] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self.loader(_Labels(self, self.train_samples), shuffle=True)
+        return self.loader(self._labels(self.train_samples), shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return self.loader(_Labels(self, self.val_samples), shuffle=False)
+        return self.loader(self._labels(self.val_samples), shuffle=False)
+
+    def _labels(self, num_samples: int) -> _Labels:
+        return _Labels(num_samples, self.pool_size, self.num_classes)
 
     def on_after_batch_transfer(
         self, batch: dict[str, torch.Tensor], dataloader_idx: int
@@ -89,9 +92,8 @@ class SyntheticImages(ImageData):
 class _Labels(Dataset[dict[str, int]]):
     is_deterministic = True  # for KeyedDataset: it draws nothing
 
-    def __init__(self, images: SyntheticImages, num_samples: int) -> None:
-        self.pool_size, self.num_classes = images.pool_size, images.num_classes
-        self.num_samples = num_samples
+    def __init__(self, num_samples: int, pool_size: int, num_classes: int) -> None:
+        self.num_samples, self.pool_size, self.num_classes = num_samples, pool_size, num_classes
 
     def __len__(self) -> int:
         return self.num_samples
