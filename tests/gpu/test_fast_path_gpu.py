@@ -54,21 +54,12 @@ def losses(tmp_path, *more, side_stream=True, fused=None, **model) -> torch.Tens
     sizes = {"image_size": 64, "pool_size": 64, "train_samples": 32 * STEPS, "val_samples": 32}
     data = share(SyntheticImages(32, num_classes=10, **sizes))
     data.side_stream = side_stream
-    Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        limit_val_batches=0,
-        log_every_n_steps=LOG_EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        deterministic="warn",
-        default_root_dir=tmp_path,
-        callbacks=[Watch(), StepMetrics(32), *more],
-    ).fit(module, data)
+    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
+    options = dict.fromkeys((*quiet, "use_distributed_sampler"), False)
+    options |= {"accelerator": "gpu", "devices": 1, "max_epochs": 1, "limit_val_batches": 0}
+    options |= {"log_every_n_steps": LOG_EVERY, "deterministic": "warn"}
+    callbacks = [Watch(), StepMetrics(32), *more]
+    Trainer(**options, default_root_dir=tmp_path, callbacks=callbacks).fit(module, data)
     assert len(seen) == STEPS
     return torch.stack(seen).cpu()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from distdl.callbacks import Checkpointer
 from distdl.data.loading import distribute
@@ -26,15 +26,8 @@ pytestmark = pytest.mark.xdist_group("two_ranks")
 SAMPLES, ROWS, STEPS = 32, 2, 12  # of epochs of 8 steps on two ranks
 
 
-class Numbers(Dataset):
-    def __init__(self, count: int = SAMPLES) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return torch.tensor([float(index)])
+def numbers(count: int = SAMPLES) -> Any:
+    return [torch.tensor([float(i)]) for i in range(count)]
 
 
 class Stream(IterableDataset):
@@ -42,7 +35,7 @@ class Stream(IterableDataset):
         self.shards_itself = shards_itself
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([float(i)]) for i in range(2 * SAMPLES + 1))
+        return iter(numbers(2 * SAMPLES + 1))
 
 
 class Seen(LightningModule):
@@ -81,10 +74,10 @@ def fit(module: Seen, folder: Path, share: bool = True, **more: Any) -> str:
 
 def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     """What a rank finds in each case; runs on the ranks."""
-    uneven = DataLoader(Numbers(3 - torch.distributed.get_rank()), 1)
+    uneven = DataLoader(numbers(3 - torch.distributed.get_rank()), 1)
     for name, loader, share in (
-        ("shuffled", DataLoader(Numbers(), ROWS, shuffle=True, num_workers=1), True),
-        ("alone", DataLoader(Numbers(), ROWS), False),
+        ("shuffled", DataLoader(numbers(), ROWS, shuffle=True, num_workers=1), True),
+        ("alone", DataLoader(numbers(), ROWS), False),
         ("stream", DataLoader(Stream(False), ROWS), True),
         ("unknown", DataLoader(Stream(None), ROWS), True),
         ("uneven", uneven, False),
@@ -92,7 +85,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
         module = Seen(loader)
         refusal = fit(module, folder / name, share)
         yield name, refusal or module.seen
-    even = Seen(DataLoader(Numbers(4), 1), uneven)
+    even = Seen(DataLoader(numbers(4), 1), uneven)
     fit(even, folder / "validated", share=False, limit_val_batches=1.0)
     yield "validated", even.validated
 

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 
 from distdl.callbacks import Progress, StepMetrics
@@ -17,7 +17,7 @@ from distdl.data.loading import KeyedDataset
 from distdl.data.sampling import SampleKey
 from distdl.util.errors import UserError
 from tests.prepared import quiet_trainer
-from tests.unit.sample_data import BROKEN, GREY, PLAIN, Listed, share
+from tests.unit.sample_data import BROKEN, GREY, PLAIN, Listed, classifier, share
 
 
 @pytest.mark.parametrize(
@@ -106,20 +106,6 @@ def test_waiting_for_data_names_the_numbers(monkeypatch):
     assert remedy(Theirs()).startswith("data.num_workers=8 uses this process's CPU cores (now 1)")
 
 
-class OneLayer(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 2)
-
-    def training_step(self, batch, batch_idx):
-        assert "damaged" not in batch
-        logits = self.layer(batch["image"].mean((2, 3)))
-        return torch.nn.functional.cross_entropy(logits, batch["label"] % 2)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 class Images(ImageData):
     def train_dataloader(self):
         return self.loader(Listed([PLAIN, BROKEN, PLAIN, PLAIN, BROKEN, PLAIN]), shuffle=True)
@@ -136,7 +122,9 @@ def test_a_training_counts_damage_and_advises_once(
     logger = CSVLogger(tmp_path)
     watched = {"logger": logger, "callbacks": [StepMetrics(2), Progress(bar=False)]}
     trainer = quiet_trainer(tmp_path, max_epochs=3, log_every_n_steps=1, **watched)
-    trainer.fit(OneLayer(), datamodule=share(Images(2, 0)))
+    module = classifier()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)
+    trainer.fit(module, datamodule=share(Images(2, 0)))
     with open(f"{logger.log_dir}/metrics.csv", encoding="utf-8") as file:
         logged = [row["data/damaged"] for row in csv.DictReader(file) if row["data/damaged"]]
     assert logged == ["2.0"] * 3
