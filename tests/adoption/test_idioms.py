@@ -32,44 +32,37 @@ def idioms(those: str = "") -> list[Any]:
 @pytest.fixture(scope="module", params=idioms())
 def project(request, tmp_path_factory) -> Project:
     """A project with its run `one`, killed and resumed."""
-    made = Project.make(request.param, tmp_path_factory.mktemp(request.param) / "ours")
+    made = Project(request.param, tmp_path_factory.mktemp(request.param) / "ours")
     made.killed_and_resumed("one")
     return made
 
 
 def epochs(project: Project, run: str, ranks: int = 1) -> list[list[int]]:
     """The ids of the samples in each."""
-    order = project.order(run, ranks)
-    return [sorted(i for batch in epoch for i in batch) for epoch in order]
+    return [sorted(i for batch in epoch for i in batch) for epoch in project.order(run, ranks)]
 
 
 def test_learns_as_under_lightning(project: Project) -> None:
-    got = project.seen("one")
-    ended = project.control(project.order("one") if project.idiom.random_order else None)
-    assert ended.well, ended.output
-    wanted = project.seen("control")
-    assert got.keys() == wanted.keys() and len(wanted) in (24, 32)
-    for batch, line in wanted.items():
-        assert got[batch] == line, f"batch {batch}"
-    metrics, wanted = project.metrics("one"), project.found_by_control()["fit"]
-    assert {name: metrics.get(name) for name in wanted} == wanted
-
-
-def test_each_sample_once(project: Project) -> None:
-    found = epochs(project, "one")
+    project.control()
+    seen, expected = project.seen("one"), project.seen("control")
+    assert seen.keys() == expected.keys() and len(expected) in (24, 32)
+    for batch, line in expected.items():
+        assert seen[batch] == line, f"batch {batch}"
+    metrics, expected = project.metrics("one"), project.control_results()["fit"]
+    assert {name: metrics.get(name) for name in expected} == expected
+    ids = epochs(project, "one")
     if project.idiom.drawn:
-        assert all(len(epoch) == len(POINTS) for epoch in found) and found[0] != found[1]
+        assert all(len(epoch) == len(POINTS) for epoch in ids) and ids[0] != ids[1]
     else:
-        assert found == [POINTS] * len(found)
+        assert ids == [POINTS] * len(ids), "each sample once"
 
 
 @pytest.mark.parametrize("project", idioms("evaluated"), indirect=True)
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluated_as_under_lightning(project: Project, task: str) -> None:
-    ended = project.resume("one", f"task={task}", "task.checkpoint=last")
-    assert ended.well, ended.output
-    wanted = project.found_by_control()[task]
-    assert project.metrics("one") == {k: v for loader in wanted for k, v in loader.items()}
+    project.resume("one", f"task={task}", "task.checkpoint=last")
+    loaders = project.control_results()[task]
+    assert project.metrics("one") == {k: v for loader in loaders for k, v in loader.items()}
 
 
 @pytest.mark.parametrize("project", idioms("two"), indirect=True)
@@ -82,9 +75,8 @@ def test_two_ranks_share_what_one_sees(project: Project) -> None:
         assert line["weights"] == other[batch]["weights"], f"batch {batch}"
         assert project.idiom.drawn or not set(line["ids"]) & set(other[batch]["ids"])
     if MATRIX:
-        ended = project.start("undisturbed", *project.idiom.halved, ranks=2)
-        assert ended.well, ended.output
-        assert one == project.seen("undisturbed", 0) and other == project.seen("undisturbed", 1)
+        project.start("undisturbed", *project.idiom.halved, ranks=2)
+        assert [one, other] == [project.seen("undisturbed", rank) for rank in (0, 1)]
 
 
 if MATRIX:
@@ -94,8 +86,6 @@ if MATRIX:
     def test_killed_at_any_batch(project: Project, at: int, every: int | None) -> None:
         """With a checkpoint before it, at an epoch's end only, or none at all."""
         run, saved = f"at-{at}-{every}", every if every and project.idiom.every else "null"
-        ended = project.start(run, f"checkpoint.every_n_steps={saved}", kill=f"0 {at}")
-        assert ended.codes == [-9], ended.output
-        ended = project.resume(run)
-        assert ended.well, ended.output
+        project.start(run, f"checkpoint.every_n_steps={saved}", kill=f"0 {at}")
+        project.resume(run)
         assert project.seen(run) == project.seen("one")

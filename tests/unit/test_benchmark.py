@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from distdl.benchmark import (
     COMMUNICATION,
     DATA,
     FORWARD,
+    OPTIMIZER,
     OTHER,
     PHASES,
     collectives,
@@ -31,148 +32,125 @@ from distdl.tasks.benchmark import check
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
-@dataclass
-class Script:
-    """A clock that says what it was told to say."""
-
-    times: list[float] = field(default_factory=list)
-
-    def mark(self) -> float:
-        return self.times.pop(0)
-
-    def between(self, first: float, second: float) -> float:
-        return second - first
+def timeline(*times: float) -> Timeline:
+    """Whose clock shows these times."""
+    marks = iter(times)
+    clock = SimpleNamespace(mark=lambda: next(marks), between=lambda first, second: second - first)
+    return Timeline(clock)  # type: ignore[arg-type]
 
 
 def test_phases_nest_and_add_up_to_the_step() -> None:
-    timeline = Timeline(Script([0, 1, 3, 4, 9, 10, 12, 20]))  # type: ignore[arg-type]
-    timeline.open_window()  # 0
-    with timeline.phase("optimizer"):  # 1 to 10
-        with timeline.phase(FORWARD):  # 3 to 4
+    line = timeline(0, 1, 3, 4, 9, 10, 12, 20)
+    line.open_window()  # 0
+    with line.phase(OPTIMIZER):  # 1 to 10
+        with line.phase(FORWARD):  # 3 to 4
             pass
-        with timeline.phase(BACKWARD):  # never left before 10: 9 is its begin
+        with line.phase(BACKWARD):  # 9 to 10
             pass
-    timeline.step_done()  # 20
-    (step,) = timeline.close_window()
-    assert step.phases == {
-        **dict.fromkeys(PHASES, 0.0),
-        OTHER: 1 + (20 - 12),
-        "optimizer": (3 - 1) + (9 - 4) + (12 - 10),
-        FORWARD: 1,
-        BACKWARD: 1,
-    }
+    line.step_done()  # 20
+    (step,) = line.close_window()
+    expected = {OTHER: 1 + (20 - 12), OPTIMIZER: (3 - 1) + (9 - 4) + (12 - 10)}
+    expected |= {FORWARD: 1, BACKWARD: 1}
+    assert step.phases == dict.fromkeys(PHASES, 0.0) | expected
     assert step.seconds == sum(step.phases.values()) == 20
 
 
 def test_a_step_begins_where_the_one_before_ended() -> None:
-    timeline = Timeline(Script([5, 6, 8, 11, 12]))  # type: ignore[arg-type]
-    timeline.begin(DATA)  # before the window: takes no mark
-    timeline.open_window()
-    timeline.end()
-    timeline.step_done()
-    timeline.begin(DATA)
-    timeline.step_done()
-    first, second = timeline.close_window()
-    assert (first.phases[DATA], first.phases[OTHER]) == (1, 2)
-    assert (second.phases[OTHER], second.phases[DATA]) == (3, 1)
+    line = timeline(5, 6, 8, 11, 12)
+    line.begin(DATA)  # before the window: takes no mark
+    line.open_window()
+    line.end()
+    line.step_done()
+    line.begin(DATA)
+    line.step_done()
+    shares = [(step.phases[DATA], step.phases[OTHER]) for step in line.close_window()]
+    assert shares == [(1, 2), (1, 3)]
 
 
-@dataclass
-class Event:
-    """As torch's _KinetoEvent answers."""
-
-    _name: str
-    start: int
-    end: int
-    thread: int = 1
-    device: Any = CPU
-    correlation: int = 0
-
-    def name(self) -> str:
-        return self._name
-
-    def start_ns(self) -> int:
-        return self.start * 10**9
-
-    def duration_ns(self) -> int:
-        return (self.end - self.start) * 10**9
-
-    def start_thread_id(self) -> int:
-        return self.thread
-
-    def device_type(self) -> Any:
-        return self.device
-
-    def correlation_id(self) -> int:
-        return self.correlation
-
-    def is_async(self) -> bool:
-        return self._name.startswith("gloo")
+def event(
+    name: str, start: int, end: int, thread: int = 1, device: Any = CPU, link: int = 0
+) -> Any:
+    """As torch's _KinetoEvent answers, in seconds."""
+    answers = {
+        "name": name,
+        "start_ns": start * 10**9,
+        "duration_ns": (end - start) * 10**9,
+        "start_thread_id": thread,
+        "device_type": device,
+        "correlation_id": link,
+        "is_async": name.startswith("gloo"),
+    }
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in answers.items()})
 
 
-def test_only_what_no_computation_hides_is_exposed() -> None:
-    found = collectives.analyse(
-        [
-            Event("distdl::forward", 0, 10),
-            Event("distdl::optimizer", 10, 30),
-            Event("distdl::backward", 10, 20),  # inside the optimizer's closure
-            Event("aten::mm", 0, 14),
-            Event("autograd::engine::evaluate_function: X", 0, 30),  # surrounds, computes nothing
-            Event("gloo:all_reduce", 8, 18, thread=2),
-            Event("gloo:all_reduce", 12, 24, thread=3),
-            Event("aten::copy_", 8, 24, thread=2),  # on gloo's own thread
-        ],
-        steps=2,
-    )
-    assert found.busy == pytest.approx(16 / 2)
-    assert found.phases == pytest.approx({"backward": 6 / 2, "optimizer": 4 / 2})
-    assert found.calls == 1
-
-
-def test_a_collective_that_the_trace_cut_off_is_left_out() -> None:
-    found = collectives.analyse(
-        [
-            Event("distdl::backward", 100, 110),
-            Event("aten::mm", 100, 104),
-            Event("gloo:all_reduce", 105, 107, thread=2),
-            Event("gloo:all_reduce", 109, 10**6, thread=2),
-            Event("gloo:all_reduce", 0, 109, thread=2),
-        ],
-        steps=1,
-    )
-    assert found.busy == sum(found.phases.values()) == pytest.approx(2)
-
-
-def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
-    found = collectives.analyse(
-        [
-            Event("distdl::forward", 0, 2),
-            Event("distdl::backward", 2, 4),
-            Event("cudaLaunchKernel", 3, 3, correlation=7),
-            Event("aten::mm", 0, 50),  # the host's time hides nothing
-            Event("distdl::forward", 5, 20, device=CUDA),  # the annotation's shadow, no kernel
-            Event("gemm", 5, 20, device=CUDA, correlation=6),
-            Event("ncclDevKernel_AllReduce", 15, 26, device=CUDA, correlation=7),
-        ],
-        steps=1,
-    )
-    assert found.busy == pytest.approx(11)
-    assert found.phases == pytest.approx({"backward": 6})
+@pytest.mark.parametrize(
+    ("events", "steps", "busy", "phases"),
+    [
+        pytest.param(
+            [
+                event("distdl::forward", 0, 10),
+                event("distdl::optimizer", 10, 30),
+                event("distdl::backward", 10, 20),  # inside the optimizer's closure
+                event("aten::mm", 0, 14),
+                event("autograd::engine::evaluate_function: X", 0, 30),  # computes nothing itself
+                event("gloo:all_reduce", 8, 18, thread=2),
+                event("gloo:all_reduce", 12, 24, thread=3),
+                event("aten::copy_", 8, 24, thread=2),  # on gloo's own thread
+            ],
+            2,
+            16 / 2,
+            {BACKWARD: 6 / 2, OPTIMIZER: 4 / 2},
+            id="only what no computation hides is exposed",
+        ),
+        pytest.param(
+            [
+                event("distdl::backward", 100, 110),
+                event("aten::mm", 100, 104),
+                event("gloo:all_reduce", 105, 107, thread=2),
+                event("gloo:all_reduce", 109, 10**6, thread=2),
+                event("gloo:all_reduce", 0, 109, thread=2),
+            ],
+            1,
+            2,
+            {BACKWARD: 2},
+            id="a collective that the trace cut off is left out",
+        ),
+        pytest.param(
+            [
+                event("distdl::forward", 0, 2),
+                event("distdl::backward", 2, 4),
+                event("cudaLaunchKernel", 3, 3, link=7),
+                event("aten::mm", 0, 50),  # the host's time hides nothing
+                event("distdl::forward", 5, 20, device=CUDA),  # the annotation's shadow, no kernel
+                event("gemm", 5, 20, device=CUDA, link=6),
+                event("ncclDevKernel_AllReduce", 15, 26, device=CUDA, link=7),
+            ],
+            1,
+            11,
+            {BACKWARD: 6},
+            id="a kernel belongs to the phase that launched it",
+        ),
+    ],
+)
+def test_exposed_communication(events, steps, busy, phases) -> None:
+    exposed = collectives.analyse(events, steps=steps)
+    assert exposed.busy == pytest.approx(busy) and exposed.calls == 1
+    assert exposed.phases == pytest.approx(phases)
 
 
 def test_over_several_ranks_the_slowest_counts() -> None:
     phases = dict.fromkeys(PHASES, 1.0)
     ranks = [
-        {"windows": [{"input": "real", "seconds": 2.0, "steps": [1.0, 1.0], "phases": phases}]},
-        {"windows": [{"input": "real", "seconds": 4.0, "steps": [0.5, 3.0], "phases": phases}]},
+        {"windows": [{"input": "real", "seconds": total, "steps": steps, "phases": phases}]}
+        for total, steps in ((2.0, [1.0, 1.0]), (4.0, [0.5, 3.0]))
     ]
     seen = {"exposed": {FORWARD: 3.0, BACKWARD: 0.25, COMMUNICATION: 9.0}}
-    found = result.side(ranks, "real", result.BatchSize(8, 2, 1), seen)
-    assert found["images_per_second"] == 2 * 16 / 4
-    assert found["step_seconds"]["median"] == 2 and found["step_seconds"]["p95"] == 3
+    side = result.side(ranks, "real", result.BatchSize(8, 2, 1), seen)
+    assert side["images_per_second"] == 2 * 16 / 4
+    assert side["step_seconds"]["median"] == 2 and side["step_seconds"]["p95"] == 3
     # Exposed communication is taken out of its phase, and never more than there is.
     split = {**phases, FORWARD: 0.0, BACKWARD: 0.75, COMMUNICATION: 2.25}
-    assert found["split"] == split and sum(split.values()) == len(PHASES)
+    assert side["split"] == split and sum(split.values()) == len(PHASES)
 
 
 @pytest.mark.parametrize(
@@ -184,89 +162,85 @@ def test_over_several_ranks_the_slowest_counts() -> None:
         (2, None, 0.1, True),
     ],
 )
-def test_communication_that_nobody_looked_at_is_not_counted(
-    world_size: int, trace: dict[str, int] | None, staged: float, seen: bool
-) -> None:
-    split = {**dict.fromkeys(PHASES, 0.1), "communication": staged}
-    step = {"median": 1.0, "p95": 1.0}
-    side = {"images_per_second": 8.0, "step_seconds": step, "split": split}
-    found = {
+def test_communication_that_was_not_measured_is_not_logged(world_size, trace, staged, seen) -> None:
+    split = {**dict.fromkeys(PHASES, 0.1), COMMUNICATION: staged}
+    side = {"images_per_second": 8.0, "step_seconds": {"median": 1, "p95": 1}, "split": split}
+    made = {
         "real": side,
         "held": side,
         "communication": trace,
         "memory_gib": 1.0,
         "setting": {"world_size": world_size},
-        "limits": {"matrix_flops": 1e12, "copy_bytes": 1e9},
         "model": {"mfu": None},
+        "limits": {"matrix_flops": 1e12, "copy_bytes": 1e9},
     }
-    assert verdict.traced(found) == seen
-    assert ("benchmark/share_communication" in result.metrics(found)) == seen
-    assert "benchmark/share_forward" in result.metrics(found)
+    assert verdict.traced(made) == seen
+    metrics = result.metrics(made)
+    assert ("benchmark/share_communication" in metrics) == seen
+    assert "benchmark/share_forward" in metrics
 
 
-def test_an_error_before_the_first_step_is_the_one_that_is_told() -> None:
-    timeline = Timeline(DeviceClock(torch.device("cpu")))
-    given = (timeline, PhaseProfiler(timeline), Input(), StopRequest())
-    timing = Timing([], *given, report=lambda window: None)
+def test_an_error_before_the_first_step_is_not_replaced() -> None:
+    line = Timeline(DeviceClock(torch.device("cpu")))
+    arguments = (line, PhaseProfiler(line), Input(), StopRequest())
+    timing = Timing([], *arguments, report=lambda window: None)
     timing.on_exception(None, None, RuntimeError("the strategy cannot split this"))
 
 
-def judge(**given: Any) -> verdict.Verdict:
-    setting = {"strategy": "ddp", "comm_hook": "none", "data_batch": 8, **given.pop("setting", {})}
-    plain = {
-        "lost_to_data": 0.0,
-        "waiting": 0.0,
-        "communication": 0.0,
-        "other": 0.0,
-        "mfu": 0.3,
-        "bandwidth_use": 0.2,
-        "data_remedy": "more workers",
-    }
-    return verdict.judge(setting=setting, **{**plain, **given})
+SLOWED = {"lost_to_data": 0.4, "waiting": 0.4}
+BUSY = {"lost_to_data": 0.4, "waiting": 0.01}
+SENDS = {"communication": 0.3}
 
 
-def test_verdicts() -> None:
-    assert judge().bound == verdict.COMPUTE
-    data = judge(lost_to_data=0.4, waiting=0.4, communication=0.2)
-    assert (data.bound, data.remedies) == (verdict.DATA, ["more workers"])
-    # Slower, and nobody waited: a busy machine is not slow loader.
-    busy = judge(lost_to_data=0.4, waiting=0.01)
-    assert busy.bound == verdict.COMPUTE and "machine was busy" in busy.remedies[0]
-    assert "num_workers" not in busy.remedies[0], "there are none to take away"
-    crowded = judge(lost_to_data=0.4, waiting=0.01, setting={"workers": 2})
-    assert "data.num_workers=<fewer>" in crowded.remedies[0]
-    # Nobody looked: that is no 0 %.
-    unseen = judge(communication=None)
-    assert unseen.bound == verdict.NOT_DATA and "task.trace=3" in unseen.remedies[0]
-    assert judge(lost_to_data=0.4, waiting=0.4, communication=None).bound == verdict.DATA
-    sent = judge(lost_to_data=0.2, waiting=0.2, communication=0.3)
-    assert sent.bound == verdict.COMMUNICATION and "comm_hook=bf16" in sent.remedies[0]
-    out = judge(communication=0.3, setting={"nodes": 2, "comm_hook": "bf16"})
-    assert "scale up" in out.remedies[0] and not any("bf16" in r for r in out.remedies)
-    assert "micro_batches" in judge(communication=0.3, setting={"strategy": "pipeline"}).remedies[0]
-    gathers = judge(communication=0.3, setting={"strategy": "fsdp"})
-    assert not any("accumulate" in r for r in gathers.remedies)
-    assert "more devices" in judge(mfu=0.7).remedies[0]
-    full = judge(setting={"accelerator": "gpu", "precision": "32-true", "compile": False})
-    assert full.remedies[:2] == ["trainer.precision=bf16-mixed", "model.compile=true"]
+@pytest.mark.parametrize(
+    ("numbers", "setting", "bound", "remedies", "absent"),
+    [
+        ({}, {}, "compute", ["data.batch_size=<more than 8>"], ""),
+        ({**SLOWED, "communication": 0.2}, {}, "data", ["more workers"], ""),
+        # Slower, and nobody waited: a busy machine is no slow loader.
+        (BUSY, {}, "compute", ["machine was busy"], "num_workers"),  # there are none to take away
+        (BUSY, {"workers": 2}, "compute", ["data.num_workers=<fewer>"], ""),
+        # Not traced: that is no 0 %.
+        ({"communication": None}, {}, "not data", ["task.trace=3"], ""),
+        ({**SLOWED, "communication": None}, {}, "data", ["more workers"], ""),
+        ({**SENDS, "lost_to_data": 0.2, "waiting": 0.2}, {}, "communication", ["hook=bf16"], ""),
+        (SENDS, {"nodes": 2, "comm_hook": "bf16"}, "communication", ["scale up before"], "bf16"),
+        (SENDS, {"strategy": "pipeline"}, "communication", ["micro_batches"], "data.batch_size"),
+        (SENDS, {"strategy": "fsdp"}, "communication", ["strategy=ddp"], "accumulate"),
+        (SENDS, {"strategy": "deepspeed_zero2"}, "communication", ["strategy=ddp"], "accumulate"),
+        (SENDS, {"strategy": "deepspeed_zero1"}, "communication", ["data.batch", "accumul"], ""),
+        (SENDS, {"precision": "bf16-true"}, "communication", ["data.batch_size"], "comm_hook"),
+        ({"mfu": 0.7}, {}, "compute", ["more devices"], ""),
+        ({"other": 0.3}, {}, "compute", ["30 % of a step is none of its parts"], ""),
+        (
+            {},
+            {"accelerator": "gpu", "precision": "32-true", "compile": False},
+            "compute",
+            ["trainer.precision=bf16-mixed", "model.compile=true"],
+            "",
+        ),
+    ],
+)
+def test_verdicts(numbers, setting, bound, remedies, absent) -> None:
+    measured = dict.fromkeys(("lost_to_data", "waiting", "communication", "other"), 0.0)
+    measured |= {"mfu": 0.3, "bandwidth_use": 0.2, "data_remedy": "more workers", **numbers}
+    setting = {"strategy": "ddp", "comm_hook": "none", "data_batch": 8, **setting}
+    judged = verdict.judge(setting=setting, **measured)
+    assert judged.bound == (f"{bound}-bound")
+    assert all(part in text for part, text in zip(remedies, judged.remedies, strict=False))
+    assert not absent or not any(absent in remedy for remedy in judged.remedies)
 
 
 def test_a_held_batch_leaves_the_loader_alone() -> None:
-    switch = Input()
-    asked: list[int] = []
+    switch, asked = Input(), []
 
-    class Loader:
+    class Loader(list):
         num_workers, prefetch_factor = 3, 4
 
-        def __len__(self) -> int:
-            return 2
+        def __iter__(self):
+            return (asked.append(i) or i for i in super().__iter__())
 
-        def __iter__(self) -> Any:
-            for i in range(2):
-                asked.append(i)
-                yield i
-
-    loader = EndlessLoader(Loader(), switch)
+    loader = EndlessLoader(Loader([0, 1]), switch)
     switch.loaders.append(loader)
     assert switch.prefetched() == 12 and switch.batches() == 2
     batches = iter(loader)
@@ -274,15 +248,13 @@ def test_a_held_batch_leaves_the_loader_alone() -> None:
     switch.held = True
     assert [next(batches) for _ in range(3)] == [0, 0, 0] and asked == [0, 1, 0]
     switch.held = False
-    assert next(batches) == 1
-    assert list(EndlessLoader([], switch)) == []
+    assert next(batches) == 1 and list(EndlessLoader([], switch)) == []
 
 
 def test_limits_are_measured() -> None:
-    found = limits.measure(torch.device("cpu"), "bf16-mixed")
-    assert found.dtype == "bfloat16" and found.matrix_flops > 0
-    # No machine copies slower than 100 MB/s, or faster than its caches.
-    assert 1e8 < found.copy_bytes < 1e13
+    measured = limits.measure(torch.device("cpu"), "bf16-mixed")
+    assert measured.dtype == "bfloat16" and measured.matrix_flops > 0
+    assert 1e8 < measured.copy_bytes < 1e13, "slower than any machine, or faster than its caches"
 
 
 def test_the_number_of_a_tasks_steps_is_checked() -> None:
@@ -294,7 +266,6 @@ def test_the_number_of_a_tasks_steps_is_checked() -> None:
 
 def test_a_report_shows_the_phases() -> None:
     split = {**dict.fromkeys(PHASES, 0.0), FORWARD: 0.02, BACKWARD: 0.04}
-    found = {"real": {"split": split}, "held": {"split": split}}
-    svg, legend = benchmark.draw(found)
+    svg, legend = benchmark.draw({"real": {"split": split}, "held": {"split": split}})
     assert [name for name, _ in legend] == ["forward", "backward"]
     assert "held input" in svg and "milliseconds" in svg

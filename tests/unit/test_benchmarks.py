@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.profilers import Profiler
 
 from benchmarks import (
     gpu,
@@ -28,15 +30,13 @@ from benchmarks import (
     turns,
 )
 from benchmarks.table import Goal, Result
+from distdl.worker import main
 from tests.unit import stepper
 
 
 def result(**more: object) -> Result:
     rows = [table.row("one", [3.0, 1.0, 2.0], "s")]
     return Result("A (s)", "B", "at most 0.5", 0.25, rows, "python -m x", **more)  # type: ignore[arg-type]
-
-
-# --- what is written ---
 
 
 @pytest.mark.parametrize(
@@ -56,27 +56,22 @@ def result(**more: object) -> Result:
         ("at least 0.97", None, None, "not run"),
     ],
 )
-def test_when_a_goal_is_reached(
-    goal: str, measured: float | None, same: tuple[float, float] | None, state: str
-) -> None:
+def test_when_a_goal_is_reached(goal, measured, same, state) -> None:
     assert Goal("x", goal, measured, same).state == state
 
 
-def test_a_goal_is_a_row_of_the_first_table() -> None:
-    said = Goal("a to b", "at most 1.01", 1.004, (0.99, 1.015)).row()
-    assert said == "| CPU | a to b | <= 1.01 | 1.004 (A/A 0.990 to 1.015) | reached |"
+def test_goals_and_results_as_text() -> None:
+    row = Goal("a to b", "at most 1.01", 1.004, (0.99, 1.015)).row()
+    assert row == "| CPU | a to b | <= 1.01 | 1.004 (A/A 0.990 to 1.015) | reached |"
     assert "**not reached**" in Goal("a", "at least 2", 1.0).row()
     with pytest.raises(ValueError, match="begins with"):
         Goal("a", "as fast as possible", 1.0).row()
-
-
-def test_a_result_says_its_goals_with_median_and_spread() -> None:
-    said = result(more=[Goal("c to d", "at least 2", 1.5)])
-    text = said.markdown()
+    made = result(more=[Goal("c to d", "at least 2", 1.5)])
+    text = made.markdown()
     assert "**0.250** (goal: at most 0.5: reached)" in text
     assert "c to d: **1.500** (goal: at least 2: not reached)." in text
     assert "| one | 2 | 1 | 3 | s | 3 |" in text
-    assert [goal.what for goal in said.goals] == ["A (s)", "c to d"]
+    assert [goal.what for goal in made.goals] == ["A (s)", "c to d"]
 
 
 def test_the_spread_of_the_competitor_against_itself() -> None:
@@ -90,19 +85,13 @@ def test_the_spread_of_the_competitor_against_itself() -> None:
     assert table.against_itself([1, 20, 3], [1, 20, 3]) == (1, 1)
 
 
-# --- the whole ---
-
-
-def test_a_part_that_fails_leaves_the_others_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run, "ALL", ("startup", "overhead", "traffic"))
-    monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")
-    monkeypatch.setattr(startup, "main", lambda: result())
-
+def test_a_part_that_fails_leaves_the_others_alone(monkeypatch, tmp_path, capsys) -> None:
     def broken() -> Result:
         raise RuntimeError("no room on the disk")
 
+    monkeypatch.setattr(run, "ALL", ("startup", "overhead", "traffic"))
+    monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(startup, "main", result)
     monkeypatch.setattr(overhead, "main", broken)
     monkeypatch.setattr(traffic, "main", lambda: traffic.Table(["| ddp | 1 | 2 | 3 | 4 |"]))
     assert run.main([]) == 1
@@ -110,20 +99,18 @@ def test_a_part_that_fails_leaves_the_others_alone(
     assert "## A (s)" in page and "| ddp | 1 | 2" in page
     assert "## overhead: failed\n\n```\nRuntimeError: no room on the disk\n```" in page
     assert page.index("| where | ratio |") < page.index("## A (s)")
-    said = capsys.readouterr().out
-    assert "startup: done in" in said and "failed: overhead" in said
+    out = capsys.readouterr().out
+    assert "startup: done in" in out and "failed: overhead" in out
     # Some of them: nothing is written.
     run.PAGE.unlink()
-    assert run.main(["startup"]) == 0
-    assert not run.PAGE.exists() and "| CPU | A (s) | <= 0.5 | 0.250 | reached |" in (
-        capsys.readouterr().out
-    )
+    assert run.main(["startup"]) == 0 and not run.PAGE.exists()
+    assert "| CPU | A (s) | <= 0.5 | 0.250 | reached |" in capsys.readouterr().out
     assert run.main(["startups"]) == 2
     assert run.main(["--help"]) == 0 and "parts: startup, overhead" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_its_goals_are_listed_as_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_its_goals_are_listed_as_not_run(capsys) -> None:
     assert run.main(["gpu"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
     page = run.page([], gpu.not_run(), 60.0)
@@ -134,14 +121,9 @@ def test_without_a_gpu_its_goals_are_listed_as_not_run(capsys: pytest.CaptureFix
 
 
 def test_every_part_can_be_imported_and_has_a_main() -> None:
-    import importlib
-
     for name in run.ALL:
         assert callable(importlib.import_module(f"benchmarks.{name}").main), name
         assert Path(run.__file__).with_name(f"{name}.py").is_file()
-
-
-# --- the parts ---
 
 
 def test_the_parts_of_a_step_exclude_each_other() -> None:
@@ -150,77 +132,64 @@ def test_the_parts_of_a_step_exclude_each_other() -> None:
 
     def both() -> None:
         time.sleep(0.01)
-        inner()
-        inner()
+        inner(), inner()
 
     parts.timed("outer", both)()
-    found = parts.per_step(steps=1)
-    assert found["inner"] == pytest.approx(40_000, rel=0.5) and found["inner"] >= 40_000
-    assert 10_000 <= found["outer"] < 30_000, "the outer part holds the inner one"
+    times = parts.per_step(steps=1)
+    assert times["inner"] == pytest.approx(40_000, rel=0.5) and times["inner"] >= 40_000
+    assert 10_000 <= times["outer"] < 30_000, "the outer part holds the inner one"
 
 
-def test_what_distdl_adds_is_taken_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_distdl_adds_is_taken_apart(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(overhead, "APART", 60)
-    found = overhead.apart(overhead.distdl, tmp_path)
-    assert {"StepMetrics", "Checkpointer", "Progress", overhead.DISPATCH} <= set(found)
-    assert found[overhead.LOGGERS] > 0, "the journal was given nothing"
-    assert all(value > -5 for value in found.values()), found
+    parts = overhead.apart(overhead.distdl, tmp_path)
+    assert {"StepMetrics", "Checkpointer", "Progress", overhead.DISPATCH} <= set(parts)
+    assert parts[overhead.LOGGERS] > 0, "the journal was given nothing"
+    assert all(value > -5 for value in parts.values()), parts
     bare = overhead.apart(overhead.barebones, tmp_path)
     assert set(bare) == {overhead.DISPATCH}, "Trainer(barebones=True) has callbacks"
-    rows = overhead.part_rows([found], [bare], whole=1e6)
-    parts = [float(row.split("|")[2]) for row in rows]
-    assert sum(parts) == pytest.approx(1e6, rel=1e-3), "the parts do not sum to the whole"
+    shares = [float(r.split("|")[2]) for r in overhead.part_rows([parts], [bare], whole=1e6)]
+    assert sum(shares) == pytest.approx(1e6, rel=1e-3), "the parts do not sum to the whole"
 
 
-def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
-    given = ("model=tiny", "data=tiny", "data.steps=none", "trainer.accelerator=cpu")
-    run_of = runs.lay_out(tmp_path, *given, "optimizer=none", "schedule=none", "tracking=none")
+TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
+TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+
+
+def test_a_worker_that_fails_is_reported(tmp_path) -> None:
     with pytest.raises(RuntimeError, match=r"the worker ended with 1: (.|\n)*TypeError"):
-        runs.work(run_of)
+        runs.work(runs.lay_out(tmp_path, *TINY, "data.steps=none"))
 
 
-def test_the_end_of_a_benchmark_names_no_training_to_go_on_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from distdl.worker import main
-
-    tiny = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none")
-    more = ("schedule=none", "tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+def test_the_end_of_a_benchmark_names_no_training_to_resume(tmp_path, capsys) -> None:
     task = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
-    for overrides, goes_on in (((), True), (task, False)):
-        run_of = runs.lay_out(tmp_path, *tiny, *more, *overrides)
-        assert main.main([str(run_of.path), str(run_of.path)]) == 0
-        said = capsys.readouterr().out
-        assert "python -m distdl report" in said
-        assert ("resume" in said) == goes_on
+    for overrides, resumes in (((), True), (task, False)):
+        path = str(runs.lay_out(tmp_path, *TINY, *overrides).path)
+        assert main.main([path, path]) == 0
+        out = capsys.readouterr().out
+        assert "python -m distdl report" in out and ("resume" in out) == resumes
 
 
-def test_only_a_profiler_that_is_asked_for_is_entered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning.pytorch.profilers import Profiler
-
-    tiny = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
-    more = ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+def test_only_a_profiler_that_is_asked_for_is_entered(tmp_path, monkeypatch) -> None:
     entered: list[str] = []
     profile = Profiler.profile
     monkeypatch.setattr(Profiler, "profile", lambda s, n: entered.append(n) or profile(s, n))
-    runs.work(runs.lay_out(tmp_path, *tiny, *more))
+    runs.work(runs.lay_out(tmp_path, *TINY))
     assert not entered
-    asked = runs.lay_out(tmp_path, *tiny, *more, "trainer.profiler=simple")
-    runs.work(asked)
+    profiled = runs.lay_out(tmp_path, *TINY, "trainer.profiler=simple")
+    runs.work(profiled)
     assert any(name.endswith("training_step") for name in entered)
-    assert "FIT Profiler Report" in (asked.path / "attempts/001/logs/rank_0.log").read_text()
+    assert "FIT Profiler Report" in (profiled.path / "attempts/001/logs/rank_0.log").read_text()
 
 
-def test_a_rank_that_fails_ends_the_pair(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_pair() -> None:
     code = (
         "import json, os, sys, time; rank = os.environ['RANK'];"
-        "print(rank, json.load(open(sys.argv[1]))['said']);"
+        "print(rank, json.load(open(sys.argv[1]))['plan']);"
         "rank == '1' and sys.exit('broken'); time.sleep(3600)"
     )
     with pytest.raises(RuntimeError, match=r"a rank ended with 1: (.|\n)*broken"):
-        pair.start(code, {"said": "a plan"})
+        pair.start(code, {"plan": "a plan"})
     assert len(set(pair.free_ports(5))) == 5
 
 
@@ -235,19 +204,19 @@ class Echo(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_proxy_lets_a_request_wait_and_passes_it_on() -> None:
+def test_the_proxy_delays_a_request_and_forwards_it() -> None:
     behind = http.server.HTTPServer(("127.0.0.1", 0), Echo)
     threading.Thread(target=behind.serve_forever, daemon=True).start()
-    command = [sys.executable, "-m", "benchmarks.delay", f"http://127.0.0.1:{behind.server_port}"]
-    proxy = subprocess.Popen([*command, "0.3"], stdout=subprocess.PIPE, text=True)
+    address = f"http://127.0.0.1:{behind.server_port}"
+    command = [sys.executable, "-m", "benchmarks.delay", address, "0.1"]
+    proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert proxy.stdout
         uri = proxy.stdout.readline().strip()
         started = time.monotonic()
         with urllib.request.urlopen(f"{uri}/a?b=c", data=b" and a body") as answer:
             assert (answer.status, answer.read()) == (201, b"/a?b=c and a body")
-        assert time.monotonic() - started >= 0.3
-        assert tracking.requests(uri) == 1
+        assert time.monotonic() - started >= 0.1 and tracking.requests(uri) == 1
     finally:
         proxy.kill()
         proxy.wait()
@@ -255,47 +224,37 @@ def test_the_proxy_lets_a_request_wait_and_passes_it_on() -> None:
         behind.server_close()
 
 
-def test_a_folder_is_listed_as_torchvision_lists_it() -> None:
-    found = listing.main(classes=3, files=4, repeats=1)
-    assert "listing 12 images" in found.what and found.ratio > 0
-
-
-def test_arms_take_turns(tmp_path: Path) -> None:
-    file, logs = tmp_path / "said", tmp_path / "logs"
+def test_arms_take_turns(tmp_path) -> None:
+    file, logs = tmp_path / "steps", tmp_path / "logs"
     logs.mkdir()
 
-    def arm(name: str, seconds: float, every: int = 1, dies: int = -1) -> turns.Arm:
+    def arm(name: str, seconds: float = 0.0, every: int = 1, dies: int = -1) -> turns.Arm:
         steps = turns.steps_in_all(2, 3, 4, every)
         arguments = [name, str(seconds), str(steps), str(file), str(dies)]
         return turns.Arm(stepper.main, arguments, every=every)
 
     settled: list[str] = []
-    arms = {"a": arm("a", 0.0), "b": arm("b", 0.05), "c": arm("c", 0.0, every=2)}
+    arms = {"a": arm("a"), "b": arm("b", 0.02), "c": arm("c", every=2)}
     blocks, ends = turns.take(arms, 4, logs, lambda: settled.extend(file.read_text().splitlines()))
-    assert {name: len(found) for name, found in blocks.items()} == {"a": 4, "b": 4, "c": 2}
-    assert min(blocks["b"]) >= 0.15 > min(blocks["a"]) and ends.keys() == arms.keys()
+    assert {name: len(times) for name, times in blocks.items()} == {"a": 4, "b": 4, "c": 2}
+    assert min(blocks["b"]) >= 0.06 > min(blocks["a"]) and ends.keys() == arms.keys()
     # The first block of each does not count; then everyone is first in his turn.
     assert len(settled) == 3 * (2 + 3)
-    said = [line.split()[0] for line in file.read_text().splitlines()[len(settled) :]]
+    names = [line.split()[0] for line in file.read_text().splitlines()[len(settled) :]]
     order = "abc" + "ba" + "cab" + "ab"
-    assert "".join(said) == "".join(3 * name for name in order) + "abc"
-
-    broken = {"a": arm("a", 0.0), "d": arm("d", 0.0, dies=6)}
+    assert "".join(names) == "".join(3 * name for name in order) + "abc"
     with pytest.raises(RuntimeError, match="broken in step 6"):
-        turns.take(broken, 4, logs)
+        turns.take({"a": arm("a"), "d": arm("d", dies=6)}, 4, logs)
 
 
-def test_distdl_and_lightning_stop_before_each_block_of_the_tracking_benchmark(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_both_arms_of_the_tracking_benchmark_stop_before_each_block(monkeypatch, tmp_path) -> None:
     """Their last block is followed by one step, and the step that is logged lies in a block."""
     small = {"WARM_UP": 1, "STEPS": 2, "EVERY": 2, "BATCH": 2, "WIDTH": 8, "DEPTH": 1}
     for name, value in small.items():
         monkeypatch.setattr(tracking, name, value)
     stops: list[int] = []
-    monkeypatch.setattr(
-        turns, "stop_before", lambda step, first, steps: stops.append((step - first) % steps)
-    )
+    stop = lambda step, first, steps: stops.append((step - first) % steps)  # noqa: E731
+    monkeypatch.setattr(turns, "stop_before", stop)
     total = turns.steps_in_all(1, 2, 3)
     assert total == 1 + 2 * 4 + 1
     runs.rank_main(str(tracking.lay_out(tmp_path, total, "tracking=none")))
@@ -304,14 +263,13 @@ def test_distdl_and_lightning_stop_before_each_block_of_the_tracking_benchmark(
     assert stops[total:] == stops[:total]
 
 
-def test_the_loop_by_hand_runs_on_a_cpu() -> None:
+def test_small_parts() -> None:
     size = gpu.Size(batch=2, pixels=32, classes=3, warm_up=1, steps=2, model="resnet18")
     loop = gpu.Loop(torch.device("cpu"), size)
     before = next(loop.model.parameters()).clone()
     assert loop.rate() > 0
     assert not torch.equal(before, next(loop.model.parameters())), "nothing was trained"
-
-
-def test_the_summary_of_the_predictor_points_to_every_error() -> None:
+    listed = listing.main(classes=3, files=4, repeats=1)
+    assert "listing 12 images" in listed.what and listed.ratio > 0
     text = held_out.main().markdown()
     assert "docs/scaling.md" in text and "mean error of no model" in text

@@ -3,156 +3,116 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+import tempfile
 
 import pytest
 import torch
+import torch.distributed as dist
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import resnet18
 
 from distdl.callbacks import Checkpointer, EMAWeightAveraging, StepMetrics
 from distdl.callbacks.progress import Progress
-from distdl.data import SyntheticImages, images
-from distdl.data.loading import distribute
+from distdl.data import images
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import Lead
 from distdl.job import JobState
-from distdl.models import ImageClassifier, compilers
+from distdl.models import compilers
 from distdl.optim import optimizers
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.strategies import DDPStrategy
 from distdl.util.errors import UserError
 from distdl.worker import autotune, compiling
 from tests.conftest import UNCHECKED, distdl
 from tests.prepared import quiet_trainer
+from tests.unit.sample_data import classifier, share, synthetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
-
-LOG_EVERY = 4
-# What waits for a GPU, by the name of the tensor's method. `.item()` and bool() end in
-# aten::_local_scalar_dense, which is counted below Python, where torch's own code calls it too.
-READS = ("tolist", "numpy", "cpu")
+STEPS, LOG_EVERY = 12, 4
 
 
-class Reads:
-    """Steps (numbers of batches) in which somebody read a value from a tensor."""
+class Reads(Callback):
+    """(step, how) of each time that somebody read a value from a tensor, for which a GPU waits.
 
-    def __init__(self) -> None:
-        self.step = -1
-        self.found: list[tuple[int, str]] = []
+    `.item()` and bool() end in aten::_local_scalar_dense, which is counted below Python, where
+    torch's own code calls it too.
+    """
 
-    def note(self, what: str) -> None:
-        self.found.append((self.step, what))
+    def __init__(self, read_at=-1):
+        self.step, self.found, self.read_at = -1, [], read_at
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def on_train_batch_start(self, trainer, pl_module, batch, number):
+        self.step = number
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, number):
+        if number == self.read_at:
+            outputs["loss"].item(), batch["label"].tolist()
+
+    def fit(self, *arguments, trainer):
         reads = self
 
         class Below(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 if func is torch.ops.aten._local_scalar_dense.default:
-                    reads.note("item")
+                    reads.found.append((reads.step, "item"))
                 return func(*args, **(kwargs or {}))
 
         class Above(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
                 name = getattr(func, "__name__", "")
-                if name in READS:
-                    reads.note(name)
+                if name in ("tolist", "numpy", "cpu"):
+                    reads.found.append((reads.step, name))
                 if name == "one_hot":  # looks at the range of labels on a CPU, and not on CUDA
                     with torch._C._DisableTorchDispatch():
                         return func(*args, **(kwargs or {}))
                 return func(*args, **(kwargs or {}))
 
         with Below(), Above():
-            yield
+            trainer.fit(*arguments)
 
 
-class Counting(Callback):
-    """Tells the number of the batch: what is read after it belongs to its step."""
+@pytest.mark.parametrize(
+    "optimizer, read_at",
+    [("torch.optim.SGD", 5), ("torch.optim.SGD", -1), ("torch.optim.AdamW", -1)],
+)
+def test_nothing_is_read_from_the_device_between_two_log_steps(tmp_path, optimizer, read_at):
+    module, position, reads = classifier(mixup=0.2), TrainPosition(), Reads(read_at)
 
-    def __init__(self, reads: Reads) -> None:
-        self.reads = reads
+    def configure_optimizers():
+        node = {"_target_": optimizer, "lr": 0.1}
+        made = optimizers.build_optimizer(module, node, global_batch=4)
+        node = {"_target_": "distdl.optim.warmup_cosine", "warmup_epochs": 0}
+        schedule = optimizers.build_schedule(made, node, steps_per_epoch=STEPS, max_epochs=1)
+        return {"optimizer": made, "lr_scheduler": schedule}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, number: int):
-        self.reads.step = number
-
-
-def fit(tmp_path: Path, reads: Reads, *more: Callback, optimizer: str = "torch.optim.SGD") -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(
-        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(8, 7),
-    )
-    module = ImageClassifier(network, num_classes=7, mixup=0.2)
-    schedule = {"_target_": "distdl.optim.warmup_cosine", "warmup_epochs": 0}
-
-    def configure_optimizers() -> Any:
-        made = optimizers.build_optimizer(
-            module, {"_target_": optimizer, "lr": 0.1}, global_batch=4
-        )
-        steps = {"steps_per_epoch": 12, "max_epochs": 1}
-        return {
-            "optimizer": made,
-            "lr_scheduler": optimizers.build_schedule(made, schedule, **steps),
-        }
-
-    module.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
-    data = SyntheticImages(
-        4, num_classes=7, image_size=8, pool_size=16, train_samples=48, val_samples=4
-    )
-    position = TrainPosition()
-    distribute(data, rank=0, world_size=1, seed=0, position=position)
+    module.configure_optimizers = configure_optimizers
     store = CheckpointStore(tmp_path / "checkpoints")
     kept = Checkpointer(store, StopRequest(), position, global_batch_size=4)
-    trainer = quiet_trainer(
-        tmp_path,
-        max_epochs=1,
-        limit_val_batches=0,
-        log_every_n_steps=LOG_EVERY,
-        gradient_clip_val=1.0,
-        callbacks=[Counting(reads), StepMetrics(4), Progress(bar=False), *more, kept],
-    )
-    with reads.watched():
-        trainer.fit(module, data)
-    assert reads.step == 11 and position.epoch == 1
-
-
-@pytest.mark.parametrize("optimizer", ["torch.optim.SGD", "torch.optim.AdamW"])
-def test_nothing_is_read_from_the_device_between_two_log_steps(tmp_path, optimizer):
-    reads = Reads()
-    fit(tmp_path, reads, EMAWeightAveraging(decay=0.5), optimizer=optimizer)
-    logging_steps = {step for step in range(12) if (step + 1) % LOG_EVERY == 0}
-    assert {step for step, _ in reads.found if step >= 0} == logging_steps, (
-        "the loss is read there, and nothing elsewhere"
-    )
-
-
-def test_a_callback_that_reads_is_seen(tmp_path):
-    class Reader(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 5:
-                outputs["loss"].item()
-            if batch_idx == 6:
-                batch["label"].tolist()
-
-    reads = Reads()
-    fit(tmp_path, reads, Reader())
-    assert {(5, "item"), (6, "tolist")} <= set(reads.found)
+    callbacks = [reads, StepMetrics(4), Progress(bar=False), EMAWeightAveraging(decay=0.5), kept]
+    options = {"log_every_n_steps": LOG_EVERY, "gradient_clip_val": 1.0, "callbacks": callbacks}
+    trainer = quiet_trainer(tmp_path, max_epochs=1, limit_val_batches=0, **options)
+    data = share(synthetic(train_samples=4 * STEPS), position=position)
+    reads.fit(module, data, trainer=trainer)
+    assert reads.step == STEPS - 1 and position.epoch == 1
+    expected = {step for step in range(STEPS) if (step + 1) % LOG_EVERY == 0}  # it reads the loss
+    if read_at >= 0:
+        expected.add(read_at)
+        assert {(read_at, "item"), (read_at, "tolist")} <= set(reads.found)
+    assert {step for step, _ in reads.found if step >= 0} == expected
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])
-def test_the_average_is_lightnings_and_goes_on_where_it_was(use_buffers):
+def test_the_average_is_lightnings_and_resumes(use_buffers):
     """Also from a checkpoint that Lightning's own callback wrote."""
     module = LightningModule()
     module.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -172,100 +132,79 @@ def test_the_average_is_lightnings_and_goes_on_where_it_was(use_buffers):
         module.layers(torch.randn(5, 4))
         for average in theirs, ours:
             average.update_parameters(module)
-    expected = theirs.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(value, expected[name])
-
-
-class Beside:
-    """In the place of the side stream: says whether work is under way on it."""
-
-    at_work = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, work: Any, *args: Any) -> Any:
-        Beside.at_work = True
-        try:
-            return work(*args)
-        finally:
-            Beside.at_work = False
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("side_stream", [True, False])
 def test_the_gpu_decodes_beside_the_step(monkeypatch, side_stream):
     """nvJPEG waits for the stream that it is called on: on the step's, for the step before."""
-    found = []
+    active, calls = [], []
 
-    def decoded(self: EncodedBatch, device: torch.device) -> torch.Tensor:
-        found.append((device.type, Beside.at_work))
-        return torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
+    class SideStream:
+        def __init__(self, device):
+            self.device = device
+
+        def __call__(self, work, *args):
+            active.append(True)
+            return work(*args), active.pop()
+
+    def decoded(self, device):
+        calls.append((device.type, bool(active)))
 
     monkeypatch.setattr(EncodedBatch, "decoded", decoded)
-    monkeypatch.setattr(images, "SideStream", Beside)
+    monkeypatch.setattr(images, "SideStream", SideStream)
     monkeypatch.setattr(images.ImageData, "_device", torch.device("cuda", 0))
     data = images.ImageData(1, 0)
     data.side_stream = side_stream
     sample = {"image": torch.zeros(1), "crop": torch.zeros(8)}
-    batch = data.on_before_batch_transfer({"image": EncodedBatch([sample])}, 0)
-    assert batch["image"].shape == (1, 3, 4, 4) and found == [("cuda", side_stream)]
+    data.on_before_batch_transfer({"image": EncodedBatch([sample])}, 0)
+    assert calls == [("cuda", side_stream)]
 
 
 def test_the_host_sleeps_while_the_gpu_works(monkeypatch):
     """An event that does not block spins, and takes a core from the workers that load."""
     made = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda **given: made.append(given))
-    Lead(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
+    Lead(torch.device("cuda", 0)), Lead(torch.device("cpu"))
     assert made == [{"blocking": True}] * 2
-    Lead(torch.device("cpu"))
-    assert len(made) == 2
 
 
-# ---------------------------------------------------------------------------------- torch.compile
+def test_the_fastest_way_is_chosen():
+    def fastest(**seconds):
+        modes = {"off": False, "max": "max-autotune"}
+        ways = [compiling.way(modes.get(name, name)) for name in seconds]
+        times = zip(ways, seconds.values(), strict=True)
+        measured = [autotune.Measured(way, s, 0, "broken") for way, s in times]
+        return compiling.fastest(measured).changes["model.compile"]
 
-
-def found(seconds: dict[str | bool, float | None]) -> list[autotune.Measured]:
-    return [autotune.Measured(compiling.way(mode), s, 0, "broken") for mode, s in seconds.items()]
-
-
-def test_the_fastest_way_wins_unless_the_gain_is_noise():
-    def choose(seconds: dict[str | bool, float | None]) -> str | bool:
-        return compiling.fastest(found(seconds)).changes["model.compile"]
-
-    assert choose({False: 1.0, "default": 0.9, "max-autotune": 0.8}) == "max-autotune"
-    assert choose({False: 1.0, "default": 0.98}) is False
-    assert choose({False: 1.0, "default": None}) is False
-    assert choose({False: None, "default": 5.0}) == "default"
+    assert fastest(off=1.0, default=0.9, max=0.8) == "max-autotune"
+    assert fastest(off=1.0, default=0.98) is False, "the gain is noise"
+    assert fastest(off=1.0, default=None) is False
+    assert fastest(off=None, default=5.0) == "default"
     with pytest.raises(UserError, match="broken"):
-        choose({False: None, "default": None})
+        fastest(off=None, default=None)
 
 
 def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
-    """The compiler may have got it, too: that it failed then says nothing about the mode."""
+    """The compiler may have received it, too: its failure then says nothing about the mode."""
     stop = StopRequest()
 
     def killed(*_):
-        stop._note(signal.SIGTERM, None)
+        stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
         raise RuntimeError("CppCompileError: C++ compile error")
 
     monkeypatch.setattr(autotune, "build", killed)
     monkeypatch.setattr(autotune.configs, "merge", lambda *_: OmegaConf.create({}))
-    with pytest.raises(Stopped, match="SIGTERM before training began") as ended:
-        way = compiling.way("default")
-        autotune.measure({}, way, None, None, stop, survivable=Exception)
-    assert ended.value.state is JobState.PREEMPTED
+    with pytest.raises(Stopped, match="SIGTERM before training began") as error:
+        autotune.measure({}, compiling.way("default"), None, None, stop, survivable=Exception)
+    assert error.value.state is JobState.PREEMPTED
 
 
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():
-    def tried(accelerator: str, accumulate: int) -> list[str | bool]:
+    modes = [False, "default", "reduce-overhead", "max-autotune"]
+    for accelerator, accumulate, tried in (("gpu", 1, 4), ("gpu", 2, 2), ("cpu", 1, 2)):
         config = OmegaConf.create({"trainer": {"accumulate_grad_batches": accumulate}})
-        return compiling.modes(config, accelerator)
-
-    assert tried("gpu", 1) == [False, "default", "reduce-overhead", "max-autotune"]
-    assert tried("gpu", 2) == [False, "default"]
-    assert tried("cpu", 1) == [False, "default"]
+        assert compiling.modes(config, accelerator) == modes[:tried]
 
 
 def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
@@ -276,84 +215,67 @@ def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
     for device in ("cpu", "gpu"):
         with pytest.raises(UserError, match=r"(?s)compiler.*model.compile=false"):
             compilers.refuse_without_compiler(device)
+    with pytest.raises(UserError):
+        classifier(compile="max-autotune").configure_model()
     monkeypatch.setenv("CXX", sys.executable)  # there is one, of another name, and no Python.h
     monkeypatch.setattr(compilers.sysconfig, "get_path", lambda *_: str(tmp_path))
     with pytest.raises(UserError, match=r"Python\.h(?s:.*)python3-dev"):
         compilers.refuse_without_compiler("cpu")
-    monkeypatch.setenv("CPATH", f"{os.pathsep}{tmp_path / 'include'}")
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"{os.pathsep}{tmp_path}")
+    (tmp_path / "Python.h").touch()
     compilers.refuse_without_compiler("cpu")
-    monkeypatch.delenv("CXX")
-    module = ImageClassifier(nn.Flatten(), compile="max-autotune")
-    with pytest.raises(UserError, match=r"C\+\+ compiler"):
-        module.configure_model()
 
 
-@pytest.mark.parametrize("given", [None, "torchs", "users"])
-def test_results_are_kept_where_the_user_wants_them(monkeypatch, tmp_path, given):
-    import tempfile
-
-    monkeypatch.setenv("DISTDL_CACHE", str(tmp_path / "cache"))
+@pytest.mark.parametrize("user, kept", [(None, ""), ("torchinductor_me", ""), ("mine", "mine")])
+def test_results_are_kept_where_the_user_wants_them(monkeypatch, tmp_path, user, kept):
+    """The default of torch, a folder in /tmp, is not what the user wants."""
+    monkeypatch.setenv("DISTDL_CACHE", str(tmp_path))
     monkeypatch.delenv(compilers.FOLDER, raising=False)
-    if given is not None:
-        torchs = Path(tempfile.gettempdir(), "torchinductor_me")
-        place = torchs if given == "torchs" else tmp_path / "mine"
-        monkeypatch.setenv(compilers.FOLDER, str(place))
+    folder = tempfile.gettempdir() if user == "torchinductor_me" else tmp_path
+    if user:
+        monkeypatch.setenv(compilers.FOLDER, f"{folder}/{user}")
     compilers.keep_results()
-    expected = "mine" if given == "users" else "cache/inductor"
-    assert os.environ[compilers.FOLDER] == str(tmp_path / expected)
+    assert os.environ[compilers.FOLDER] == str(tmp_path / (kept or "inductor"))
 
 
 NETWORK = """
 from torch import nn
 
 class Net(nn.Sequential):
-    def __init__(self, num_classes):
+    def __init__(self):
         layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
-        super().__init__(*layers, nn.Flatten(), nn.Linear(8, num_classes))
+        super().__init__(*layers, nn.Flatten(), nn.Linear(8, 10))
 """
 
 
 def test_the_measured_way_is_frozen_in_the_run(tmp_path):
-    import yaml
-
     (tmp_path / "tiny.py").write_text(NETWORK)
     done = distdl(
         *("model=classifier", "+model.network._target_=tiny.Net", "project.allow=[tiny]"),
-        *("+model.network.num_classes=10", "model.compile=measured", "data=synthetic"),
-        *("data.image_size=16", "data.num_classes=10", "data.train_samples=64"),
-        *("data.val_samples=8", "data.batch_size=4", "data.num_workers=0", "tracking=none"),
+        *("model.compile=measured", "data=synthetic", "data.image_size=16", "data.num_classes=10"),
+        *("data.train_samples=64", "data.val_samples=8", "data.batch_size=4", "tracking=none"),
         *("schedule.warmup_epochs=0", "trainer.accelerator=cpu", "trainer.max_steps=2", "name=c"),
         cwd=tmp_path,
         module=UNCHECKED,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     launch = yaml.safe_load((tmp_path / "outputs/default/c/attempts/001/launch.yaml").read_text())
-    said = launch["compile"]
-    assert [line.split()[0] for line in said] == ["model.compile=false", "model.compile=default"]
-    assert all("ms a step" in line for line in said), "both trained"
+    lines = launch["compile"]
+    assert [line.split()[0] for line in lines] == ["model.compile=false", "model.compile=default"]
+    assert all("ms a step" in line for line in lines), "both trained"
     assert launch["changes"]["model.compile"] in (False, "default")
 
 
-# ------------------------------------------------------------------------------------------- DDP
-
-
-@pytest.mark.parametrize("given, first_mb", [({}, 1), ({"first_bucket_mb": 25}, 25)])
-def test_the_first_bucket_of_ddp_is_small(given, first_mb):
-    import torch.distributed as dist
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-    from torchvision.models import resnet18
-
-    from distdl.strategies import DDPStrategy
-
+@pytest.mark.parametrize("options, first_mb", [({}, 1), ({"first_bucket_mb": 25}, 25)])
+def test_the_first_bucket_of_ddp_is_small(options, first_mb):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        devices, cluster = [torch.device("cpu")], LightningEnvironment()
         strategy = DDPStrategy(
-            parallel_devices=[torch.device("cpu")],
-            cluster_environment=LightningEnvironment(),
+            parallel_devices=devices,
+            cluster_environment=cluster,
             gradient_as_bucket_view=True,
-            **given,
+            **options,
         )
         model = strategy._setup_model(resnet18(num_classes=10))
         for _ in range(3):  # DDP makes its buckets anew after the first step
@@ -362,5 +284,4 @@ def test_the_first_bucket_of_ddp_is_small(given, first_mb):
     finally:
         dist.destroy_process_group()
     # A bucket is full with the parameter that reaches its size: 9 MB are layer4's convolution.
-    first = int(str(sizes).split(",")[0]) / 2**20
-    assert first_mb <= first < first_mb + 9.1
+    assert first_mb <= int(str(sizes).split(",")[0]) / 2**20 < first_mb + 9.1

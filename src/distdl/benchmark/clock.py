@@ -1,8 +1,7 @@
 """Where the time of a step goes, by the device's own clock and without stopping the device.
 
-On a GPU a mark is a CUDA event in the queue. The time between two marks is the time that the device
-took from one to the other, including waiting. Marks are read after a window has ended, so nothing
-in a step waits for them. On the CPU a mark is a reading of the clock.
+On a GPU a mark is a CUDA event in the queue. It is read after a window has ended, so that nothing
+in a step waits for it. The time between two marks includes waiting.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ class DeviceClock:
 
     def between(self, first: Any, second: Any) -> float:
         """Seconds. On a GPU only after `finish`."""
-        if not self._events:
-            return second - first
-        return first.elapsed_time(second) / 1000
+        return first.elapsed_time(second) / 1000 if self._events else second - first
 
     def finish(self) -> float:
         """Waits until the device has finished its work; returns the host's time, in seconds."""
@@ -73,8 +70,7 @@ class Timeline:
         self._mark()
 
     def end(self) -> None:
-        # A window may have been opened inside a phase.
-        if self._open:
+        if self._open:  # not if a window was opened inside a phase
             self._open.pop()
         self._mark()
 

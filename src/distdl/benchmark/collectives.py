@@ -2,11 +2,10 @@
 
 torch's profiler records collectives by name (`gloo:all_reduce`, `ncclDevKernel_AllReduce...`)
 beside the operations (on a GPU: kernels). Time in which a collective runs and nothing is computed
-is *exposed*: it lengthens the step. A collective lasts until the slowest rank has joined, so its
-time includes waiting for other ranks.
+is *exposed*: it lengthens the step. It includes waiting for the slowest rank.
 
-On the CPU, exposed time is assigned to the phase in which it occurs. On a GPU it is assigned to the
-phase in which the host launched the collective, since a kernel runs later than its launch.
+On the CPU, exposed time is assigned to the phase in which it occurs, on a GPU to that in which the
+host launched the collective, since a kernel runs later than its launch.
 """
 
 from __future__ import annotations
@@ -35,17 +34,11 @@ NOT_KERNELS = (PREFIX, "ProfilerStep", "## ", "Context Sync", "Stream Sync", "Ev
 
 @dataclass(frozen=True)
 class Exposed:
-    """Values of one step, times in seconds.
+    """Values of one step, times in seconds."""
 
-    Args:
-        busy: Time in which a collective runs.
-        phases: The part of it that no computation hides, by the phase of the step.
-        calls: Number of collectives.
-    """
-
-    busy: float
-    phases: dict[str, float]
-    calls: float
+    busy: float  # a collective runs
+    phases: dict[str, float]  # the part of it that no computation hides, by the phase of the step
+    calls: float  # number of collectives
 
 
 class CollectiveTrace:
@@ -53,12 +46,10 @@ class CollectiveTrace:
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
-        kinds = [ProfilerActivity.CPU]
-        if clock.device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
+        on_gpu = [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
         # Kineto logs to stderr, and reports a missing GPU as an error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self._profile = profile(activities=kinds)
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
 
     def start(self) -> None:
         self._profile.start()
@@ -82,21 +73,15 @@ def analyse(events: Iterable[Any], steps: int) -> Exposed:
     sent = [e for e in events if not _on_host(e) and _begins(e, COLLECTIVES)]
     launched = {}
     if sent:
-        computed = [
-            e
-            for e in events
-            if not _on_host(e) and not _begins(e, COLLECTIVES) and not _begins(e, NOT_KERNELS)
-        ]
+        others = (*COLLECTIVES, *NOT_KERNELS)
+        computed = [e for e in events if not _on_host(e) and not _begins(e, others)]
         launched = {e.correlation_id(): e.start_ns() for e in host}
     else:
         sent = [e for e in host if _begins(e, COLLECTIVES)]
         # The work of gloo's own threads is communication, too.
         threads = {e.start_thread_id() for e in phases}
-        computed = [
-            e
-            for e in host
-            if _begins(e, OPERATIONS) and e.start_thread_id() in threads and not e.is_async()
-        ]
+        operations = [e for e in host if _begins(e, OPERATIONS) and not e.is_async()]
+        computed = [e for e in operations if e.start_thread_id() in threads]
 
     def phase_of(collective: Any) -> str:
         if (at := launched.get(collective.correlation_id())) is not None:
@@ -133,9 +118,8 @@ def _finished(events: list[Any]) -> list[Any]:
     rest = [e for e in events if not _begins(e, COLLECTIVES)]
     first = min((e.start_ns() for e in rest), default=0)
     last = max(map(_end, rest), default=0)
-    return [
-        e for e in events if not _begins(e, COLLECTIVES) or first <= e.start_ns() <= _end(e) <= last
-    ]
+    sent = [e for e in events if _begins(e, COLLECTIVES)]
+    return rest + [e for e in sent if first <= e.start_ns() <= _end(e) <= last]
 
 
 def _end(event: Any) -> int:

@@ -6,7 +6,8 @@ of a step whose input costs nothing, with exactly the shapes and types of the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -25,8 +26,7 @@ class Input:
     def install(self, trainer: Trainer) -> None:
         """Inserts itself between the trainer's strategy and its loaders."""
         strategy: Any = trainer.strategy
-        to_device: Callable[..., Any] = strategy.batch_to_device
-        process: Callable[[Any], Any] = strategy.process_dataloader
+        to_device, process = strategy.batch_to_device, strategy.process_dataloader
 
         def batch_to_device(*args: Any, **kwargs: Any) -> Any:
             if not self.held:
@@ -41,13 +41,11 @@ class Input:
 
         strategy.batch_to_device = batch_to_device
         strategy.process_dataloader = process_dataloader
-        self._restore = [(strategy, "batch_to_device"), (strategy, "process_dataloader")]
+        self._strategy = strategy
 
     def remove(self) -> None:
-        for owner, name in self._restore:
-            delattr(owner, name)
-        self._on_device = None
-        self.loaders = []
+        del self._strategy.batch_to_device, self._strategy.process_dataloader
+        self._on_device, self.loaders = None, []
 
     def prefetched(self) -> int:
         """Batches that worker processes have ready before the first step asks for one."""
@@ -76,19 +74,17 @@ class EndlessLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        last, some = None, False
-        while True:
-            found = False
+        for epoch in itertools.count():
+            is_empty = True
             for batch in self.loader:
-                found = some = True
-                last = batch
+                is_empty = False
                 yield batch
                 while self.switch.held:
-                    yield last
-            if not found:
-                if not some:
-                    return
+                    yield batch
+            if is_empty and epoch:
                 raise RuntimeError("the training data gave batches once, and none the second time")
+            if is_empty:
+                return
 
     def prefetched(self) -> int:
         workers = getattr(self.loader, "num_workers", 0) or 0

@@ -19,44 +19,29 @@ from distdl.distributed import process_group
 
 SECONDS = 0.5  # for each measurement, at least
 REPEATS = 5
-DTYPES = {
-    "16": torch.float16,
-    "bf": torch.bfloat16,
-    "32": torch.float32,
-    "64": torch.float64,
-    "tr": torch.bfloat16,  # transformer-engine
-}
+DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
+DTYPES["tr"] = torch.bfloat16  # transformer-engine
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one device.
+    """The limits of one device."""
 
-    Args:
-        dtype: Of the matrices.
-        matrix_flops: Operations per second of a square matrix product: 2 n^3 for n x n.
-        matrix_size: n.
-        copy_bytes: Bytes per second, read and written bytes added.
-    """
-
-    dtype: str
-    matrix_flops: float
-    matrix_size: int
-    copy_bytes: float
+    dtype: str  # of the matrices
+    matrix_flops: float  # operations per second of a matrix product: 2 n^3 for n x n
+    matrix_size: int  # n
+    copy_bytes: float  # per second, read and written bytes added
 
 
 def measure(device: torch.device, precision: str) -> Limits:
-    """Measures; takes a few seconds.
+    """Measures for a few seconds, on a CPU with as many threads as this process has.
 
     Args:
-        device: On the CPU, with as many threads as this process has.
         precision: `trainer.precision`, which gives the type of the matrices. Float32 on a GPU uses
             torch's current setting (TF32 or not), as the training does.
     """
-    dtype = DTYPES.get(str(precision)[:2], torch.float32)
-    clock = DeviceClock(device)
-    big = device.type in ("cuda", "mps")
-    rates = {}
+    dtype, clock = DTYPES.get(str(precision)[:2], torch.float32), DeviceClock(device)
+    big, rates = device.type in ("cuda", "mps"), {}
     for size in (4096, 8192) if big else (512, 1024):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
@@ -96,9 +81,8 @@ def measure_link(device: torch.device, nodes: int) -> dict[str, float] | None:
     https://doi.org/10.1016/j.jpdc.2008.09.002), whatever algorithm the backend uses.
 
     Returns:
-        None for one rank. Else `ranks` and `nodes` that took part, `bandwidth` (bytes per second
-        that each rank sends), `latency` (seconds per message), and the `bytes` and `seconds` of the
-        large all-reduce.
+        None for one rank. `bandwidth` is in bytes per second that each rank sends, `latency` in
+        seconds per message; `bytes` and `seconds` are the large all-reduce's.
     """
     ranks = process_group.world_size()
     if ranks == 1:

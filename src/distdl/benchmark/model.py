@@ -1,9 +1,8 @@
 """What a step of this model does, counted and not assumed: operations, bytes, samples.
 
-`distdl.benchmark.step_profile` counts it: it runs one training step of the run's own config on fake
-tensors under torch.utils.flop_counter. That covers matrix products, convolutions and attention,
-forward and backward. A multiplication and an addition are two operations. Counting needs no memory,
-does not disturb the timing, and gives the same result under every strategy and with torch.compile.
+`distdl.benchmark.step_profile` counts it, in one training step of the run's own config on fake
+tensors: matrix products, convolutions and attention, forward and backward. A multiplication and an
+addition are two operations. The result is the same under every strategy and with torch.compile.
 """
 
 from __future__ import annotations
@@ -43,13 +42,8 @@ class Counted:
 def from_a_live_step(
     module: LightningModule, flops: float | None, batch: int
 ) -> tuple[Counted | None, str]:
-    """The counts of a module with manual optimization, whose step runs only inside its trainer.
-
-    Args:
-        module: After training.
-        flops: Counted in one of this rank's steps.
-        batch: Samples of that step.
-    """
+    """The counts of a trained module with manual optimization, whose step runs only inside its
+    trainer: `flops` of one of this rank's steps with `batch` samples."""
     if not flops:
         return None, "no matrix product, convolution or attention in the step"
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

@@ -1,8 +1,7 @@
 """Which part of Lightning's loop belongs to which phase of a step, under any strategy.
 
-Lightning reports the name of every hook that it calls to its profiler. This profiler uses a few of
-them. To Lightning, a pipeline's forward and backward are one hook, so there the stage's own calls
-separate them.
+Lightning reports the name of every hook that it calls to its profiler. To Lightning, a pipeline's
+forward and backward are one hook, so there the stage's own calls separate them.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class PhaseProfiler(Profiler):
         self._ranges: list[Any] = []
 
     def start(self, action_name: str) -> None:
-        phase = self._phase(action_name)
-        if phase is not None:
+        if (phase := self._phase(action_name)) is not None:
             self.timeline.begin(phase)
             if self.tracing:
                 entered = torch.profiler.record_function(PREFIX + phase)
@@ -59,9 +57,9 @@ class PhaseProfiler(Profiler):
 
     def _phase(self, action: str) -> str | None:
         if action not in self._known:
-            ours = (phase for end, phase in HOOKS.items() if action.endswith(end))
             # A data module has a hook of the same name as the strategy.
-            self._known[action] = next(ours, None) if action.startswith(OWNERS) else None
+            hook = "." + action.rpartition(".")[2] if action.startswith(OWNERS) else ""
+            self._known[action] = HOOKS.get(hook)
         return self._known[action]
 
 

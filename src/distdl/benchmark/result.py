@@ -56,20 +56,17 @@ def of_rank(timing: Timing, device: torch.device) -> dict[str, Any]:
     memory = peak / (2**30 if sys.platform == "darwin" else 2**20)
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), memory_gib(device)
-    return {
-        "device": name,
-        "windows": [
-            {
-                "input": w.input,
-                "seconds": w.seconds,
-                "steps": [s.seconds for s in w.steps],
-                "phases": {p: fmean(s.phases[p] for s in w.steps) for p in PHASES},
-            }
-            for w in timing.windows
-        ],
-        "memory_gib": memory,
-        "exposed": asdict(timing.exposed) if timing.exposed else None,
-    }
+    windows = [
+        {
+            "input": window.input,
+            "seconds": window.seconds,
+            "steps": [step.seconds for step in window.steps],
+            "phases": {p: fmean(step.phases[p] for step in window.steps) for p in PHASES},
+        }
+        for window in timing.windows
+    ]
+    exposed = asdict(timing.exposed) if timing.exposed else None
+    return {"device": name, "windows": windows, "memory_gib": memory, "exposed": exposed}
 
 
 def assemble(
@@ -83,17 +80,15 @@ def assemble(
     unless a name says otherwise.
 
     Args:
-        context: The built run.
         timing: Of this rank.
         ranks: What `of_rank` returns on each rank, with `limits`.
         link: See `limits.measure_link`.
         counted: The model's counts, or why it could not be counted.
     """
-    config, sizes = context.config, batch_size(context, timing)
+    config, sizes, exposed = context.config, batch_size(context, timing), communication(ranks)
     attempt = context.run.last_attempt()
     assert attempt is not None
     resources = attempt.resources()
-    exposed = communication(ranks)
     real, held = (side(ranks, kind, sizes, exposed) for kind in (REAL, HELD))
     limits = ranks[0]["limits"] | {
         key: fmean(r["limits"][key] for r in ranks) for key in ("matrix_flops", "copy_bytes")
@@ -112,10 +107,8 @@ def assemble(
             "world_size": resources.world_size,
             "precision": str(config.trainer.get("precision") or "32-true"),
             "data": context.data,
-            "batch": sizes.batch,
-            "accumulate": sizes.accumulate,
+            **asdict(sizes),
             "global_batch": sizes.global_batch,
-            "shares": sizes.shares,
             "comm_hook": (config.get("strategy") or {}).get("comm_hook"),
             "strategy_node": plain(config.strategy),
         },
@@ -159,31 +152,23 @@ def side(
     Args:
         exposed: See `communication`; it is subtracted from the phases in which it occurred.
     """
-    windows = [[w for w in rank["windows"] if w["input"] == kind] for rank in ranks]
-    together = list(zip(*windows, strict=True))
-    steps = sorted(
-        max(same) for ws in together for same in zip(*(w["steps"] for w in ws), strict=True)
-    )
+    each = [[w for w in rank["windows"] if w["input"] == kind] for rank in ranks]
+    windows = list(zip(*each, strict=True))  # the ranks of each window
+    lists = [zip(*(w["steps"] for w in window), strict=True) for window in windows]
+    steps = sorted(max(step) for window in lists for step in window)
     samples = sizes.global_batch * len(windows[0][0]["steps"])
-    rates = [samples / max(w["seconds"] for w in ws) for ws in together]
-    split = {p: fmean(w["phases"][p] for ws in together for w in ws) for p in PHASES}
+    rates = [samples / max(w["seconds"] for w in window) for window in windows]
+    split = {p: fmean(w["phases"][p] for window in windows for w in window) for p in PHASES}
     for phase, seconds in (exposed["exposed"] if exposed else {}).items():
         if phase != COMMUNICATION:
             # The traced steps were slower, so never move more than the phase has.
             moved = min(seconds, split[phase])
             split[phase] -= moved
             split[COMMUNICATION] += moved
-    return {
-        "images_per_second": median(rates),
-        "windows": rates,
-        "step_seconds": {
-            "median": median(steps),
-            "p95": steps[min(len(steps) - 1, int(0.95 * len(steps)))],
-            "mean": fmean(steps),
-            "count": len(steps),
-        },
-        "split": split,
-    }
+    p95 = steps[min(len(steps) - 1, int(0.95 * len(steps)))]
+    seconds = {"median": median(steps), "p95": p95, "mean": fmean(steps), "count": len(steps)}
+    rate = median(rates)
+    return {"images_per_second": rate, "windows": rates, "step_seconds": seconds, "split": split}
 
 
 def communication(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -191,11 +176,9 @@ def communication(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     parts = [rank["exposed"] for rank in ranks]
     if None in parts:
         return None
-    return {
-        "busy_seconds": fmean(p["busy"] for p in parts),
-        "calls": fmean(p["calls"] for p in parts),
-        "exposed": {name: fmean(p["phases"].get(name, 0.0) for p in parts) for name in PHASES},
-    }
+    busy, calls = (fmean(part[key] for part in parts) for key in ("busy", "calls"))
+    exposed = {name: fmean(part["phases"].get(name, 0.0) for part in parts) for name in PHASES}
+    return {"busy_seconds": busy, "calls": calls, "exposed": exposed}
 
 
 def device_use(

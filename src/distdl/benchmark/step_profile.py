@@ -1,19 +1,20 @@
 """What one training step needs, measured without a GPU and without allocating its memory.
 
-The model is built without memory. Its step runs on fake tensors (torch's FakeTensorMode), which
+The model is built without memory, and its step runs on fake tensors (torch's FakeTensorMode), which
 have shapes, types and lifetimes, but no values. So the bytes counted are those that the step itself
-would allocate at the full batch, in the run's precision. A step that reads values cannot run this
-way. It runs on the CPU with a few samples instead, and the result is scaled.
+would allocate at the full batch, in the run's precision. A step that reads values runs on the CPU
+with a few samples instead, and the result is scaled.
 
-Not counted: memory that kernels allocate for themselves (cuDNN's workspaces), the allocator's
-fragmentation, and the CUDA context. `distdl.planner.estimate.USABLE` leaves room for them.
+Not counted: kernels' own memory (cuDNN's workspaces), the allocator's fragmentation, and the CUDA
+context. `distdl.planner.estimate.USABLE` leaves room for them.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,40 +41,28 @@ HALF = ("16-true", "bf16-true", "transformer-engine")
 
 @dataclass
 class MeasuredBlock:
-    """A part of the model that a pipeline does not cut.
+    """A part of the model that a pipeline does not cut: bytes, and FLOPs of its forward."""
 
-    Args:
-        weights: Bytes of its parameters and buffers.
-        gradients: Bytes.
-        activations: Bytes kept for the backward, for the whole batch.
-        output: Bytes that it passes to the next block, for the whole batch.
-        flops: Of its forward.
-    """
-
-    weights: int
+    weights: int  # parameters and buffers
     gradients: int
-    activations: int = 0
-    output: int = 0
+    activations: int = 0  # kept for the backward, for the whole batch
+    output: int = 0  # passed to the next block, for the whole batch
     flops: float = 0.0
 
 
 @dataclass
 class MeasuredStep:
-    """One training step on one device, in bytes.
+    """One training step of `batch_size` samples on one device, in bytes.
 
     Args:
-        batch_size: Samples of the step.
-        weights: Parameters and buffers.
-        buffers: The buffers alone.
-        gradients: Of the trained parameters.
-        optimizer: Its state.
+        weights: Parameters and buffers; `buffers`: the buffers alone.
+        gradients, optimizer: Of the trained parameters.
         activations: Memory at the end of the forward besides weights: what the backward needs, and
             the batch.
         transient: Additional memory of the backward at its peak, without gradients.
         flops: Floating-point operations of forward and backward.
         unit: Weights of the largest part that FSDP gathers at once.
-        blocks: The blocks between which a pipeline can cut. If it cannot, `no_blocks` gives the
-            reason.
+        blocks: Between which a pipeline can cut; if it cannot, `no_blocks` gives the reason.
         notes: How it was measured, where this differs from the module's docstring.
     """
 
@@ -103,22 +92,23 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        for tensor in _tensors(output):
-            self.add(tensor)
+        self.add(output)
         return output
 
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            weakref.finalize(storage, self._gone, key, size)
-            self.most_beside_gradients = max(self.most_beside_gradients, self.now - self.gradients)
+    def add(self, tree: Any) -> None:
+        for tensor in _tensors(tree):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._known:
+                self._known.add(key)
+                self.now += size
+                weakref.finalize(storage, self._gone, key, size)
+                beside = self.now - self.gradients
+                self.most_beside_gradients = max(self.most_beside_gradients, beside)
 
-    def ignore(self, tensor: Tensor) -> None:
-        """Excludes a tensor that existed before."""
-        self._known.add(tensor.untyped_storage()._cdata)
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Excludes tensors that existed before."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def count_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -133,7 +123,6 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
     """Measures one training step of a validated config at `data.batch_size`.
 
     Args:
-        config: As composed.
         global_batch: For optimizers whose rate depends on it. It affects no byte count.
 
     Raises:
@@ -154,12 +143,11 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
             fake = tree_map_only(Tensor, stretched, batch)
             return _step(_as_fake(module), fake, size, config, global_batch)
     except Exception as error:  # it reads values, or is built in an unusual way
-        why = f"{type(error).__name__}: {_first_line(error)}"
+        why = _short(error)
     try:
         measured = _extrapolated(batch, samples, size, config, global_batch)
     except Exception as error:
-        what = f"a training step fails here: {type(error).__name__}: {_first_line(error)}"
-        raise UserError.at("model", what) from error
+        raise UserError.at("model", f"a training step fails here: {_short(error)}") from error
     measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
     return measured
 
@@ -171,16 +159,12 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
     try:
         if config.get("data"):
             node = plain(config.data)
-            if "batch_size" in node:
-                node["batch_size"] = min(SAMPLES, int(node["batch_size"]))
-            if "num_workers" in node:
-                node["num_workers"] = 0
-            source = make(node)
+            few = {"batch_size": min(SAMPLES, int(node.get("batch_size", 1))), "num_workers": 0}
+            source = make(node | {key: few[key] for key in few.keys() & node.keys()})
             source.setup("fit")
         else:
             source = make(config.model)
-        batch = next(iter(source.train_dataloader()))
-        batch = source.on_before_batch_transfer(batch, 0)
+        batch = source.on_before_batch_transfer(next(iter(source.train_dataloader())), 0)
         batch = source.on_after_batch_transfer(batch, 0)
     except Exception as error:
         what = f"no batch can be loaded here: {type(error).__name__}: {error}"
@@ -193,10 +177,10 @@ def _without_memory(node: DictConfig) -> Any:
     """The module on the meta device, if it can be built there; else on the CPU."""
 
     def stripped(value: Any) -> Any:
-        """Without the arguments that would download weights."""
-        if isinstance(value, dict):
-            return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
-        return value
+        # Without the arguments that would download weights.
+        if not isinstance(value, dict):
+            return value
+        return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
 
     bare = stripped(plain(node))
     bare.pop("compile", None)
@@ -209,20 +193,17 @@ def _without_memory(node: DictConfig) -> Any:
 
 def _as_fake(module: Any) -> Any:
     """Replaces all parameters and buffers with fake tensors on a fake CPU."""
-    fakes: dict[int, Tensor] = {}
+
+    @functools.cache  # by identity: shared ones stay shared
+    def fake(tensor: Tensor) -> Tensor:
+        sizes = tensor.size(), tensor.stride()
+        empty = torch.empty_strided(*sizes, dtype=tensor.dtype, device="cpu")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in fakes:  # shared ones stay shared
-                    empty = torch.empty_strided(
-                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-                    )
-                    if isinstance(tensor, nn.Parameter):
-                        empty = nn.Parameter(empty, tensor.requires_grad)
-                    fakes[id(tensor)] = empty
-                tensors[name] = fakes[id(tensor)]
+            tensors.update({k: fake(v) for k, v in tensors.items() if v is not None})
     return module
 
 
@@ -234,8 +215,8 @@ def _in_precision(module: Any, config: DictConfig) -> Any:
 def _extrapolated(
     batch: Any, samples: int, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
-    """Extrapolates from a real step with few samples and one with half of them, since only some
-    bytes depend on the number of samples."""
+    """From a real step with few samples and one with half of them, since only some bytes depend on
+    the number of samples."""
     few = max(1, samples // 2)
 
     def first(tensor: Tensor) -> Tensor:
@@ -248,10 +229,9 @@ def _extrapolated(
     )
     steps = (size - samples) / (samples - few) if samples > few else 0.0
     for small, large in zip((less, *less.blocks), (more, *more.blocks), strict=True):
-        for name in ("activations", "transient", "output", "flops"):
-            if hasattr(large, name):
-                value = getattr(large, name)
-                setattr(large, name, round(value + steps * (value - getattr(small, name))))
+        for name in {"activations", "transient", "output", "flops"} & vars(large).keys():
+            value = getattr(large, name)
+            setattr(large, name, round(value + steps * (value - getattr(small, name))))
     more.batch_size = size
     return more
 
@@ -265,15 +245,11 @@ def _step(
         batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
     module.train()
     trained = [p for p in module.parameters() if p.requires_grad]
-    measured = MeasuredStep(
-        size,
-        weights=_total([*module.parameters(), *module.buffers()]),
-        buffers=_total(module.buffers()),
-        gradients=_total(trained),
-    )
+    tensors = [*module.parameters(), *module.buffers()]
+    bytes_of = _total(tensors), _total(module.buffers()), _total(trained)
+    measured = MeasuredStep(size, *bytes_of)
     live, counter, before = LiveBytes(), FlopCounterMode(display=False), _total(_tensors(batch))
-    for tensor in (*module.parameters(), *module.buffers()):
-        live.ignore(tensor)
+    live.ignore(tensors)
     with ExitStack() as stack:
         stack.enter_context(_blocks_watched(module, measured, before, live, counter))
         for parameter in trained:
@@ -281,8 +257,7 @@ def _step(
             stack.callback(hook.remove)
         stack.enter_context(counter)
         stack.enter_context(live)
-        for tensor in _tensors(batch):
-            live.add(tensor)
+        live.add(batch)
         with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
             takes = len(inspect.signature(module.training_step).parameters)
             output = module.training_step(*(batch, 0)[:takes])
@@ -339,11 +314,10 @@ def _optimizer_state(
     """Bytes of the optimizer's state after a step."""
     try:
         if configures_optimizers(module):
-            made = tree_leaves(module.configure_optimizers())
-            optimizers = [each for each in made if isinstance(each, Optimizer)]
+            made = module.configure_optimizers()
         else:
-            node = plain(config.optimizer)
-            optimizers = [optim.build_optimizer(module, node, global_batch=global_batch)]
+            made = optim.build_optimizer(module, plain(config.optimizer), global_batch=global_batch)
+        optimizers = [each for each in tree_leaves(made) if isinstance(each, Optimizer)]
         for optimizer in optimizers:
             optimizer.step()
         states = _tensors([dict(optimizer.state) for optimizer in optimizers])
@@ -374,5 +348,5 @@ def _total(tensors: Any) -> int:
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:120]
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:120]}"

@@ -49,9 +49,7 @@ class Timing(Callback):
 
     Args:
         plan: In order. A warm-up on real input also uses up the batches that worker processes have
-            ready when it begins, so that the windows measure the speed of the workers and not their
-            prefetched batches.
-        stop: Whether this process was asked to end.
+            ready when it begins, so that the windows do not measure prefetched batches.
         report: Called with each window, on every rank.
     """
 
@@ -80,10 +78,8 @@ class Timing(Callback):
         ready = max(process_group.gather(self.input.prefetched()))
         self.epoch_batches = max(process_group.gather(self.input.batches() or 0)) or None
         more = -(-ready // trainer.accumulate_grad_batches)
-        self._due = [
-            replace(s, steps=s.steps + more) if (s.kind, s.input) == (WARM, REAL) else s
-            for s in self.plan
-        ]
+        warm = [more * ((s.kind, s.input) == (WARM, REAL)) for s in self.plan]
+        self._due = [replace(s, steps=s.steps + m) for s, m in zip(self.plan, warm, strict=True)]
         self._last_step = trainer.global_step
         self._begin()
 
@@ -105,10 +101,8 @@ class Timing(Callback):
         self._left -= 1
         if self._left:
             return
-        if self.batch_size is None:
-            self.batch_size = batch_size_of(batch)
-        self._end()
-        self._due.pop(0)
+        self.batch_size = self.batch_size or batch_size_of(batch)
+        self._end(self._due.pop(0))
         if self._due:
             self._begin()
         else:
@@ -131,20 +125,19 @@ class Timing(Callback):
         self._started = self.timeline.clock.finish()
         self.timeline.open_window()
 
-    def _end(self) -> None:
-        segment = self._due[0]
+    def _end(self, segment: Segment) -> None:
         ended = self.timeline.clock.finish()
         steps = self.timeline.close_window()
         if segment.kind == WINDOW:
             self.windows.append(TimedWindow(segment.input, ended - self._started, steps))
             self.report(self.windows[-1])
-        elif segment.kind == TRACE:
-            assert self._trace is not None
+        self._stop_tracing(segment.steps)
+
+    def _stop_tracing(self, steps: int) -> None:
+        if self._trace is not None and self.profiler.tracing:
             self.profiler.tracing = False
-            self.exposed = self._trace.stop(segment.steps)
+            self.exposed = self._trace.stop(steps)
 
     def on_exception(self, *args: Any) -> None:
         self._stop_counting()
-        if self._trace is not None and self.profiler.tracing:
-            self.profiler.tracing = False
-            self._trace.stop(1)
+        self._stop_tracing(1)

@@ -12,6 +12,8 @@ NOT_DATA = "not data-bound"  # no more is known: communication was not traced
 WORTH = 0.1
 # Above this, the matrix units are well used.
 GOOD_MFU = 0.5
+# These reduce gradients or gather weights for every batch, and send half as much again as DDP.
+PARTITIONED = ("fsdp", "deepspeed_zero2", "deepspeed_zero3")
 # Share of the step outside all of its phases: small steps, slow Python.
 MUCH_OTHER = 0.2
 
@@ -26,11 +28,7 @@ class Verdict:
 
 
 def traced(result: Mapping[str, Any]) -> bool:
-    """Whether communication could be measured: by a trace, or by the phases of a pipeline.
-
-    Args:
-        result: What `task=benchmark` writes.
-    """
+    """Whether `task=benchmark` measured communication: by a trace, or by a pipeline's phases."""
     alone = result["setting"]["world_size"] == 1
     return bool(alone or result["communication"] or result["held"]["split"]["communication"])
 
@@ -54,55 +52,53 @@ def judge(
         communication: Share of a step with held input in which a rank only communicates; None:
             there are several ranks, and it was not traced.
         other: Share of that step outside forward, backward and optimizer.
-        mfu: Share of the measured matrix rate, or None.
-        bandwidth_use: Lower bound of the share of the measured copy bandwidth, or None.
-        setting: `accelerator`, `precision`, `strategy` (name), `comm_hook`, `world_size`, `nodes`,
-            `accumulate`, `workers` (of the loader), `compile` (None: the model has no such
-            argument).
+        mfu, bandwidth_use: Share of the measured matrix rate, and lower bound of that of the copy
+            bandwidth, or None.
+        setting: `accelerator`, `precision`, `strategy` (name), `comm_hook`, `nodes`, `accumulate`,
+            `data_batch`, `workers` (of the loader), `compile` (None: no such argument).
         data_remedy: What to do if data is the limit.
     """
-    seen = communication or 0.0
+    seen, lost = communication or 0.0, f"{100 * lost_to_data:.0f} % of the speed"
+    waits = f"{100 * waiting:.0f} %"
     if lost_to_data > WORTH and lost_to_data >= seen and waiting > lost_to_data / 2:
-        why = (
-            f"real input costs {100 * lost_to_data:.0f} % of the speed with a batch held ready; "
-            f"{100 * waiting:.0f} % of a step waits for its batch"
-        )
+        why = f"real input costs {lost} with a batch held ready; "
+        why += f"{waits} of a step waits for its batch"
         return Verdict(DATA, why, [data_remedy])
     if communication is None:
-        why = f"a step waits {100 * waiting:.0f} % for its batch; communication was not traced"
-        return Verdict(NOT_DATA, why, ["task.trace=3 sees how long ranks only communicate"])
+        why = f"a step waits {waits} for its batch; communication was not traced"
+        return Verdict(NOT_DATA, why, ["task.trace=3 measures how long ranks only communicate"])
     if seen > WORTH:
-        why = (
-            f"{100 * seen:.0f} % of a step passes in communication that no computation "
-            "hides (waiting for the slowest rank included)"
-        )
+        why = f"{100 * seen:.0f} % of a step passes in communication that no computation hides "
+        why += "(waiting for the slowest rank included)"
         return Verdict(COMMUNICATION, why, communication_remedies(setting))
     parts = []
     if mfu is not None:
         parts.append(f"{100 * mfu:.0f} % of the measured matrix rate")
     if bandwidth_use is not None and bandwidth_use >= 0.01:
         parts.append(f"at least {100 * bandwidth_use:.0f} % of the measured copy bandwidth")
-    why = f"a step waits {100 * waiting:.0f} % for its batch and communicates unhidden for "
-    why += f"{100 * seen:.0f} %" + (f"; it uses {' and '.join(parts)}" if parts else "")
+    why = f"a step waits {waits} for its batch and communicates unhidden for {100 * seen:.0f} %"
+    why += f"; it uses {' and '.join(parts)}" if parts else ""
     remedies = compute_remedies(setting, other, mfu)
     if lost_to_data > WORTH:  # and most of it is not waiting
         cause = "the machine was busy (compare the windows)"
         if setting.get("workers"):
-            cause = (
-                "loader workers take cores from the training (data.num_workers=<fewer>), or "
-                + cause
-            )
-        lost = f"real input costs {100 * lost_to_data:.0f} % of the speed, and waiting for it is"
-        remedies.insert(0, f"{lost} only {100 * waiting:.0f} %: {cause}")
+            taken = "loader workers take cores from the training (data.num_workers=<fewer>)"
+            cause = f"{taken}, or {cause}"
+        remedies.insert(0, f"real input costs {lost}, and waiting for it is only {waits}: {cause}")
     return Verdict(COMPUTE, why, remedies)
 
 
 def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
-    """The cheapest first. Those that enlarge the global batch change what the model learns."""
-    name, gathers = setting.get("strategy"), ("fsdp", "deepspeed_zero3")
-    remedies = []
+    """The cheapest first. Those that enlarge the global batch change what the model learns.
+
+    The measured share includes waiting for the slowest rank, and shows no single link.
+    """
+    name, remedies = setting.get("strategy"), []
     if setting.get("nodes", 1) > 1:
-        remedies.append("scale up before out: fewer nodes with more devices each")
+        remedies.append(
+            "scale up before out, if the link between nodes is the limit (python -m distdl scale "
+            "measures it): fewer nodes with more devices each"
+        )
     if name == "pipeline":
         return [
             *remedies,
@@ -110,13 +106,14 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
             "strategy.schedule=interleaved or zero_bubble",
             "fewer stages: strategy.stages=<less>, the other devices as replicas",
         ]
-    if name == "ddp" and setting.get("comm_hook") in (None, "none"):
+    hooked = setting.get("comm_hook") not in (None, "none")
+    if name == "ddp" and not hooked and setting.get("precision") not in ("16-true", "bf16-true"):
         remedies.append("strategy.comm_hook=bf16: half the bytes (gradients rounded to bfloat16)")
-    if name in gathers:
+    if name in PARTITIONED:
         remedies.append("strategy=ddp sends two thirds of the bytes, where the model fits a device")
     if batch := setting.get("data_batch"):
         remedies.append(f"data.batch_size=<more than {batch}>: as many bytes, less often")
-    if name not in gathers:  # those gather weights for every batch
+    if name not in PARTITIONED:
         more = 2 * int(setting.get("accumulate") or 1)
         remedies.append(f"trainer.accumulate_grad_batches={more}: half as many exchanges")
     return remedies
@@ -125,13 +122,12 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
 def compute_remedies(setting: Mapping[str, Any], other: float, mfu: float | None) -> list[str]:
     remedies = []
     if other > MUCH_OTHER:
-        remedies.append(
-            f"{100 * other:.0f} % of a step is none of its parts: steps are too small for the "
-            "device; data.batch_size=<more>"
-        )
-    if setting.get("accelerator") == "gpu" and str(setting.get("precision")).startswith("32"):
+        text = f"{100 * other:.0f} % of a step is none of its parts"
+        remedies.append(f"{text}: steps are too small for the device; data.batch_size=<more>")
+    on_gpu = setting.get("accelerator") == "gpu"
+    if on_gpu and str(setting.get("precision")).startswith("32"):
         remedies.append("trainer.precision=bf16-mixed")
-    if setting.get("accelerator") == "gpu" and setting.get("compile") is False:
+    if on_gpu and setting.get("compile") is False:
         remedies.append("model.compile=true")
     good, batch = mfu is not None and mfu >= GOOD_MFU, setting.get("data_batch")
     if batch and not good:

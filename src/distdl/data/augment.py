@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
 
+# Mean and standard deviation of ImageNet's red, green and blue, for values from 0 to 1.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Allowed keys of the mapping under each key, with their defaults; empty: it takes a plain value.
 KEYS: dict[str, dict[str, Any]] = {
     "horizontal_flip": {},
@@ -39,12 +40,12 @@ class Augment:
       is torchvision's: 0 after normalisation, here to within half a step of 255. "noise" is timm's
       `--remode pixel`: normally distributed per pixel, clamped to black and white.
 
-    They are applied in that order, as in torchvision's references and timm. The ops run on PIL
-    images, which takes a third of the time that they take on tensors.
+    They are applied in that order, as in torchvision's references and timm, the ops on PIL images,
+    which takes a third of the time.
 
     Args:
         config: The mapping.
-        mean, std: Constants that the device normalises by, for values from 0 to 1.
+        mean, std: That the device normalises by, for values from 0 to 1.
 
     Raises:
         UserError: If `check` finds a problem.
@@ -73,7 +74,7 @@ class Augment:
         if config is not None and not isinstance(config, Mapping):
             meant = config if config in KEYS else "rand_augment"
             example = f"'data.augment={{{meant}: {_example(meant)}}}'"
-            yield Problem("augment", f"is {config!r}, no mapping", example)
+            yield Problem("augment", f"is {config!r}, not a mapping", example)
             return
         for key, value in (config or {}).items():
             path = f"augment.{key}"
@@ -84,12 +85,12 @@ class Augment:
                 continue
             elif key == "horizontal_flip":
                 if not _number(value, 1):
-                    yield Problem(path, f"is {value!r}, no probability", f"data.{path}=0.5")
+                    yield Problem(path, f"is {value!r}, not a probability", f"data.{path}=0.5")
             elif key == "trivial_augment":
                 if not isinstance(value, bool):
                     yield Problem(path, f"is {value!r}", f"data.{path}=true")
             elif not isinstance(value, Mapping):
-                yield Problem(path, f"is {value!r}, no mapping", f"data.{path}={_example(key)}")
+                yield Problem(path, f"is {value!r}, not a mapping", f"data.{path}={_example(key)}")
             else:
                 yield from _wrong_values(path, KEYS[key], value)
         if config and config.get("rand_augment") and config.get("trivial_augment"):
@@ -115,9 +116,8 @@ class Augment:
         else:
             return image
         top, left = random.randint(0, height - h), random.randint(0, width - w)
-        fill = self._mean
-        if self.erasing and self.erasing["fill"] == "noise":
-            fill = torch.randn(3, h, w) * self._std + self._mean
+        noise = self.erasing and self.erasing["fill"] == "noise"
+        fill = torch.randn(3, h, w) * self._std + self._mean if noise else self._mean
         image = image.clone()
         image[:, top : top + h, left : left + w] = fill.round().clamp(0, 255).to(torch.uint8)
         return image
@@ -172,12 +172,11 @@ def _wrong_values(
             if value not in FILLS:
                 yield Problem(where, f"is {value!r}", f"data.{where}=mean or data.{where}=noise")
         elif isinstance(default, int) and type(value) is not int:
-            yield Problem(where, f"is {value!r}, no whole number", f"data.{where}={default}")
+            yield Problem(where, f"is {value!r}, not a whole number", f"data.{where}={default}")
         elif not _number(value, most.get(key, math.inf)):
             limit = f" up to {most[key]}" if key in most else ""
-            yield Problem(
-                where, f"is {value!r}, no number from 0{limit}", f"data.{where}={default}"
-            )
+            what = f"is {value!r}, not a number from 0{limit}"
+            yield Problem(where, what, f"data.{where}={default}")
 
 
 def _number(value: Any, most: float) -> bool:

@@ -50,10 +50,8 @@ class Crop(NamedTuple):
 def random_crop(
     height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a crop, drawn like torchvision's RandomResizedCrop.
-
-    It uses Python's `random`, since torch's one-element tensors take 40 us more per image.
-    """
+    """(top, left, height, width) of a crop, drawn like torchvision's RandomResizedCrop, with
+    Python's `random`, since torch's one-element tensors take 40 us more per image."""
     for _ in range(10):
         area = height * width * random.uniform(*scale)
         aspect = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
@@ -61,9 +59,6 @@ def random_crop(
         if 0 < w <= width and 0 < h <= height:
             return random.randint(0, height - h), random.randint(0, width - w), h, w
     # Nothing fits: take the largest central box with an allowed ratio.
-    w, h = width, height
-    if width / height < ratio[0]:
-        h = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        w = round(height * ratio[1])
+    h = round(width / ratio[0]) if width / height < ratio[0] else height
+    w = round(height * ratio[1]) if width / height > ratio[1] else width
     return (height - h) // 2, (width - w) // 2, h, w

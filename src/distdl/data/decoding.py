@@ -27,13 +27,11 @@ DECODERS = ("auto", *CPU_DECODERS, "nvjpeg")
 def decoder(name: str = "auto") -> Decoder:
     """A function from a file's bytes to RGB pixels, uint8 [3, H, W].
 
-    The memory layout is channels_last, which suits resizing on the CPU and convolutions on the GPU.
-    The function can be pickled. It raises `DamagedImage` if the bytes are not an image or are
-    truncated: it never returns an image with a grey bottom.
+    The memory layout is channels_last. The function can be pickled. It raises `DamagedImage` if the
+    bytes are not an image or are truncated: it never returns an image with a grey bottom.
 
     Args:
-        name: "simplejpeg" (libjpeg-turbo), "torchcodec", "pil"; "auto": the first of the three
-            that is installed and works.
+        name: One of `CPU_DECODERS`; "auto": the first that is installed and works.
 
     Raises:
         ImportError: The package of that name is missing, or does not load.
@@ -45,10 +43,12 @@ def decoder(name: str = "auto") -> Decoder:
         raise ValueError(f"no decoder {name!r}; there are {', '.join(DECODERS)}")
     if name == "torchcodec":
         from torchcodec.decoders import decode_jpeg  # noqa: F401, which came with 0.16
-    elif name != "pil":
-        importlib.import_module(name)
-    functions = {"simplejpeg": decode_simplejpeg, "torchcodec": decode_torchcodec}
-    return functions.get(name, decode_pil)
+
+        return decode_torchcodec
+    if name == "pil":
+        return decode_pil
+    importlib.import_module(name)
+    return decode_simplejpeg
 
 
 def works(name: str) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -30,9 +29,8 @@ class Drawn:
     """Draws an epoch's order from a sampler or a batch sampler, for `TrainBatches`.
 
     Before each draw, it seeds every generator that the sampler may use by (seed, epoch): the global
-    ones of Python, NumPy and torch, and those in the sampler's attributes. It calls `set_epoch` if
-    the sampler has that method. Otherwise the sampler may count epochs itself, so after a resume
-    the earlier epochs are drawn first.
+    ones and those in the sampler's attributes. It calls `set_epoch` if there is that method.
+    Otherwise the sampler may count epochs, so after a resume the earlier ones are drawn first.
 
     Args:
         sampler: With `__iter__` and `__len__`; does not depend on the rank.
@@ -47,14 +45,15 @@ class Drawn:
         """The order of an epoch: int64 [N], or objects [N] if the items are not integers."""
         epoch = 0 if self.always_first else epoch
         if epoch != self._epoch:
-            counts = not hasattr(self.sampler, "set_epoch") and not _is_forgetful(self.sampler)
-            before = range(self._epoch + 1, epoch) if counts else ()
-            for number in (*before, epoch):
+            batches = type(self.sampler) is BatchSampler
+            kind = type(self.sampler.sampler if batches else self.sampler)  # type: ignore[attr-defined]
+            counts = not hasattr(self.sampler, "set_epoch") and kind not in _FORGETFUL
+            for number in range(self._epoch + 1 if counts else epoch, epoch + 1):
                 self._order = self._draw(seed, number)
             self._epoch = epoch
         return self._order
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray[Any, Any]) -> None:
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray[Any, Any]) -> None:
         pass
 
     def _draw(self, seed: int, epoch: int) -> np.ndarray[Any, Any]:
@@ -69,22 +68,20 @@ class Drawn:
             items = [_plain(item) for item in self.sampler]
         if all(isinstance(item, int) for item in items):
             return np.array(items, dtype=np.int64)
-        order = np.empty(len(items), dtype=object)
-        for place, item in enumerate(items):  # one by one: NumPy would make a 2-D array of lists
-            order[place] = item
-        return order
+        # One by one: NumPy would make a 2-D array of lists.
+        return np.fromiter(items, dtype=object, count=len(items))
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restores the states of Python's, NumPy's and torch's CPU generators after the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    restore: list[Any] = [random.setstate, np.random.set_state, torch.set_rng_state]
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        for function, state in zip(restore, states, strict=True):
+            function(state)
 
 
 def seed_all(value: int) -> None:
@@ -96,16 +93,9 @@ def seed_all(value: int) -> None:
 
 
 def shards_itself(loader: Any) -> bool:
-    """Whether a loader's sampler already gives each rank its own part.
-
-    That is torch's DistributedSampler, or any sampler with `num_replicas` and `rank`.
-    """
-    samplers = [*_within(getattr(loader, "batch_sampler", None)), *_within(loader.sampler)]
-    return any(
-        isinstance(sampler, DistributedSampler)
-        or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-        for sampler in samplers
-    )
+    """Whether a sampler already gives each rank its part: it has `num_replicas` and `rank`."""
+    samplers = [*_within(loader.batch_sampler), *_within(loader.sampler)]
+    return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in samplers)
 
 
 def _within(sampler: Any) -> Iterator[Any]:
@@ -118,26 +108,20 @@ def _within(sampler: Any) -> Iterator[Any]:
             yield from _within(held)
 
 
-def _is_forgetful(sampler: Any) -> bool:
-    if type(sampler) is BatchSampler:
-        return _is_forgetful(sampler.sampler)
-    return type(sampler) in _FORGETFUL
-
-
 def _reseed(held: Any, value: int) -> None:
-    if isinstance(held, torch.Generator):
-        held.manual_seed(value)
-    elif isinstance(held, np.random.Generator):
-        kind = type(held.bit_generator)
-        held.bit_generator.state = kind(value).state
-    elif isinstance(held, np.random.RandomState):
-        held.seed(value & 0xFFFFFFFF)
-    elif isinstance(held, random.Random):
-        held.seed(value)
+    match held:
+        case torch.Generator():
+            held.manual_seed(value)
+        case np.random.Generator():
+            held.bit_generator.state = type(held.bit_generator)(value).state
+        case np.random.RandomState():
+            held.seed(value & 0xFFFFFFFF)
+        case random.Random():
+            held.seed(value)
 
 
 def _plain(item: Any) -> Any:
-    """Converts an integer, or each integer in a list, to Python's int; keeps anything else."""
+    """Integers, also those in a list, as Python's int; anything else unchanged."""
     if isinstance(item, list):
         return [_plain(each) for each in item]
     try:

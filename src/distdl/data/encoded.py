@@ -1,10 +1,12 @@
-"""Base of data sets of encoded images: handles decoding and damage; a subclass reads."""
+"""Base of data sets of encoded images: decodes, and replaces and reports damaged ones."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset, default_collate
@@ -14,23 +16,23 @@ from distdl.data.views import View
 from distdl.datasets.image_files import DamagedImage
 from distdl.util.errors import UserError
 
+log = logging.getLogger(__name__)
+
 # So many damaged images in a row point to another cause than the images.
 MOST_IN_A_ROW = 20
+OnDamaged = Literal["skip", "error"]
 
 
 class EncodedImages(Dataset[dict[str, Any]]):
-    """Encoded images, decoded and cropped by a view.
+    """Encoded images, decoded and cropped by a view (`distdl.data.views`).
 
     A subclass defines `__len__`, `read`, `label` and `name`, and may fix a damaged copy in
     `repair`. A sample has the view's fields ("image": uint8 [3, S, S]), "label" (int), "weight"
     (float32) and "damaged" (str).
 
     A damaged image is replaced by the next intact one, so that batches have the same size on all
-    ranks. Its "weight" is then 0: validation ignores the row, training uses it. "damaged" then says
-    which image is damaged and why. `distdl.data.images.ImageData` reports or refuses it.
-
-    Args:
-        view: See `distdl.data.views`.
+    ranks. Its "weight" is then 0: validation ignores the row, training uses it. "damaged" names the
+    image and the reason. `distdl.data.images.ImageData` reports or refuses it.
     """
 
     def __init__(self, view: View) -> None:
@@ -70,23 +72,18 @@ class EncodedImages(Dataset[dict[str, Any]]):
             UserError: Too many damaged images in a row.
         """
         damaged: list[str] = []
-        for place in range(index, index + min(MOST_IN_A_ROW, len(self))):
-            place %= len(self)
+        for shown in range(index, index + min(MOST_IN_A_ROW, len(self))):
+            shown %= len(self)
             try:
-                seen = self._seen(place, epoch)
+                seen = self._seen(shown, epoch)
             except DamagedImage as error:
-                damaged.append(f"{self.name(place)}: {error}")
+                damaged.append(f"{self.name(shown)}: {error}")
                 continue
-            weight = np.float32(not damaged)
             # Report only the first: the other damaged images report themselves.
-            return {
-                **seen,
-                "label": self.label(place),
-                "weight": weight,
-                "damaged": damaged[0] if damaged else "",
-            }
+            first, weight = next(iter(damaged), ""), np.float32(not damaged)
+            return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
-        raise UserError.at("data.root", what, "python -m distdl data check says how many are")
+        raise UserError.at("data.root", what, "python -m distdl data check counts them")
 
     def _seen(self, index: int, epoch: int) -> dict[str, Any]:
         try:
@@ -97,14 +94,60 @@ class EncodedImages(Dataset[dict[str, Any]]):
             return self.view(self.read(index), epoch)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A batch whose "image" is uint8 [B, 3, S, S], channels_last as the samples are.
-
-        default_collate alone would copy each image to a planar layout, and the device would convert
-        it back. Images for the GPU decoder become a `distdl.data.nvjpeg.EncodedBatch`.
-        """
+        """A batch whose "image" is uint8 [B, 3, S, S], channels_last as the samples are (which
+        default_collate alone would copy to planes), or a `distdl.data.nvjpeg.EncodedBatch`."""
         rest = [{k: v for k, v in s.items() if k not in ("image", "crop")} for s in samples]
         batch: dict[str, Any] = default_collate(rest)
         if "crop" in samples[0]:
             return {**batch, "image": EncodedBatch(samples)}
         image = default_collate([sample["image"].permute(1, 2, 0) for sample in samples])
         return {**batch, "image": image.permute(0, 3, 1, 2)}
+
+
+class Damage:
+    """Damaged images of this rank: workers mark them, and the main process reports them here.
+
+    Args:
+        on_damaged: "skip": another image replaces it; "error": the run ends.
+    """
+
+    def __init__(self, on_damaged: OnDamaged = "skip") -> None:
+        self.on_damaged = on_damaged
+        self.in_epoch = 0
+        self._known: set[str] = set()
+
+    def note(self, damaged: Sequence[str], file: Path | None) -> None:
+        """Reports a batch's "damaged" field.
+
+        Args:
+            damaged: One text per sample, "" for an intact one.
+            file: Each text is appended to it as a line, once over all attempts of a run.
+
+        Raises:
+            UserError: For the first damaged image, with on_damaged="error".
+        """
+        messages = [text for text in damaged if text]
+        if messages and self.on_damaged == "error":
+            in_shard = ".tar:" in messages[0]
+            repair = "copy or prepare its shard again" if in_shard else "replace or remove it"
+            remedy = f"{repair}, or leave such images out: data.on_damaged=skip"
+            raise UserError.at("data.root", f"cannot decode {messages[0]}", remedy)
+        self.in_epoch += len(messages)
+        for text in messages:
+            if text not in self._known:
+                self._known.add(text)
+                log.warning("left out, since it cannot be decoded: %s", text)
+                if file is not None:
+                    _add_line(file, text)
+
+
+def _add_line(file: Path, text: str) -> None:
+    line = text.replace("\n", " ") + "\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a+", encoding="utf-8") as lines:
+            lines.seek(0)
+            if line not in lines:
+                lines.write(line)
+    except OSError as error:  # a failed write must not end the run
+        log.warning("%s: %s", file, error)

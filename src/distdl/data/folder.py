@@ -25,19 +25,18 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         num_classes: How many class folders there should be; None: any number.
     """
     if root.is_file():
-        yield Problem("root", f"{root} is a file", "the folder that holds train/ and val/")
-        return
-    if not root.is_dir():
-        yield Problem("root", f"no such folder: {root}", "data.root=/path/to/images")
-        return
-    if (root / WORK).is_dir():
+        problems = [(f"{root} is a file", "the folder that holds train/ and val/")]
+    elif not root.is_dir():
+        problems = [(f"no such folder: {root}", "data.root=/path/to/images")]
+    elif (root / WORK).is_dir():
         what = f"{root}: its preparation was interrupted, or is under way"
-        yield Problem("root", what, "the same `prepare` command continues it")
-        return
-    missing = [split for split in ("train", "val") if not (root / split).is_dir()]
-    remedy = "it must hold train/<class>/ and val/<class>/"
-    yield from (Problem("root", f"{root} has no {split}/", remedy) for split in missing)
-    if missing:
+        problems = [(what, "the same `prepare` command continues it")]
+    else:
+        remedy = "it must hold train/<class>/ and val/<class>/"
+        missing = [split for split in ("train", "val") if not (root / split).is_dir()]
+        problems = [(f"{root} has no {split}/", remedy) for split in missing]
+    yield from (Problem("root", *problem) for problem in problems)
+    if problems:
         return
     train, val = class_names(root / "train"), class_names(root / "val")
     if train != val:
@@ -50,8 +49,8 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
 class FolderImages(EncodedImages):
     """The images in the class folders of a split; see `EncodedImages` for the samples.
 
-    Paths are in one array and not in a list of strings: reference counting writes to the strings'
-    memory, so each worker process would gradually copy a list of a million strings.
+    Paths are in one array and not in a list of strings, of which reference counting would gradually
+    make a copy in each worker process.
 
     Args:
         folder: Of the split. Subfolders of a class count, too, as in torchvision's ImageFolder. A
@@ -67,22 +66,20 @@ class FolderImages(EncodedImages):
     def __init__(self, folder: Path, view: View, folders: ClassFolders | None = None) -> None:
         super().__init__(view)
         folders = folders or ClassFolders(folder.parent, "data.root")
-        self.folder = folder
-        self.classes = class_names(folder)
+        self.folder, self.classes = folder, class_names(folder)
         paths: list[bytes] = []
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            in_class: list[bytes] = []
+        counts: list[int] = []
+        for name in self.classes:
+            before = len(paths)
             for inner, _, files in sorted(folders.walk(folder, name)):
                 beside = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
-                in_class += [beside + os.fsencode(file) for file in sorted(files) if is_image(file)]
-            if not in_class:
+                paths += [beside + os.fsencode(file) for file in sorted(files) if is_image(file)]
+            if len(paths) == before:
                 what = f"{folder / name} holds no image"
                 raise UserError.at("data.root", what, ", ".join(EXTENSIONS))
-            paths += in_class
-            labels += [label] * len(in_class)
+            counts.append(len(paths) - before)
         self._paths = np.array(paths, dtype=np.bytes_)
-        self._labels = np.array(labels, dtype=np.int64)
+        self._labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
     @property
     def key(self) -> str:

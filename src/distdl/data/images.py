@@ -12,10 +12,10 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from distdl.config.resources import cpu_cores, loader_workers
-from distdl.data.damage import Damage, OnDamaged
+from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from distdl.data.encoded import Damage, OnDamaged
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.side_stream import SideStream
-from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 
 
 def default_workers() -> int:
@@ -32,10 +32,8 @@ class ImageData(LightningDataModule):
 
     Args:
         batch_size: Images per device.
-        num_workers: Processes that load; None: this rank's share of the cores, less
-            one or two for the training.
-        mean: Of red, green and blue, for values from 0 to 1.
-        std: Of the same.
+        num_workers: Processes that load; None: this rank's share of the cores, less one or two.
+        mean, std: Of red, green and blue, for values from 0 to 1.
         on_damaged: For an image that cannot be decoded: "skip" reports it and replaces it with
             another one, "error" ends the run (in on_before_batch_transfer).
     """
@@ -61,17 +59,13 @@ class ImageData(LightningDataModule):
         self._side: SideStream | None = None
 
     def loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
-        """A loader of `dataset`; it uses `dataset.collate`, if that exists.
-
-        `distdl.data.loading.distribute` reduces it to this rank's share.
-        """
-        on_cuda = self._device.type == "cuda"
+        """A loader of all of `dataset`; it uses `dataset.collate`, if that exists."""
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
-            pin_memory=on_cuda,
+            pin_memory=self._device.type == "cuda",
             # Restarting workers in every epoch would leave the GPU idle for seconds.
             persistent_workers=self.num_workers > 0,
             collate_fn=getattr(dataset, "collate", None),

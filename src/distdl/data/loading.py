@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,26 +24,26 @@ from torch.utils.data import (
 )
 
 from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
-from distdl.data.rebuilding import NotRebuilt, rebuilt
+from distdl.data.rebuilding import NotRebuilt, Striding, rebuilt
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
-from distdl.data.streams import Striding
 from distdl.data.worker_signals import Surviving
 from distdl.util.errors import UserError
 from distdl.util.seeds import stable_seed
+
+LEAVE = "trainer.use_distributed_sampler=false"
 
 
 class KeyedDataset(Dataset[Any]):
     """A map-style dataset whose random augmentation depends only on (seed, epoch, index).
 
-    Before `dataset[index]` it seeds Python's `random`, NumPy's global generator and torch's default
-    CPU generator, so a sample is the same in any worker, on any rank and after a resume. In the
-    main process (`num_workers=0`) it then restores their states. This costs about 10 us per sample
-    and 80 us per batch; a dataset that draws nothing avoids it with `is_deterministic = True`.
-    torch's own TensorDataset counts as deterministic.
+    Before `dataset[index]` it seeds the default CPU generators of Python, NumPy and torch; in the
+    main process it then restores their states. This costs about 10 us per sample and 80 us per
+    batch; a dataset that draws nothing avoids it with `is_deterministic = True`, and a
+    TensorDataset does.
 
     Other attributes are looked up on the wrapped dataset. A plain integer key gives
-    `dataset[index]`. If the dataset has a method `at_epoch(index, epoch)`, it is called instead,
-    so that a sample may depend on the epoch (`data.resize`).
+    `dataset[index]`. A method `at_epoch(index, epoch)` of the dataset is called instead, if it
+    exists, so that a sample may depend on the epoch (`data.resize`).
 
     Args:
         dataset: With `__getitem__` and `__len__`.
@@ -108,26 +109,20 @@ def distribute(
 ) -> None:
     """Shards the loaders that `source.*_dataloader()` return, so that each rank gets its share.
 
-    It shards any `DataLoader` over a map-style dataset and keeps all its other settings:
+    It splits the order of any `DataLoader` over a map-style dataset whose sampler has a length, or
+    the batches of its custom batch sampler, and keeps all other settings. The order is made to
+    depend on seed and epoch alone (`Drawn`). A subclass is created again with its own arguments.
 
-    - With torch's own sampler (`shuffle=True` or not) or any other that has a length: its order is
-      split over the ranks. That order is made to depend on seed and epoch alone (`Drawn`).
-    - With a custom batch sampler: its batches are split over the ranks.
-    - A subclass is created again with its own arguments, as Lightning does it.
-
-    Training uses `TrainBatches`, which start at `position`. The tail that fills no global batch is
-    dropped in each epoch, even with `drop_last=False`: uneven ranks hang DDP. If `train_dataloader`
-    returns several loaders, each is sharded, but a resume in the middle of an epoch restarts the
-    epoch (with a warning).
+    Training uses `TrainBatches`, which start at `position` and drop the tail that fills no global
+    batch, even with `drop_last=False`: uneven ranks hang DDP. With several training loaders, a
+    resume in the middle of an epoch restarts the epoch (with a warning).
 
     Evaluation with `source.exact_evaluation = True` uses `EvalBatches`: every sample counts once.
     Samples must be dicts, in training too, and get "weight" and "index". A metric is
-    `sum(weight * value) / sum(weight)`, with both sums taken over all ranks. Otherwise a loader is
-    unchanged on one rank; on several, the first samples are repeated until the ranks are even, with
-    a warning that says how many count twice.
+    `sum(weight * value) / sum(weight)` over all ranks. Otherwise a loader is unchanged on one rank;
+    on several, the first samples are repeated until the ranks are even, with a warning.
 
-    These loaders are not sharded, and a resume in the middle of an epoch restarts the epoch, with a
-    warning:
+    These are not sharded, and a resume in the middle of an epoch restarts it, with a warning:
 
     - One with a DistributedSampler, or with a sampler that has `num_replicas` and `rank`.
     - One with an iterable dataset that has `shards_itself = True`. With `shards_itself = False`
@@ -136,26 +131,23 @@ def distribute(
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
-        rank: Rank among the processes that take different data (pipeline stages share theirs).
-        world_size: Number of these processes.
+        rank, world_size: Of the processes that take different data (pipeline stages share theirs).
         seed: The run's seed, the same on every rank.
         position: Shared with the callback that counts the samples trained on.
             `train_dataloader` sets how many samples a global batch holds.
-        shuffle: Whether to shuffle training; None: as the loader says. `overfit_batches` needs
-            False.
+        shuffle: Whether to shuffle training (`overfit_batches` needs False); None: as the loader.
         share: False: all loaders are left alone (`trainer.use_distributed_sampler=false`).
 
     Raises:
-        UserError: From `train_dataloader`, on several ranks, if all of them would train on the
-            same samples: an iterable dataset without `shards_itself`, a sampler without a length,
-            a subclass whose sampler cannot be replaced.
+        UserError: From `train_dataloader`, if all ranks would train on the same samples: an
+            iterable dataset without `shards_itself`, a sampler without a length, a subclass whose
+            sampler cannot be replaced.
     """
     for stage in ("train", "val", "test", "predict"):
         hook = getattr(source, f"{stage}_dataloader")
-        if hook is None:  # the data module has no such data
-            continue
-        part = _Share(stage, source, rank, world_size, seed, position, shuffle, share)
-        setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
+        if hook is not None:  # else the data module has no such data
+            part = _Share(stage, source, rank, world_size, seed, position, shuffle, share)
+            setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
 
 
 def _wrapped(hook: Callable[[], Any], share: _Share) -> Callable[[], Any]:
@@ -181,24 +173,14 @@ class _Share:
     warned: set[str] = field(default_factory=set)
 
     def apply(self, loaders: Any) -> Any:
-        several = _count(loaders) > 1
+        if isinstance(loaders, CombinedLoader):
+            return CombinedLoader(self.apply(loaders.iterables), loaders._mode)
+        several = len(tree_leaves(loaders)) > 1
         if self.stage == "train":
             self.position.per_batch, self.position.samples = 0, 0
             if several and self.position.consumed:
                 self._warn("several", "several loaders start the epoch anew, samples repeat")
-        return self._each(loaders, resume=not several)
-
-    def _each(self, loaders: Any, resume: bool) -> Any:
-        if isinstance(loaders, CombinedLoader):
-            return CombinedLoader(self._each(loaders.iterables, resume), loaders._mode)
-        if isinstance(loaders, Mapping):
-            return {name: self._each(loader, resume) for name, loader in loaders.items()}
-        if isinstance(loaders, list | tuple):
-            each = [self._each(loader, resume) for loader in loaders]
-            if isinstance(loaders, list):
-                return each
-            return type(loaders)(*each) if hasattr(loaders, "_fields") else tuple(each)
-        return self._one(loaders, resume)
+        return tree_map(functools.partial(self._one, resume=not several), loaders)
 
     def _one(self, loader: Any, resume: bool) -> Any:
         if loader is None:
@@ -208,8 +190,8 @@ class _Share:
         if not self.share:
             return self._left(loader)
         if not isinstance(loader, DataLoader):
-            name = type(loader).__name__
-            return self._left(loader, f"left as it is ({name} is not a DataLoader)")
+            why = f"left as it is ({type(loader).__name__} is not a DataLoader)"
+            return self._left(loader, why)
         if isinstance(loader.dataset, IterableDataset):
             return self._stream(loader)
         if shards_itself(loader):
@@ -217,14 +199,16 @@ class _Share:
         sampler = _Chosen(loader)
         if not sampler.has_length:
             return self._cannot(loader, "its sampler has no length")
-        if self.stage == "train":
-            batches: TrainBatches | EvalBatches | None = self._train(loader, sampler, resume)
-        else:
-            batches = self._evaluate(loader, sampler)
-        if batches is None:
+        if self.stage != "train" and self.world_size == 1 and not self._exact:
             return loader
+        batches: TrainBatches | EvalBatches = (
+            self._train(loader, sampler, resume)
+            if self.stage == "train"
+            else self._evaluate(loader, sampler)
+        )
+        dataset = KeyedDataset(loader.dataset, self.seed, with_weight=self._exact)
         try:
-            made = rebuilt(loader, self._keyed(loader), batches)
+            made = rebuilt(loader, dataset, batches)
         except NotRebuilt as error:
             return self._cannot(loader, str(error))
         if isinstance(batches, TrainBatches):
@@ -234,9 +218,6 @@ class _Share:
     @property
     def _exact(self) -> bool:
         return bool(getattr(self.source, "exact_evaluation", False))
-
-    def _keyed(self, loader: DataLoader[Any]) -> KeyedDataset:
-        return KeyedDataset(loader.dataset, self.seed, with_weight=self._exact)
 
     def _train(self, loader: DataLoader[Any], sampler: _Chosen, resume: bool) -> TrainBatches:
         ordered: Any = loader.dataset if hasattr(loader.dataset, "reached") else None
@@ -258,20 +239,15 @@ class _Share:
             batched=sampler.batched,
         )
 
-    def _evaluate(self, loader: DataLoader[Any], sampler: _Chosen) -> EvalBatches | None:
-        if self.world_size == 1 and not self._exact:
-            return None
+    def _evaluate(self, loader: DataLoader[Any], sampler: _Chosen) -> EvalBatches:
         order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
         count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
         twice = -count % self.world_size
         if twice and not self._exact:
-            self._warn(
-                "twice",
-                f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "
-                f"ranks: {twice} of them are counted "
-                "twice. To count each once, return dict samples, set exact_evaluation = True on "
-                f'{type(self.source).__name__} and weigh metrics by batch["weight"]',
-            )
+            text = f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "
+            text += f"ranks: {twice} of them are counted twice. To count each once, return dict "
+            text += f"samples, set exact_evaluation = True on {type(self.source).__name__} and "
+            self._warn("twice", f'{text}weigh metrics by batch["weight"]')
         return EvalBatches(
             count,
             sampler.batch_size,
@@ -285,47 +261,36 @@ class _Share:
 
     def _stream(self, loader: DataLoader[Any]) -> Any:
         """Refuses an iterable training dataset on several ranks without `shards_itself`."""
-        says = getattr(loader.dataset, "shards_itself", None)
-        if says is not None or self.world_size == 1 or self.stage != "train":
-            if says is False and self.world_size > 1:
-                if not isinstance(loader.dataset, Striding):  # the hook may return a loader twice
-                    assert isinstance(loader.dataset, IterableDataset)
-                    dataset = Striding(loader.dataset, self.rank, self.world_size)
+        dataset: Any = loader.dataset
+        shards = getattr(dataset, "shards_itself", None)
+        if shards is not None or self.world_size == 1 or self.stage != "train":
+            if shards is False and self.world_size > 1:
+                if not isinstance(dataset, Striding):  # the hook may return a loader twice
+                    dataset = Striding(dataset, self.rank, self.world_size)
                     object.__setattr__(loader, "dataset", dataset)  # DataLoader forbids setattr
                 text = "each rank takes one sample of %d of the iterable dataset, and reads all"
                 self._warn("stride", text % self.world_size)
-            return self._left(loader, "an iterable dataset" if says is None else None)
+            return self._left(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
-        raise UserError.at(
-            "data",
-            f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
-            f"{self.world_size} ranks different samples",
-            f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
-            f"let each rank take every {self.world_size}th sample; or leave all loaders alone: "
-            "trainer.use_distributed_sampler=false",
-        )
+        what = f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
+        what += f"{self.world_size} ranks different samples"
+        remedy = f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
+        remedy += f"let each rank take every {self.world_size}th sample; or leave all loaders alone"
+        raise UserError.at("data", what, f"{remedy}: {LEAVE}")
 
     def _cannot(self, loader: DataLoader[Any], why: str) -> Any:
         name = type(loader).__name__
         if self.world_size == 1 or self.stage != "train":
             return self._left(loader, f"left as it is ({name}: {why})")
-        raise UserError.at(
-            "data",
-            f"train_dataloader: the ranks would all train on the same samples, since {name} "
-            f"cannot be given one rank's share: {why}",
-            "change that, or shard by yourself and leave all loaders alone: "
-            "trainer.use_distributed_sampler=false",
-        )
+        what = "train_dataloader: the ranks would all train on the same samples, since "
+        what += f"{name} cannot be given one rank's share: {why}"
+        remedy = f"change that, or shard by yourself and leave all loaders alone: {LEAVE}"
+        raise UserError.at("data", what, remedy)
 
     def _left(self, loader: Any, why: str | None = None) -> Any:
-        """Counts a loader that is not sharded, and returns it unchanged.
-
-        On several ranks it warns with `why`, if given. On a resume it warns that the loader starts
-        from the epoch's beginning.
-        """
+        """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""
         if why is not None and self.world_size > 1:
-            sharded = f"it must shard by itself over {self.world_size} ranks"
-            self._warn("custom", f"{why}: {sharded}")
+            self._warn("custom", f"{why}: it must shard by itself over {self.world_size} ranks")
         if self.stage == "train":
             if self.position.consumed:
                 self._warn("anew", f"{type(loader).__name__} starts the epoch anew")
@@ -349,24 +314,30 @@ class _Share:
 
 
 class _Chosen:
-    """What chooses a loader's samples, and how many of them a batch holds.
+    """What chooses a loader's samples.
 
     `order` is the sampler, or a custom batch sampler (then `batched` is True). `rows` is the number
-    of samples in a batch, None if unknown.
+    of samples in a batch, None if unknown. `by_torch`: torch's own sampler gives all samples of the
+    dataset, in order or shuffled.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        batches = loader.batch_sampler
-        self.batched = batches is not None and type(batches) is not BatchSampler
-        # With torch's BatchSampler as argument, loader.sampler is unused and batch_size is None.
-        self.order: Any = loader.sampler if batches is None else batches
-        if type(batches) is BatchSampler:
-            self.order = batches.sampler
-        self.batch_size = batches.batch_size if type(batches) is BatchSampler else 1
-        rows = getattr(batches if batches is not None else loader.sampler, "batch_size", None)
+        batches, dataset = loader.batch_sampler, loader.dataset
+        order: Any = loader.sampler if batches is None else batches
+        rows = getattr(order, "batch_size", None)
         self.rows = rows if isinstance(rows, int) else None
-        self.drop_last = bool(type(batches) is BatchSampler and batches.drop_last)
-        self.by_torch = _is_torchs_choice(self.order, loader.dataset)
+        self.batched = batches is not None and type(batches) is not BatchSampler
+        self.batch_size, self.drop_last = 1, False
+        if type(batches) is BatchSampler:  # as an argument, it leaves loader.sampler unused
+            self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+            order = batches.sampler
+        self.order, kind = order, type(order)
+        self.by_torch = (
+            kind in (SequentialSampler, RandomSampler)
+            and order.data_source is dataset
+            and (kind is SequentialSampler or not order.replacement)
+            and (kind is SequentialSampler or order.num_samples == len(dataset))
+        )
 
     @property
     def has_length(self) -> bool:
@@ -374,20 +345,3 @@ class _Chosen:
             return len(self.order) >= 0
         except (TypeError, NotImplementedError):
             return False
-
-
-def _is_torchs_choice(sampler: Any, dataset: Any) -> bool:
-    """Whether torch's own sampler gives all samples of the dataset, in order or shuffled."""
-    if type(sampler) is SequentialSampler:
-        return sampler.data_source is dataset
-    if type(sampler) is not RandomSampler or sampler.replacement:
-        return False
-    return sampler.data_source is dataset and sampler.num_samples == len(dataset)
-
-
-def _count(loaders: Any) -> int:
-    if isinstance(loaders, CombinedLoader):
-        return _count(loaders.iterables)
-    if isinstance(loaders, Mapping):
-        return sum(map(_count, loaders.values()))
-    return sum(map(_count, loaders)) if isinstance(loaders, list | tuple) else 1

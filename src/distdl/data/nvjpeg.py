@@ -23,9 +23,8 @@ class EncodedBatch:
     """Encoded images, concatenated into one tensor, since each tensor costs a file descriptor.
 
     Args:
-        samples: As `distdl.data.views` makes them for the GPU: "image" is a file, uint8 [bytes],
-            and "crop" is a `Crop`, int64 [8]; or "image" is uint8 [3, S, S], already decoded and
-            cropped, and "crop" is zeros.
+        samples: "image" is a file, uint8 [bytes], and "crop" is a `Crop`, int64 [8]; or "image" is
+            uint8 [3, S, S], already decoded and cropped, and "crop" is zeros.
     """
 
     def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -1,7 +1,9 @@
-"""Rebuilds the user's loader with other batches."""
+"""Rebuilds the user's loader with other batches, or splits its iterable dataset over the ranks."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import (
@@ -10,10 +12,15 @@ from lightning.fabric.utilities.data import (
     _replace_value_in_saved_args,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from distdl.data.sampling import EvalBatches, InOrder, TrainBatches
 from distdl.data.worker_signals import Surviving
+
+# Arguments of DataLoader that are attributes, too, besides the dataset and what chooses samples.
+SETTINGS: tuple[str, ...] = ("num_workers", "prefetch_factor", "persistent_workers", "in_order")
+SETTINGS += ("collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn")
+SETTINGS += ("multiprocessing_context", "generator")
 
 
 class NotRebuilt(Exception):
@@ -23,33 +30,18 @@ class NotRebuilt(Exception):
 def rebuilt(
     loader: DataLoader[Any], dataset: Dataset[Any], batches: TrainBatches | EvalBatches
 ) -> DataLoader[Any]:
-    """A loader of the same class and settings that gives `batches` of `dataset`.
-
-    A subclass is created again with its own arguments, as Lightning does it for its samplers.
+    """A loader of the same class and settings that gives `batches` of `dataset`; a subclass is
+    created again with its own arguments, as Lightning does it for its samplers.
 
     Raises:
         NotRebuilt: Its arguments are unknown, or it does not use the sampler that it is given.
     """
     if type(loader) is not DataLoader:
         return _of_subclass(loader, dataset, batches)
-    batching: dict[str, Any] = {"batch_sampler": batches}
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in SETTINGS}
     if loader.batch_sampler is None:
-        batching = {"sampler": InOrder(batches), "batch_size": None}
-    return DataLoader(
-        dataset,
-        **batching,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-    )
+        return DataLoader(dataset, sampler=InOrder(batches), batch_size=None, **settings)
+    return DataLoader(dataset, batch_sampler=batches, **settings)
 
 
 def _of_subclass(
@@ -80,3 +72,27 @@ def _of_subclass(
     if not isinstance(made.worker_init_fn, Surviving):
         made.worker_init_fn = Surviving(made.worker_init_fn)
     return made
+
+
+class Striding(IterableDataset[Any]):
+    """Every `world_size`-th sample of another dataset, starting at the `rank`-th.
+
+    The dataset must give the same samples on every rank. A last incomplete round is dropped, so
+    that all ranks get equally many. Each worker process does this with the samples that it gets.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        while len(row := list(itertools.islice(samples, self.world_size))) == self.world_size:
+            yield row[self.rank]
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self.world_size  # type: ignore[arg-type]  # TypeError: unknown
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # unset while unpickling
+            raise AttributeError(name)
+        return getattr(self.dataset, name)

@@ -17,11 +17,10 @@ KEYS = ("from", "to", "from_epoch", "until_epoch")
 class Resizing:
     """`data.resize`: the size of training images as a function of the epoch alone.
 
-    The size is `start` until `from_epoch`, `stop` from `until_epoch` on, and interpolated linearly
+    It is `start` until `from_epoch`, `stop` from `until_epoch` on, and interpolated linearly
     between them, rounded to multiples of 32. This is ffcv-imagenet's get_resolution
     (https://github.com/libffcv/ffcv-imagenet/blob/main/train_imagenet.py; its ResNet-50 of 88
-    epochs goes from 160 to 192 between epochs 65 and 76). It depends on nothing else, so a resumed
-    run continues with the right size, and a loader's workers need no message.
+    epochs goes from 160 to 192 between epochs 65 and 76).
     """
 
     start: int
@@ -42,7 +41,7 @@ class Resizing:
         """What is wrong with `data.resize`; paths are relative to the data node."""
         example = "data.resize={from: 160, to: 192, until_epoch: 76}"
         if config is not None and not isinstance(config, Mapping):
-            yield Problem("resize", f"is {config!r}, no mapping", f"'{example}'")
+            yield Problem("resize", f"is {config!r}, not a mapping", f"'{example}'")
             return
         if not config:
             return
@@ -56,12 +55,12 @@ class Resizing:
             return
         wrong = [k for k in config if k in KEYS and (type(config[k]) is not int or config[k] < 0)]
         for key in wrong:
-            yield Problem(f"resize.{key}", f"is {config[key]!r}, no whole number", example)
+            yield Problem(f"resize.{key}", f"is {config[key]!r}, not a whole number", example)
         if wrong:
             return
         for key in ("from", "to"):
             if config[key] < MULTIPLE or config[key] % MULTIPLE:
-                what = f"is {config[key]}, no multiple of {MULTIPLE}"
+                what = f"is {config[key]}, not a multiple of {MULTIPLE}"
                 nearest = max(MULTIPLE, round(config[key] / MULTIPLE) * MULTIPLE)
                 yield Problem(f"resize.{key}", what, f"data.resize.{key}={nearest}")
         first, last = config.get("from_epoch", 0), config["until_epoch"]

@@ -17,17 +17,11 @@ from distdl.util.seeds import stable_seed
 
 
 class SampleKey(NamedTuple):
-    """The key that a sampler passes to the dataset.
-
-    Args:
-        index: Of the sample in the dataset.
-        epoch: Current epoch; random augmentation depends on (seed, epoch, index).
-        weight: 1, or 0 for a filler row that only makes the shapes of all ranks equal.
-    """
+    """The key that a sampler passes to the dataset."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index
     epoch: int
-    weight: float
+    weight: float  # 1, or 0 for a filler row that only makes the shapes of all ranks equal
 
 
 @dataclass
@@ -35,11 +29,10 @@ class TrainPosition:
     """How far training has come, in numbers that do not depend on the world size.
 
     Args:
-        epoch: The current epoch.
-        consumed: Samples already trained on in this epoch, over all ranks. With a custom batch
-            sampler it counts batches.
-        per_batch: How much one step (a batch on every rank) adds to `consumed`; 0 until a
-            loader is distributed.
+        consumed: Samples (with a custom batch sampler: batches) already trained on in this epoch,
+            over all ranks.
+        per_batch: How much one step (a batch on every rank) adds to it; 0 until a loader is
+            distributed.
         samples: Samples of one step, over all ranks; None: unknown.
     """
 
@@ -56,13 +49,11 @@ class Ordered(Protocol):
         """Every sample once, int64 [N], as a pure function; None: a plain shuffle of all."""
         ...
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray[Any, Any]) -> None:
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray[Any, Any]) -> None:
         """Called for each batch, in the main process, before the batch goes to a worker.
 
         Args:
-            seed, epoch: As for `order`.
-            place: Number of samples of `order` that all ranks together received before.
-            order: The whole order of this epoch.
+            start: Number of samples of the epoch's `order` that all ranks received before.
         """
         ...
 
@@ -71,17 +62,15 @@ class TrainBatches(Sampler[list[SampleKey]]):
     """Training batches of one rank: only full ones, and the same number on every rank.
 
     The order of an epoch depends on (seed, epoch) alone, or comes from the dataset. A global batch
-    is the next `batch_size * world_size` samples, and rank r takes the r-th slice. So ranks see
-    disjoint samples, and with the same global batch size any world size sees the same batches.
-    The tail that fills no global batch is dropped (a different tail in every shuffled epoch).
+    is the next `batch_size * world_size` samples, and rank r takes the r-th slice: with the same
+    global batch size any world size sees the same batches. The tail that fills none is dropped.
 
     `iter()` reads `position` when it is called, and does no work for the samples that it skips.
 
     Args:
         num_samples: Length of the dataset.
         batch_size: Samples per rank and batch.
-        rank: Rank among the processes that take different data.
-        world_size: Number of these processes.
+        rank, world_size: Of the processes that take different data.
         seed: The same on every rank.
         shuffle: False: every epoch has the dataset's order.
         position: Where to start; the training loop updates it.
@@ -113,26 +102,23 @@ class TrainBatches(Sampler[list[SampleKey]]):
         self.seed, self.shuffle = seed, shuffle
         self.position, self.resume, self.dataset = position, resume, dataset
         self.global_batch = batch_size * world_size
-        if num_samples < self.global_batch and batched:
+        if num_samples >= self.global_batch:
+            return
+        if batched:
             what = f"{num_samples} training batches are fewer than the {world_size} ranks"
             raise UserError.at("data", what, "fewer devices, or smaller batches")
-        if num_samples < self.global_batch:
-            raise UserError.at(
-                "data.batch_size",
-                f"{num_samples} training samples are fewer than one global batch of "
-                f"{batch_size} x {world_size} = {self.global_batch}",
-                f"data.batch_size={max(1, num_samples // world_size)}"
-                if num_samples >= world_size
-                else "fewer devices, or more samples",
-            )
+        what = f"{num_samples} training samples are fewer than one global batch of "
+        what += f"{batch_size} x {world_size} = {self.global_batch}"
+        smaller = num_samples // world_size
+        remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
+        raise UserError.at("data.batch_size", what, remedy)
 
     def __len__(self) -> int:
         """Batches of a full epoch, even if the next `iter()` starts in the middle of one."""
         return self.num_samples // self.global_batch
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        # Not a generator: it must read the position now, and not at the first `next`, which a
-        # prefetching loader may call later.
+        # Not a generator: it must read the position now, and not at a loader's first `next`.
         consumed = self.position.consumed if self.resume else 0
         return self._batches(self.position.epoch, consumed)
 
@@ -140,12 +126,12 @@ class TrainBatches(Sampler[list[SampleKey]]):
         order = self._order(epoch)
         # A position that is not a multiple comes from a run with another global batch.
         remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
-        for step in range(remaining):
-            start = consumed + step * self.global_batch + self.rank * self.batch_size
+        stop = consumed + remaining * self.global_batch
+        for start in range(consumed, stop, self.global_batch):
             if self.dataset is not None:
-                place = consumed + step * self.global_batch
-                self.dataset.reached(self.seed, epoch, place, order)
-            rows = order[start : start + self.batch_size].tolist()
+                self.dataset.reached(self.seed, epoch, start, order)
+            first = start + self.rank * self.batch_size
+            rows = order[first : first + self.batch_size].tolist()
             yield [SampleKey(i, epoch, 1.0) for i in (rows[0] if self.batched else rows)]
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
@@ -167,15 +153,13 @@ class EvalBatches(Sampler[list[SampleKey]]):
     Args:
         num_samples: Length of the dataset; may be below the world size.
         batch_size: Rows per batch; reduced (if exact) to the number of rows of a rank.
-        rank: Rank among the processes that take different data.
-        world_size: Number of these processes.
+        rank, world_size: Of the processes that take different data.
         exact: True: fillers are sample 0 with weight 0, and all batches have one shape, so sums of
             weighted values count every sample exactly once. False: the first samples are repeated
             with weight 1 until the ranks are equal, and the last batch may be smaller.
         drop_last: Leave out a smaller last batch (ignored if exact).
         order: Indices that a sampler chose, [num_samples]; None: all, in order.
-        batched: The items of `order` are batches, and `batch_size` is 1. "Samples" above then
-            means batches, whose shapes do not change.
+        batched: As for `TrainBatches`; the shapes of batches do not change.
     """
 
     def __init__(
@@ -191,8 +175,7 @@ class EvalBatches(Sampler[list[SampleKey]]):
         batched: bool = False,
     ) -> None:
         self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
-        self.order, self.batched = order, batched
-        self.exact = exact
+        self.order, self.batched, self.exact = order, batched, exact
         rows = math.ceil(num_samples / world_size)
         self.rows_per_batch = max(1, min(batch_size, rows)) if exact else batch_size
         if exact:
@@ -213,17 +196,16 @@ class EvalBatches(Sampler[list[SampleKey]]):
             yield [SampleKey(index, 0, weight) for index, weight in rows]
 
     def _at(self, row: int) -> tuple[Any, float]:
-        place, weight = row * self.world_size + self.rank, 1.0
-        if place >= self.num_samples:
-            place, weight = (0, 0.0) if self.exact else (place % self.num_samples, 1.0)
-        return (place if self.order is None else self.order[place : place + 1].tolist()[0]), weight
+        index, weight = row * self.world_size + self.rank, 1.0
+        if index >= self.num_samples:
+            index, weight = (0, 0.0) if self.exact else (index % self.num_samples, 1.0)
+        return (index if self.order is None else self.order[index : index + 1].tolist()[0]), weight
 
 
 class InOrder(SequentialSampler):
     """The samples of the batches one by one, for a loader that makes its own batches.
 
-    It is a SequentialSampler, since Lightning's `overfit_batches` replaces any other sampler with
-    one of all samples, on every rank.
+    A SequentialSampler, since `overfit_batches` replaces any other with one of all samples.
     """
 
     def __init__(self, batches: TrainBatches | EvalBatches) -> None:
@@ -233,8 +215,6 @@ class InOrder(SequentialSampler):
         return itertools.chain.from_iterable(self.batches)
 
     def __len__(self) -> int:
-        return (
-            self.batches.rows
-            if isinstance(self.batches, EvalBatches)
-            else (len(self.batches) * self.batches.batch_size)
-        )
+        if isinstance(self.batches, EvalBatches):
+            return self.batches.rows
+        return len(self.batches) * self.batches.batch_size

@@ -16,13 +16,7 @@ from distdl.datasets.reading import Shards
 
 
 class ShardImages(EncodedImages):
-    """The samples of a split in shards; see `EncodedImages` for the samples.
-
-    Args:
-        view: See `distdl.data.views`.
-        shards: Reads the bytes.
-        order: Of training; None: for validation.
-    """
+    """The samples of a split in shards; `order`: of training."""
 
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
@@ -46,23 +40,21 @@ class ShardImages(EncodedImages):
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)
 
+    # As `distdl.data.sampling.Ordered`.
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
-        """See `distdl.data.sampling.Ordered`."""
         return self._order.order(seed, epoch) if self._order else None
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray) -> None:
         if self._order:
-            self._order.reached(seed, epoch, place, order)
+            self._order.reached(seed, epoch, start, order)
 
 
 class TrainOrder:
     """The order in which training reads shards, and their prefetch.
 
     Args:
-        needs: This rank's progress, and the next use of each shard.
-        shards: Of training.
-        val: Of validation; they are needed after those of an epoch.
-        prefetch: Fetches shards; None: not needed, or another rank of this node does so.
+        shards, val: Those of validation are needed after those of an epoch of training.
+        prefetch: None: not needed, or another rank of this node does so.
         used: Returns how many samples of an epoch, and of validation, will be used.
     """
 
@@ -86,8 +78,8 @@ class TrainOrder:
         windows = self._needs.windows
         return windows.order(seed, epoch) if windows.applies(epoch) else None
 
-    def reached(self, seed: int, epoch: int, place: int, order: np.ndarray) -> None:
-        self._needs.reached(seed, epoch, place)
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray) -> None:
+        self._needs.reached(seed, epoch, start)
         if self._prefetch is None or self._epoch == (seed, epoch):
             return
         self._epoch = (seed, epoch)
@@ -96,7 +88,7 @@ class TrainOrder:
             self._prefetch.want(lambda: self._needs.soonest_used(train, val))
             return
         shards = self._shards.split.shards
-        numbers = by_first_use(self._shards.rows["shard"], order[place:train]).tolist()
+        numbers = by_first_use(self._shards.rows["shard"], order[start:train]).tolist()
         files = [shards[number] for number in numbers]
         if train == len(order):  # the next epoch reads all shards
             files += shards

@@ -2,9 +2,7 @@
 
 A step only queues its kernels: when the host asks for the next batch, the device still runs the
 previous step. On the same stream, the copy would wait for that step; on another one both overlap
-(if the host's memory is pinned). So no batch needs to be prefetched to the device. That leaves
-unchanged: the order of batches, the consumed samples in a checkpoint, validation, the last batch,
-and errors in a batch.
+(if the host's memory is pinned), and no batch needs to be prefetched to the device.
 """
 
 from __future__ import annotations
@@ -17,13 +15,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 
 class SideStream:
-    """Runs work on a second stream of a CUDA device, and passes the result to the current stream.
-
-    Only for work with inputs on the host, since it does not wait for the current stream.
-
-    Args:
-        device: A CUDA device.
-    """
+    """Runs work on a second stream of a CUDA device, and passes the result to the current stream,
+    for which it does not wait: only for work with inputs on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,10 +43,8 @@ class Lead:
     """Keeps the host from queueing more than two steps ahead of the device.
 
     Two steps are enough to keep the device busy. More would pile up batches in its memory (hundreds
-    if a step is one CUDA graph), and the host would react to a signal many steps too early.
-
-    Args:
-        device: If it is not a CUDA device, nothing is done.
+    if a step is one CUDA graph), and the host would react to a signal many steps too early. On
+    other devices than CUDA's, nothing is done.
     """
 
     def __init__(self, device: torch.device) -> None:

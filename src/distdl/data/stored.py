@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from distdl.data.augment import Augment
-from distdl.data.damage import OnDamaged
-from distdl.data.encoded import EncodedImages
+from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
+from distdl.data.encoded import EncodedImages, OnDamaged
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import ImageData
-from distdl.data.same_data import refuse_others
 from distdl.data.shards import ShardImages, TrainOrder
-from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.datasets.cache import REMEDY, Cache, default_root
 from distdl.datasets.format import MANIFEST, Manifest
 from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
+from distdl.distributed import process_group
 from distdl.stores import is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
@@ -45,8 +44,8 @@ class StoredImages(ImageData):
 
     `root` is one of
 
-    - a folder that holds `train/<class>/*.jpg` and `val/<class>/*.jpg` (labels are
-      indices of the sorted class folders),
+    - a folder that holds `train/<class>/*.jpg` and `val/<class>/*.jpg` (labels are indices of the
+      sorted class folders),
     - a folder made by `python -m distdl prepare`, read in place,
     - the URI of such a folder, `azure://container/path` or another form of `distdl.stores`: each
       shard is downloaded once per node into `cache_dir`.
@@ -58,10 +57,8 @@ class StoredImages(ImageData):
         image_size: Height and width in pixels after cropping: torchvision's --train-crop-size.
         scale: Smallest and largest share of the area that a random crop takes.
         ratio: Smallest and largest aspect ratio (width / height) of a random crop.
-        num_workers: Processes that decode; None: this rank's share of the cores, less
-            one or two for the training.
-        mean: Of red, green and blue, for values from 0 to 1.
-        std: Of the same.
+        num_workers: Processes that decode; None: this rank's share of the cores, less one or two.
+        mean, std: Of red, green and blue, for values from 0 to 1.
         decoder: A name in `distdl.data.decoding`; "auto": the fastest that is installed.
         augment: As `distdl.data.augment.Augment` takes it; None: a flip.
         resize: {from, to, until_epoch}: progressive resizing (`distdl.data.resizing`).
@@ -105,8 +102,7 @@ class StoredImages(ImageData):
         super().__init__(batch_size, num_workers, mean, std, on_damaged)
         self.root = _expanded(root)
         self.num_classes, self.image_size = num_classes, image_size
-        self.cache_dir, self.cache_gb = cache_dir, cache_gb
-        self.shuffle_window = shuffle_window
+        self.cache_dir, self.cache_gb, self.shuffle_window = cache_dir, cache_gb, shuffle_window
         augmented = Augment(augment, mean, std)
         self._train_view: View = TrainView(image_size, scale, ratio, decoder, augmented, resize)
         self._val_view: View = EvalView(val_crop_size or image_size, val_resize_size, decoder)
@@ -117,12 +113,10 @@ class StoredImages(ImageData):
     def check(
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem | str]:
-        """Problems of a data node, with paths relative to it; a str notes what was not checked.
-
-        Files and servers are accessed only if the run is local: a remote job may see other ones.
+        """Problems of a data node, with paths relative to it; a str notes what was not checked:
+        files and servers if the run is not local, since a remote job may see other ones.
 
         Args:
-            config: The node.
             context: {"local": whether the run is on this machine}; None: it is.
         """
         local = context is None or bool(context["local"])
@@ -130,40 +124,40 @@ class StoredImages(ImageData):
         if not local:
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return
+        classes = config.get("num_classes")
         try:
             root = _expanded(str(config["root"]))
             with readable("root"):
                 if not _is_prepared(root):
-                    yield from check_folder(Path(root), config.get("num_classes"))
+                    yield from check_folder(Path(root), classes)
                     return
-            data = open_data_set(root, patience=QUICK, cache_root=_cache_root(config))
+            data = open_data_set(
+                root, patience=QUICK, cache_root=_cache_root(config.get("cache_dir"))
+            )
             if data.note:
                 yield data.note
-            yield from _misfits(data, config.get("num_classes"))
+            yield from _misfits(data, classes)
         except UserError as error:
-            for problem in error.problems:
-                yield Problem("root", problem.what, problem.remedy)
+            yield from (Problem("root", p.what, p.remedy) for p in error.problems)
 
     def setup(self, stage: str | None = None) -> None:
         if self._splits:
             return
         with readable("data.root"):
-            prepared = _is_prepared(self.root)
+            if not (prepared := _is_prepared(self.root)):
+                _refuse(check_folder(Path(self.root), self.num_classes))
+                folders = ClassFolders(Path(self.root), "data.root")
+                splits = {
+                    split: FolderImages(Path(self.root, split), view, folders)
+                    for split, view in (("train", self._train_view), ("val", self._val_view))
+                }
         if prepared:
-            self._open_shards()
-            return
-        with readable("data.root"):
-            _refuse(check_folder(Path(self.root), self.num_classes))
-            folders = ClassFolders(Path(self.root), "data.root")
-            splits = {
-                split: FolderImages(Path(self.root, split), view, folders)
-                for split, view in (("train", self._train_view), ("val", self._val_view))
-            }
+            return self._open_shards()
         refuse_others("-".join(images.key[:12] for images in splits.values()))
         self._splits.update(splits)
 
     def _open_shards(self) -> None:
-        cache_root = _cache_root({"cache_dir": self.cache_dir})
+        cache_root = _cache_root(self.cache_dir)
         data = open_data_set(self.root, cache_root=cache_root)
         refuse_others(data.key[:12])
         _refuse(_misfits(data, self.num_classes))
@@ -198,33 +192,30 @@ class StoredImages(ImageData):
             what = f"{root} has room for {room / GB:.3g} GB and needs {wanted / GB:.3g} GB"
             raise UserError.at("data.cache_dir", what, REMEDY)
         if self.trainer is None or self.trainer.global_rank == 0:
-            shards = [s for split in data.manifest.splits.values() for s in split.shards]
-            cached = sum(map(cache.has, shards))
-            text = "data: %s, %s in %d shards, of which %d are in %s"
             if data.note:
                 log.warning(data.note)
-            log.info(text, data.store.uri, size(data.bytes), len(shards), cached, cache.folder)
+            shards = [s for split in data.manifest.splits.values() for s in split.shards]
+            numbers = size(data.bytes), len(shards), sum(map(cache.has, shards))
+            text = "data: %s, %s in %d shards, of which %d are in %s"
+            log.info(text, data.store.uri, *numbers, cache.folder)
         return cache
 
     def _used(self) -> tuple[int, int]:
         """How many samples of an epoch, and of the validation after it, are used at most.
 
-        These are the first ones, as `trainer.limit_train_batches` and `limit_val_batches` say. It
-        is an upper bound: a global batch may be smaller than `batch_size * world_size`.
+        These are the first ones, by `trainer.limit_train_batches` and `limit_val_batches`. It is an
+        upper bound: a global batch may be smaller than `batch_size * world_size`.
         """
-        splits, trainer = (self._splits["train"], self._splits["val"]), self.trainer
-        if trainer is None:
-            return len(splits[0]), len(splits[1])
-        batch = self.batch_size * trainer.world_size
-        train, val = (
-            min(len(split), limit * batch)
-            if isinstance(limit, int)
-            else math.ceil(len(split) * limit)
-            for split, limit in zip(
-                splits, (trainer.limit_train_batches, trainer.limit_val_batches), strict=True
-            )
-        )
-        return train, val
+        trainer = self.trainer
+
+        def used(split: str, limit: float) -> int:
+            size = len(self._splits[split])
+            if trainer is not None and isinstance(limit, int):
+                return min(size, limit * self.batch_size * trainer.world_size)
+            return math.ceil(size * limit)
+
+        limits = (trainer.limit_train_batches, trainer.limit_val_batches) if trainer else (1.0, 1.0)
+        return used("train", limits[0]), used("val", limits[1])
 
     def teardown(self, stage: str | None = None) -> None:
         if self._order is not None:
@@ -247,9 +238,19 @@ def _is_prepared(root: str) -> bool:
     return is_remote(root) or Path(root, MANIFEST).exists()
 
 
-def _cache_root(config: Mapping[str, Any]) -> Path:
-    folder = config.get("cache_dir")
+def _cache_root(folder: str | None) -> Path:
     return Path(folder).expanduser() if folder else default_root()
+
+
+def refuse_others(key: str) -> None:
+    """Raises UserError on all ranks if their data sets, each identified by its `key`, differ: one
+    was replaced at its URI during the start, or nodes have different local folders."""
+    (first, host), *others = process_group.gather((key, socket.gethostname()))
+    for rank, (other, its_host) in enumerate(others, 1):
+        if other != first:
+            what = f"the ranks see different data sets: {first} is rank 0's, on {host}, "
+            what += f"and {other} is rank {rank}'s, on {its_host}"
+            raise UserError.at("data.root", what, "copy one of them to every node, or start again")
 
 
 def _refuse(problems: Iterable[Problem]) -> None:
@@ -266,8 +267,7 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
     for name in [name for name, split in manifest.splits.items() if not split.samples]:
         remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
         yield Problem("root", f"{data.store.uri} has no sample in {name!r}", remedy)
-    if num_classes is not None and num_classes != len(manifest.classes):
-        count = len(manifest.classes)
+    if num_classes not in (None, count := len(manifest.classes)):
         what = f"is {num_classes}, but {data.store.uri} has {count} class{'es' * (count > 1)}"
         yield Problem("num_classes", what, f"data.num_classes={count}")
 
@@ -278,7 +278,6 @@ def _most_shards(manifest: Manifest, limit: int) -> int:
     indices = sum(split.index.bytes for split in manifest.splits.values())
     most = (limit - indices) // (3 * largest)
     if most < 1:
-        least = (3 * largest + indices) / GB
-        what = "holds not even three shards"
-        raise UserError.at("data.cache_gb", what, f"at least {least:.3g}")
+        least = f"at least {(3 * largest + indices) / GB:.3g}"
+        raise UserError.at("data.cache_gb", "holds not even three shards", least)
     return most

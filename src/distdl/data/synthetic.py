@@ -23,13 +23,11 @@ class SyntheticImages(ImageData):
         batch_size: Images per device.
         num_classes: Labels are below it.
         image_size: Height and width in pixels.
-        train_samples: Images in a training epoch (default: ImageNet's).
-        val_samples: Images in a validation (default: ImageNet's).
+        train_samples, val_samples: Images in an epoch and in a validation (default: ImageNet's).
         pool_size: Number of images; each takes 3 * image_size**2 bytes of device memory.
         num_workers: 0 is fastest here, since a sample is two numbers; None: from this rank's cores.
         seed: Of the pool.
-        mean: Of red, green and blue, for values from 0 to 1.
-        std: Of the same.
+        mean, std: Of red, green and blue, for values from 0 to 1.
     """
 
     decodes = False
@@ -75,7 +73,7 @@ class SyntheticImages(ImageData):
         """Samples int64 [B] to images uint8 [B, 3, H, W], on the device of `index`."""
         if index.device not in self._pools:
             self._pools[index.device] = self._pool().to(index.device)
-        # The pool is [pool, H, W, 3], so the result is channels_last without a copy.
+        # [pool, H, W, 3], so the result is channels_last without a copy.
         pool = self._pools[index.device]
         return pool.index_select(0, index % self.pool_size).permute(0, 3, 1, 2)
 

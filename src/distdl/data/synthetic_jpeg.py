@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from distdl.data.augment import Augment
+from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.encoded import EncodedImages
 from distdl.data.images import ImageData
-from distdl.data.statistics import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.util.errors import Problem
 from distdl.util.ranges import Count, Positive
@@ -31,24 +30,13 @@ class SyntheticJpegs(ImageData):
         batch_size: Images per device.
         num_classes: Labels are below it.
         image_size: Height and width in pixels after cropping.
-        train_samples: Images in a training epoch (default: ImageNet's).
-        val_samples: Images in a validation (default: ImageNet's).
-        width: Of the JPEGs in pixels (default: ImageNet's median).
-        height: Of the JPEGs in pixels.
+        train_samples, val_samples: Images in an epoch and in a validation (default: ImageNet's).
+        width, height: Of the JPEGs in pixels (default: ImageNet's median).
         kilobytes: Size of a JPEG in 1,000 bytes, to within a tenth if noise can reach it.
         pool_size: Number of different images; all are held in memory.
-        num_workers: Processes that decode; None: this rank's share of the cores, less
-            one or two for the training.
         seed: Of the pool.
-        scale: Smallest and largest share of the area that a random crop takes.
-        ratio: Smallest and largest aspect ratio (width / height) of a random crop.
-        mean: Of red, green and blue, for values from 0 to 1.
-        std: Of the same.
-        decoder: As for `StoredImages`, like the arguments below.
-        augment: Augmentation after the crop.
-        resize: Progressive resizing.
-        val_crop_size: Height and width in validation, in pixels.
-        val_resize_size: The short side before that crop.
+        scale, ratio, num_workers, mean, std, decoder, augment, resize, val_crop_size,
+            val_resize_size: As for `distdl.data.StoredImages`.
     """
 
     def __init__(
@@ -84,7 +72,7 @@ class SyntheticJpegs(ImageData):
 
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
-        """What is wrong with the data node; paths are relative to it."""
+        """Problems of the data node; paths are relative to it."""
         return check_views(config, local=context["local"])
 
     def setup(self, stage: str | None = None) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ MOST_PIXELS = 8192  # per side: more is probably a typo, and would fill any GPU
 
 
 def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Problem]:
-    """What is wrong with the view's keys of a data node; paths are relative to the node.
+    """Problems of the view's keys of a data node; paths are relative to the node.
 
     Args:
         local: Whether the run is on this machine: then the decoder must be installed here.
@@ -59,30 +59,21 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
     if "val_resize_size" in sizes and 1 <= sizes["val_resize_size"] < crop:
         what = f"is {sizes['val_resize_size']}, less than the {crop} pixels that are cropped of it"
         yield Problem("val_resize_size", what, f"data.val_resize_size={round(crop * 256 / 224)}")
-    for key, most, usual in (
-        ("scale", 1.0, "[0.08, 1.0]"),
-        ("ratio", math.inf, "[0.75, 1.3333333333333333]"),
+    for key, most, limit, usual in (
+        ("scale", 1.0, ", at most 1", "[0.08, 1.0]"),
+        ("ratio", sys.float_info.max, "", "[0.75, 1.3333333333333333]"),
     ):
         pair = config.get(key, (1.0, 1.0))
-        if not _is_range(pair, most):
-            limit = ", at most 1" if most == 1 else ""
+        numbers = isinstance(pair, Sequence) and all(type(end) in (int, float) for end in pair)
+        if not (numbers and len(pair) == 2 and 0 < pair[0] <= pair[1] <= most):
             what = f"is {pair!r}, not two numbers above 0{limit}, the smaller one first"
             yield Problem(key, what, f"'data.{key}={usual}'")
-
-
-def _is_range(pair: Any, most: float) -> bool:
-    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-        return False
-    if any(isinstance(end, bool) or not isinstance(end, (int, float)) for end in pair):
-        return False
-    return bool(0 < pair[0] <= pair[1] <= most and pair[1] < math.inf)
 
 
 class View(ABC):
     """Turns bytes into the fields of a sample: {"image": uint8 [3, S, S]}, channels_last.
 
-    Random choices are drawn from Python's `random` and torch's default generator, which
-    `distdl.data.loading.KeyedDataset` seeds by (seed, epoch, index).
+    Random choices are drawn from the generators that `distdl.data.loading.KeyedDataset` seeds.
 
     Args:
         decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": samples then have the
@@ -102,8 +93,7 @@ class View(ABC):
         if not self.on_gpu:
             return {"image": self.pixels(data, epoch)}
         header = jpeg_header(data)
-        # Decoded here: files that nvJPEG reads differently from PIL, and those that are cut off,
-        # which nvJPEG might not detect.
+        # Decoded here: what nvJPEG reads differently from PIL, or might not find to be cut off.
         if header is None or not is_plain(header) or not data.endswith(END_OF_IMAGE):
             return {"image": self.pixels(data, epoch), "crop": torch.zeros(8, dtype=torch.int64)}
         crop = self.crop(header.height, header.width, epoch)
@@ -128,8 +118,7 @@ class TrainView(View):
         ratio: Smallest and largest aspect ratio (width / height) of a crop.
         decoder: See `View`.
         augment: `data.augment`; None: a flip.
-        resize: `data.resize`: S as a function of the epoch, instead of `image_size`. Must have
-            passed `distdl.data.resizing.Resizing.check`.
+        resize: `data.resize`, checked: S as a function of the epoch, instead of `image_size`.
 
     Raises:
         UserError: If `augment` is invalid.
@@ -145,8 +134,7 @@ class TrainView(View):
         resize: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(decoder)
-        self.image_size = image_size
-        self.scale, self.ratio = tuple(scale), tuple(ratio)
+        self.image_size, self.scale, self.ratio = image_size, tuple(scale), tuple(ratio)
         self.augment = augment if isinstance(augment, Augment) else Augment(augment)
         self.resizing = Resizing.from_config(resize)
 

@@ -19,16 +19,15 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
 
     If the network has a method `pipeline_blocks()`, that returns them. Otherwise the network is
     traced (`torch.fx`): each `nn.Sequential` is opened, any other module is a block, and a call
-    between modules becomes a block without a name. That covers torchvision's and timm's ResNets,
-    VGG, DenseNet, ConvNeXt, EfficientNet and other chains. It does not cover branches outside the
-    blocks (a ViT's class token, an Inception's second head).
+    between modules becomes a block without a name. That covers ResNet, VGG, DenseNet, ConvNeXt,
+    EfficientNet and other chains, but no branches outside the blocks (a ViT's class token).
 
     Raises:
         UserError: The network is not such a chain; the error says where it fails.
     """
-    own = getattr(network, "pipeline_blocks", None)
-    if own is not None:
-        return list(own())
+    stated: Any = getattr(network, "pipeline_blocks", None)
+    if stated is not None:
+        return list(stated())
     tracer = _Tracer()
     try:
         graph = tracer.trace(network)
@@ -39,11 +38,12 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
 
 
 def _no_chain(network: nn.Module, why: str) -> UserError:
-    return UserError.at(
-        "model",
-        f"{type(network).__name__} does not state the blocks that it is a chain of: {why}",
+    what = f"{type(network).__name__} does not state the blocks that it is a chain of: {why}"
+    remedy = (
         "give it a method pipeline_blocks() that returns [(name, module), ...] in the order in "
-        "which forward applies them, or use another strategy",
+    )
+    return UserError.at(
+        "model", what, f"{remedy}which forward applies them, or use another strategy"
     )
 
 
@@ -99,9 +99,8 @@ class Call(nn.Module):
         self.args, self.kwargs = tuple(args), dict(kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        function = getattr(x, self.target) if self.method else None
-        if function is not None:
-            return function(*self.args, **self.kwargs)
+        if self.method:
+            return getattr(x, self.target)(*self.args, **self.kwargs)
         return self.target(x, *self.args, **self.kwargs)
 
     def extra_repr(self) -> str:

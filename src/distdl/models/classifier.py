@@ -32,14 +32,13 @@ class ImageClassifier(LightningModule):
     """A network that maps images to logits, trained by cross-entropy.
 
     A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]. In validation, "weight"
-    float32 [B] says which rows count (1) and which are fillers (0). A pair (image, label) also
+    float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also
     works.
 
     Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
-    1) and `val/samples`. Sums over all samples are all-reduced once at the end, and then divided.
-    So every rank logs the same values, at any world size. `test/...` likewise.
-
-    It defines no optimizer (the optimizer node is attached to it) and logs nothing in training.
+    1) and `val/samples`. Sums over all samples are all-reduced once at the end, and then divided:
+    the values are the same at any world size. `test/...` likewise. It defines no optimizer (the
+    optimizer node is attached to it) and logs nothing in training.
 
     Args:
         network: [B, 3, H, W] to logits [B, num_classes].
@@ -52,16 +51,14 @@ class ImageClassifier(LightningModule):
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both, one is chosen for each batch.
         channels_last: Memory layout of images and weights; the fast one on tensor cores.
         compile: torch.compile the network, in the default mode (true) or in the given one;
-            "measured": in the fastest mode, found before the training (see
-            `distdl.worker.compiling`).
+            "measured": in the fastest, found before the training (`distdl.worker.compiling`).
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds inputs to TF32's 11 bits on GPUs
             that support it, "medium" to bf16's 8. torch uses TF32 for convolutions there anyway.
         fused_bn: Accepted for frozen runs of earlier versions; has no effect any more.
         weights: File of initial weights: torchvision's or timm's `.pth`, `.safetensors`, or a
             checkpoint.
-        seed: Of mixup and cutmix. Their draws depend only on (seed, epoch, batch, rank), so they
-            are the same after a resume.
+        seed: Of mixup and cutmix, whose draws depend only on (seed, epoch, batch, rank).
 
     Raises:
         UserError: If an argument is out of its range.
@@ -83,8 +80,8 @@ class ImageClassifier(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        given = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
-        problems = list(self.check(given))
+        node = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
+        problems = list(self.check(node))
         if problems:
             raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
         if weights is not None:
@@ -95,10 +92,9 @@ class ImageClassifier(LightningModule):
             log.warning("model.fused_bn=true has no effect any more; model.compile=true fuses, too")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
-        self.num_classes = num_classes
-        self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
-        self._compile, self._seed = compile, seed
-        self._matmul_precision = matmul_precision
+        self.num_classes, self.label_smoothing = num_classes, label_smoothing
+        self.mixup, self.cutmix, self._seed = mixup, cutmix, seed
+        self._compile, self._matmul_precision = compile, matmul_precision
         self._sums = torch.zeros(4)
 
     @staticmethod
@@ -112,16 +108,11 @@ class ImageClassifier(LightningModule):
         if config.get("norm", "batch") not in ("batch", "group"):
             yield Problem("norm", f"is {config['norm']!r}", "model.norm=batch or model.norm=group")
         for name in ("mixup", "cutmix"):
-            if config.get(name, 0) < 0:
-                yield Problem(
-                    name, f"is {config[name]}, below 0", f"model.{name}=0 switches it off"
-                )
-        if not 0 <= config.get("label_smoothing", 0) < 1:
-            yield Problem(
-                "label_smoothing",
-                f"is {config['label_smoothing']}, not from 0 to below 1",
-                "model.label_smoothing=0.1",
-            )
+            if (alpha := config.get(name, 0)) < 0:
+                yield Problem(name, f"is {alpha}, below 0", f"model.{name}=0 switches it off")
+        if not 0 <= (smoothing := config.get("label_smoothing", 0)) < 1:
+            what = f"is {smoothing}, not from 0 to below 1"
+            yield Problem("label_smoothing", what, "model.label_smoothing=0.1")
 
     def configure_model(self) -> None:
         torch.set_float32_matmul_precision(self._matmul_precision)
@@ -224,23 +215,15 @@ def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def with_group_norm(module: nn.Module) -> nn.Module:
-    """Replaces every BatchNorm2d in `module` with a GroupNorm, and keeps scale and shift.
-
-    The activation in timm's BatchNorm2d is kept, after the GroupNorm.
-    """
-    if isinstance(module, nn.BatchNorm2d):
-        return _group_norm(module)
-    for name, child in module.named_children():
-        setattr(module, name, with_group_norm(child))
-    return module
-
-
-def _group_norm(batch_norm: nn.BatchNorm2d) -> nn.Module:
-    channels = batch_norm.num_features
-    norm = nn.GroupNorm(
-        math.gcd(32, channels), channels, eps=batch_norm.eps, affine=batch_norm.affine
-    )
-    if batch_norm.affine:
-        norm.weight, norm.bias = batch_norm.weight, batch_norm.bias
-    after = [layer for layer in batch_norm.children() if not isinstance(layer, nn.Identity)]
+    """Replaces every BatchNorm2d in `module` with a GroupNorm, and keeps scale, shift, and the
+    activation of timm's BatchNorm2d."""
+    if not isinstance(module, nn.BatchNorm2d):
+        for name, child in module.named_children():
+            setattr(module, name, with_group_norm(child))
+        return module
+    channels, affine = module.num_features, module.affine
+    norm = nn.GroupNorm(math.gcd(32, channels), channels, eps=module.eps, affine=affine)
+    if affine:
+        norm.weight, norm.bias = module.weight, module.bias
+    after = [layer for layer in module.children() if not isinstance(layer, nn.Identity)]
     return nn.Sequential(norm, *after) if after else norm

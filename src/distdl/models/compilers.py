@@ -15,10 +15,8 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_results() -> None:
-    """Keeps Inductor's and Triton's results outside /tmp, for the next run of the same model.
-
-    The folder is TORCHINDUCTOR_CACHE_DIR if the user has set it, else below `default_root`.
-    """
+    """Keeps Inductor's and Triton's results for the next run of the same model: in
+    TORCHINDUCTOR_CACHE_DIR if the user has set it, else below `default_root`, not in /tmp."""
     # Importing Lightning makes torch set the variable itself, to a folder in /tmp.
     torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")
     if os.environ.get(FOLDER, torchs_own).startswith(torchs_own):
@@ -26,13 +24,8 @@ def keep_results() -> None:
 
 
 def refuse_without_compiler(device: str) -> None:
-    """Checks that this machine has what torch.compile needs.
-
-    It generates C++ for a CPU, and Triton kernels with a launcher in C for a GPU.
-
-    Raises:
-        UserError: A compiler, the package triton, or Python.h is missing.
-    """
+    """Raises UserError if this machine lacks what torch.compile needs: it generates C++ for a CPU,
+    and Triton kernels with a launcher in C for a GPU."""
     what = ""
     if device == "cpu" and not _on_path(os.environ.get("CXX"), "g++", "clang++"):
         what = "needs a C++ compiler (g++), and there is none on PATH"
@@ -41,9 +34,8 @@ def refuse_without_compiler(device: str) -> None:
     elif device in ("gpu", "cuda") and not _on_path(os.environ.get("CC"), "gcc", "clang", "cc"):
         what = "needs a C compiler (gcc) for Triton, and there is none on PATH"
     elif device in ("cpu", "gpu", "cuda") and not _has_python_headers():
-        what = (
-            f"needs Python's headers (Python.h), which are not in {sysconfig.get_path('include')}"
-        )
+        folder = sysconfig.get_path("include")
+        what = f"needs Python's headers (Python.h), which are not in {folder}"
     if what:
         packages = "apt-get install g++ python3-dev"
         remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"

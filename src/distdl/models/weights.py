@@ -17,31 +17,30 @@ PREFIXES = ("network.", "module.", "_orig_mod.")
 
 
 def load_weights(network: nn.Module, file: str | Path) -> None:
-    """Loads every weight and buffer of `network` by name.
+    """Loads every weight and buffer of `network` by name, in place.
 
     A layer for another number of classes keeps its initial values, with a warning.
 
     Args:
-        network: Changed in place.
         file: `.pth`, `.safetensors`, or any checkpoint of distdl or Lightning.
 
     Raises:
         UserError: There is no such file, or its weights belong to another network.
     """
-    path = Path(file)
-    if not path.exists():
+    if not Path(file).exists():
         raise UserError.at("model.weights", f"no such file: {file}")
-    given = formats.read(path)["state_dict"]
+    weights = formats.read(Path(file))["state_dict"]
     for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in given):
-            given = {name.removeprefix(prefix): value for name, value in given.items()}
-    own = network.state_dict()
-    other = [k for k in own if k in given and own[k].shape != given[k].shape]
-    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    named = network.state_dict()
+    other = [k for k in named if k in weights and named[k].shape != weights[k].shape]
+    missing = sorted(named.keys() - weights.keys())
+    unknown = sorted(weights.keys() - named.keys())
     if missing or unknown or len({name.rpartition(".")[0] for name in other}) > 1:
         shown = ", ".join([*other, *missing, *unknown][:3])
         what = f"{file} holds the weights of another network than {type(network).__name__}: {shown}"
         raise UserError.at("model.weights", what, "choose the model that it was made with")
     if other:
         log.warning("not from %s, since its shape is another: %s", file, ", ".join(other))
-    network.load_state_dict({k: v for k, v in given.items() if k not in other}, strict=False)
+    network.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

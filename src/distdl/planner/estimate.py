@@ -3,9 +3,8 @@
 Sources, by the letters used below:
 
 - [Z] Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054: what each stage partitions
-  (section 5). Stage 3 sends 1.5 times as much as plain data parallelism (section 7). Stages 1 and 2
-  could send as little as data parallelism, but DeepSpeed all-reduces its buckets and then gathers
-  the weights. `benchmarks/traffic.py` counts as many bytes for them as for stage 3.
+  (section 5). Stage 3 sends 1.5 times as much as plain data parallelism (section 7). So do stages 1
+  and 2, since DeepSpeed all-reduces and then gathers the weights (`benchmarks/traffic.py`).
 - [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3: in an
   all-reduce of S bytes over n ranks, each sends 2 (n - 1) / n x S: one half in the reduce-scatter,
   one in the all-gather.
@@ -18,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distdl.benchmark.step_profile import MeasuredBlock, MeasuredStep
 
@@ -33,19 +33,12 @@ MICRO_BATCHES_PER_STAGE = 4  # as strategy=pipeline
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of the estimated run.
+    """The hardware of the estimated run."""
 
-    Args:
-        devices: Total number.
-        memory: Bytes per device.
-        link: Bits per second that a device sends.
-        flops: Sustained floating-point operations per second of a device.
-    """
-
-    devices: int
-    memory: float
-    link: float
-    flops: float
+    devices: int  # in total
+    memory: float  # bytes per device
+    link: float  # bits per second that a device sends
+    flops: float  # sustained floating-point operations per second of a device
 
     @property
     def usable(self) -> float:
@@ -98,10 +91,8 @@ class Estimate:
 
 
 def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
-    """Estimates every strategy at the same global batch.
-
-    Each device computes a batch of `measured.batch_size`; a single device accumulates as many.
-    """
+    """Estimates every strategy at the same global batch: each device computes a batch of
+    `measured.batch_size`, and a single device accumulates as many."""
     n = machine.devices
     once = (n - 1) / n  # the share of S bytes that half a ring all-reduce sends [R]
     gradients, state = measured.gradients, measured.optimizer
@@ -109,38 +100,26 @@ def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
     frozen = measured.weights - trained  # includes buffers; no strategy partitions them
     activations = measured.activations + measured.transient
     buckets = 2 * DEEPSPEED_BUCKET if gradients else 0.0  # `overlap_comm` needs two
-    complete = Estimate(
-        "single", measured.weights, gradients, state, activations=activations, batches=n
-    )
+    complete = Estimate("single", measured.weights, gradients, state, activations, batches=n)
+    partitioned: dict[str, Any] = {"other": buckets, "sent": once * (2 * trained + gradients)}
     # Optimizer state and gradients are on the host.
     offload = Estimate(
         "deepspeed_offload",
         measured.weights,
         activations=activations,
-        other=buckets,
-        sent=once * (2 * trained + gradients),
         host=(2 * gradients + state) / n,
+        **partitioned,
     )
     if n == 1:
         return [complete, offload]
     ddp = replace(complete, name="ddp", batches=1)
     buffers = once * measured.buffers
     # DeepSpeed's optimizer steps on a copy of the rank's partition: count it as optimizer state.
-    zero1 = replace(
-        ddp,
-        name="deepspeed_zero1",
-        optimizer=(state + trained) / n,
-        other=buckets,
-        sent=offload.sent,
-    )
+    state_in_parts = (state + trained) / n
+    zero1 = replace(ddp, name="deepspeed_zero1", optimizer=state_in_parts, **partitioned)
     gathered = 3 * measured.unit  # one in use, the next one, and a complete gradient
-    zero3 = replace(
-        zero1,
-        name="deepspeed_zero3",
-        weights=frozen + trained / n,
-        gradients=gradients / n,
-        other=gathered + buckets / 2,
-    )
+    parts: dict[str, Any] = {"weights": frozen + trained / n, "gradients": gradients / n}
+    zero3 = replace(zero1, name="deepspeed_zero3", other=gathered + buckets / 2, **parts)
     return [
         complete,
         replace(ddp, sent=2 * once * gradients + buffers),
@@ -173,20 +152,14 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
     ratio = measured.optimizer / measured.gradients if measured.gradients else 0.0
 
     def of_stage(number: int, stage: Sequence[MeasuredBlock]) -> Estimate:
-        gradients = sum(block.gradients for block in stage)
-        waiting = min(n - number, micro_batches) * share
+        weights, gradients = (sum(getattr(b, k) for b in stage) for k in ("weights", "gradients"))
+        kept = min(n - number, micro_batches) * sum(block.activations for block in stage)
+        activations = share * (kept + measured.transient)
         crossing = stage[-1].output if number + 1 < n else 0
         crossing += stages[number - 1][-1].output if number else 0
-        return Estimate(
-            "pipeline",
-            weights=sum(block.weights for block in stage),
-            gradients=gradients,
-            optimizer=ratio * gradients,
-            activations=waiting * sum(block.activations for block in stage)
-            + share * measured.transient,
-            sent=crossing * n,
-            overlap=1.0,
-        )
+        state, sent = ratio * gradients, crossing * n
+        memory = weights, gradients, state, activations
+        return Estimate("pipeline", *memory, sent=sent, overlap=1.0)
 
     each = [of_stage(number, stage) for number, stage in enumerate(stages)]
     flops = [sum(block.flops or 1.0 for block in stage) for stage in stages]

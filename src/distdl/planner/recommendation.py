@@ -37,60 +37,46 @@ class StrategyAdvice:
 
 
 def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -> StrategyAdvice:
-    """The recommendation.
-
-    Args:
-        rows: From `estimates`, for the same machine.
-    """
+    """The recommendation, by the `estimates` for the same machine."""
     by_name = {row.name: row for row in rows}
-    single, memory = by_name["single"], _gib(machine.memory)
+    single, memory = by_name["single"], f"of {_gib(machine.memory)} GiB"
     if machine.devices == 1:
         return _alone(measured, single, by_name["deepspeed_offload"], machine)
     ddp, work = by_name["ddp"], measured.flops / machine.flops
     if single.fits(machine) and work < LITTLE:
-        return StrategyAdvice(
-            ("strategy=single", "trainer.devices=1"),
-            f"a step is {1e6 * work:.2g} us of work: several devices would wait for each other. "
-            "One of them, and a larger data.batch_size",
-        )
+        reason = f"a step is {1e6 * work:.2g} us of work: several devices would wait for each "
+        reason += "other. One of them, and a larger data.batch_size"
+        return StrategyAdvice(("strategy=single", "trainer.devices=1"), reason)
     if slow := _too_slow(measured, by_name, machine):
         return slow
     if ddp.fits(machine):
-        return StrategyAdvice(
-            ("strategy=ddp",),
-            f"{_gib(ddp.total)} of {memory} GiB hold everything, and the gradients travel during "
-            "the backward: nothing is faster, or simpler. If the batch may grow, a larger "
-            "data.batch_size uses the devices better before more of them do",
-        )
+        reason = f"{_gib(ddp.total)} {memory} hold everything, and the gradients travel during the "
+        reason += "backward: nothing is faster, or simpler. If the batch may grow, a larger "
+        reason += "data.batch_size uses the devices better before more of them do"
+        return StrategyAdvice(("strategy=ddp",), reason)
     if smaller := _accumulated(measured, ddp, machine):
-        return StrategyAdvice(
-            ("strategy=ddp", *smaller),
-            f"weights, gradients and optimizer take {_gib(ddp.fixed)} of {memory} GiB, the rest is "
-            "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches",
-        )
+        reason = f"weights, gradients and optimizer take {_gib(ddp.fixed)} {memory}, the rest is "
+        reason += "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches"
+        return StrategyAdvice(("strategy=ddp", *smaller), reason)
     for name, why in INSTEAD_OF_DDP.items():
         row = by_name[name]
-        reason = f"DDP would take {_gib(ddp.total)} of {memory} GiB; {why}"
+        reason = f"DDP would take {_gib(ddp.total)} {memory}; {why}"
         if row.fits(machine):
             return StrategyAdvice((f"strategy={name}",), f"{reason} ({_gib(row.total)} GiB)")
         if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
             return StrategyAdvice((f"strategy={name}", *smaller), reason)
-    return StrategyAdvice(
-        (),
-        f"nothing fits {memory} GiB: fsdp, which shares most, takes {_gib(by_name['fsdp'].total)}. "
-        "More or larger devices, a smaller batch, or activation checkpointing in the model",
-    )
+    reason = f"nothing fits {_gib(machine.memory)} GiB: fsdp, which partitions most, takes "
+    reason += f"{_gib(by_name['fsdp'].total)}. More or larger devices, a smaller batch, or "
+    return StrategyAdvice((), f"{reason}activation checkpointing in the model")
 
 
 def _alone(
     measured: MeasuredStep, single: Estimate, offload: Estimate, machine: Machine
 ) -> StrategyAdvice:
-    memory = _gib(machine.memory)
+    taken = f"{_gib(single.total)} of {_gib(machine.memory)} GiB"
     if single.fits(machine):
-        reason = f"{_gib(single.total)} of {memory} GiB hold everything"
-        return StrategyAdvice(("strategy=single",), reason)
-    reason = f"everything at once takes {_gib(single.total)} of {memory} GiB: smaller batches, "
-    reason += "accumulated"
+        return StrategyAdvice(("strategy=single",), f"{taken} hold everything")
+    reason = f"everything at once takes {taken}: smaller batches, accumulated"
     if smaller := _accumulated(measured, single, machine):
         return StrategyAdvice(("strategy=single", *smaller), reason)
     if smaller := _accumulated(measured, offload, machine):
@@ -116,20 +102,20 @@ def _too_slow(
     acceptable = (1 + SLOW) * work
     if seconds(ddp) <= acceptable:
         return None
-    waits = f"on this link a DDP step takes {seconds(ddp):.2g} s, of which it works {work:.2g} s; "
     hooked = ("strategy=ddp", "strategy.comm_hook=bf16", *smaller)
+    waits = f"on this link a DDP step takes {seconds(ddp):.2g} s, of which it works {work:.2g} s; "
     if seconds(half) <= acceptable:
         return StrategyAdvice(hooked, waits + "half the bytes are few enough")
     accumulate = f"trainer.accumulate_grad_batches={machine.devices}"
     alone = ("strategy=single", "trainer.devices=1", accumulate)
-    choices = [(half, hooked, "half the bytes are best")]
-    if by_name["single"].fits(machine):
-        why = "one device that accumulates the same global batch sends nothing"
-        choices.insert(0, (by_name["single"], alone, why))
-    if by_name["pipeline"].fits(machine):
-        staged = (by_name["pipeline"], ("strategy=pipeline",), "a pipeline sends activations only")
-        choices.append(staged)
-    row, overrides, why = min(choices, key=lambda choice: seconds(choice[0]))
+    single, pipeline = by_name["single"], by_name["pipeline"]
+    choices = [
+        (single, alone, "one device that accumulates the same global batch sends nothing"),
+        (half, hooked, "half the bytes are best"),
+        (pipeline, ("strategy=pipeline",), "a pipeline sends activations only"),
+    ]
+    possible = [choice for choice in choices if choice[0] is half or choice[0].fits(machine)]
+    row, overrides, why = min(possible, key=lambda choice: seconds(choice[0]))
     reason = f"{waits}{why}, and takes {seconds(row):.2g} s"
     if row.idle:
         reason += f", its bubble of {100 * row.idle:.0f} % included"
@@ -137,10 +123,8 @@ def _too_slow(
     needed = 8 * ddp.sent / machine.link / (SLOW * work)
     every = max(2, 1 << (math.ceil(needed) - 1).bit_length())
     if every <= MOST_APART:
-        reason += (
-            ". If you accept another algorithm, whose accuracy you compare: strategy=local_sgd "
-            f"strategy.sync_every={every}, about {acceptable:.2g} s"
-        )
+        reason += ". If you accept another algorithm, whose accuracy you compare: "
+        reason += f"strategy=local_sgd strategy.sync_every={every}, about {acceptable:.2g} s"
     return StrategyAdvice(overrides, reason)
 
 

@@ -34,7 +34,7 @@ def plan_strategy(
 
     Args:
         overrides: As for a run.
-        devices: Total number; None: as `how_many` finds.
+        devices: Total number; None: by `how_many`.
         memory, link, flops: Of a device, see `Machine`.
 
     Raises:

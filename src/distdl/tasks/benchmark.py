@@ -40,9 +40,8 @@ def benchmark(
     It trains from fresh weights and keeps nothing: no checkpoint, no curve, no validation.
 
     Args:
-        context: The built run.
-        warmup: Optimizer steps before the first window. The batches that loader workers have ready
-            by then are added.
+        warmup: Optimizer steps before the first window, besides the batches that loader workers
+            have ready by then.
         windows: Timed windows with real input, and as many with held input.
         steps: Optimizer steps per window.
         trace: Optimizer steps under torch's profiler, which measures the communication; 0: none.
@@ -51,21 +50,13 @@ def benchmark(
         The main numbers, as `benchmark/...`.
     """
     trainer, precision = context.trainer, str(context.config.trainer.get("precision") or "32-true")
+    plan = [Segment(WARM, REAL, warmup)]
+    for _ in range(windows):  # alternating, so that a change of the machine's speed affects both
+        plan += [Segment(WINDOW, REAL, steps), Segment(WARM, HELD, SETTLE)]
+        plan += [Segment(WINDOW, HELD, steps), Segment(WARM, REAL, SETTLE)]
     # A pipeline's phases show its communication already.
-    traced = trace if trainer.world_size > 1 and not _is_pipeline(trainer) else 0
-    plan = [
-        Segment(WARM, REAL, warmup),
-        # Alternating, so that a change of the machine's speed affects both.
-        *[
-            Segment(WINDOW, REAL, steps),
-            Segment(WARM, HELD, SETTLE),
-            Segment(WINDOW, HELD, steps),
-            Segment(WARM, REAL, SETTLE),
-        ]
-        * windows,
-        # The profiler's own first step is slow.
-        *([Segment(TRACE, HELD, traced)] if traced else []),
-    ]
+    if trace and trainer.world_size > 1 and not _is_pipeline(trainer):
+        plan.append(Segment(TRACE, HELD, trace))
     timing = timed_fit(context, plan)
     device = trainer.strategy.root_device
     mine = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
@@ -101,17 +92,15 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     def report(window: TimedWindow) -> None:
         if trainer.is_global_zero:
             number = sum(one.input == window.input for one in timing.windows)
-            each = 1000 * window.seconds / len(window.steps)
-            text = "%s input, window %d of %d: %.4g ms a step"
-            log.info(text, window.input, number, windows, each)
+            numbers = number, windows, 1000 * window.seconds / len(window.steps)
+            log.info("%s input, window %d of %d: %.4g ms a step", window.input, *numbers)
 
     timing = Timing(plan, timeline, profiler, source, stop, report)
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]
     loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
     trainer.profiler = profiler
     # The plan decides how long; epochs do not end.
-    trainer.limit_train_batches, trainer.limit_val_batches = 1.0, 0
-    loop = trainer.fit_loop
+    trainer.limit_train_batches, trainer.limit_val_batches, loop = 1.0, 0, trainer.fit_loop
     loop.max_epochs = max(loop.max_epochs or 1, 1)
     loop.min_epochs = loop.epoch_loop.min_steps = None
     loop.epoch_loop.max_steps = -1

@@ -19,7 +19,6 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
     the training's curves.
 
     Args:
-        context: The built run.
         checkpoint: "best" or "last" of this run, a file, a run directory, or "none" for the weights
             with which the model starts.
 
@@ -45,9 +44,8 @@ def _evaluate(
     path = None
     if checkpoint != "none":
         path = str(checkpoints.find(checkpoint, "task.checkpoint", context.run.checkpoints))
-    for logger in context.trainer.loggers if context.has_trained else ():
-        renamed = functools.partial(_log_as, loop.__name__, logger.log_metrics)
-        logger.log_metrics = renamed  # type: ignore[method-assign]
+    for each in context.trainer.loggers if context.has_trained else ():
+        each.log_metrics = functools.partial(_log_as, loop.__name__, each.log_metrics)  # type: ignore[method-assign]
     results = start(context, path, loop, verbose=False)
     return {k: float(v) for result in results for k, v in result.items()}
 
@@ -55,7 +53,6 @@ def _evaluate(
 def _log_as(
     task: str, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
 ) -> None:
-    # The epoch is the checkpoint's, as the training logged it. hp_metric is not a metric, but a
-    # placeholder of TensorBoard's logger.
+    # The epoch is the checkpoint's. hp_metric is a placeholder of TensorBoard's logger.
     same = ("epoch", "hp_metric")
     log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, step)

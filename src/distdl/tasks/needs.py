@@ -13,10 +13,8 @@ from distdl.validation import kinds
 
 
 def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
-    """Makes a task's `check` (`Binding.hook`): the step and its loader must be defined.
-
-    It looks at classes and builds nothing. Lightning checks later what functions return.
-    """
+    """Makes a task's `check` (`Binding.hook`): the step and its loader must be defined by the
+    classes. Lightning checks later what functions return."""
 
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
         config = context["config"]
@@ -25,21 +23,21 @@ def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
         if step == "training_step" and not config.get("optimizer"):
             wanted["configure_optimizers"] = "model"
         for name, section in wanted.items():
-            given = config.get(section)
-            if not given or section in context["refused"] or given.get("_partial_"):
+            part = config.get(section)
+            if not part or section in context["refused"] or part.get("_partial_"):
                 continue
-            if not has(kinds.locate(given["_target_"]), name):
-                what = f"needs {name}, which {given['_target_']} does not define"
+            if not has(kinds.locate(part["_target_"]), name):
+                what = f"needs {name}, which {part['_target_']} does not define"
                 other = ", or choose one: optimizer=sgd" if name == "configure_optimizers" else ""
                 yield Problem("", what, f"define it{other}")
 
     return check
 
 
-def has(found: Any, name: str) -> bool:
-    """Whether what `found` builds has its own method: from its class, or set by `__init__`."""
+def has(target: Any, name: str) -> bool:
+    """Whether what `target` builds has its own method: from its class, or set by `__init__`."""
     bases = (LightningModule, LightningDataModule)
-    base = next((b for b in bases if inspect.isclass(found) and issubclass(found, b)), None)
-    if base is None or getattr(found, name) is not getattr(base, name):
+    base = next((b for b in bases if inspect.isclass(target) and issubclass(target, b)), None)
+    if base is None or getattr(target, name) is not getattr(base, name):
         return True
-    return name in getattr(found.__init__, "__code__", has.__code__).co_names
+    return name in getattr(target.__init__, "__code__", has.__code__).co_names

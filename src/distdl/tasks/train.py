@@ -34,14 +34,10 @@ def log_durations(context: Built) -> None:
     if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):
         return
     what = f"trainer.max_time={limit} is used up" if limit else "the Timer's time is used up"
-    more = f": python -m distdl resume {shown(context.run.path)} trainer.max_time=<more>"
-    log.warning(
-        "%s, in all attempts together: the training ended at step %d, in epoch %d%s",
-        what,
-        steps_of(trainer),
-        trainer.current_epoch,
-        f". To go on{more}" if limit else "",
-    )
+    resume = f"python -m distdl resume {shown(context.run.path)} trainer.max_time=<more>"
+    text = "%s, in all attempts together: the training ended at step %d, in epoch %d%s"
+    more = f". To go on: {resume}" if limit else ""
+    log.warning(text, what, steps_of(trainer), trainer.current_epoch, more)
 
 
 train.check = needs("training_step", "train_dataloader")  # type: ignore[attr-defined]

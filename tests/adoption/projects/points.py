@@ -1,42 +1,127 @@
-"""Data and a network that the projects share: points, each with its number."""
+"""What the projects share: points, each with its number, loaders as people write them, a network.
+
+The idioms are told apart in modules.py and in tests/adoption/table.py.
+"""
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 COUNT, WIDTH = 32, 8
 
 
-class Points(Dataset[dict[str, Tensor]]):
-    def __init__(self, count: int = COUNT, seed: int = 1) -> None:
+class Points(Dataset):
+    def __init__(self, count=COUNT, seed=1):
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(count, WIDTH, generator=generator)
         self.y = self.x.sum(1, keepdim=True).tanh()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.x)
 
-    def __getitem__(self, index: int | list[int]) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         return {"x": self.x[index], "y": self.y[index], "id": torch.tensor(index)}
 
 
+class Stream(IterableDataset):
+    """States that it knows nothing of ranks, so that each takes its turn."""
+
+    shards_itself = False
+
+    def __iter__(self):
+        return map(Points().__getitem__, range(COUNT))
+
+
+class Counting(Sampler):
+    """Another order in each epoch, by a count of its own."""
+
+    epoch = 0
+
+    def __len__(self):
+        return COUNT
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(COUNT, generator=generator).tolist())
+
+
+class Neighbours(Sampler):
+    """A batch sampler: what lies together stays together."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return COUNT // self.size
+
+    def __iter__(self):
+        starts = torch.randperm(len(self)) * self.size
+        return iter([list(range(start, start + self.size)) for start in starts.tolist()])
+
+
+class Named(DataLoader):
+    """A subclass with an argument of its own."""
+
+    def __init__(self, name, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.name = name
+
+
+def weighted():
+    return WeightedRandomSampler(torch.arange(1.0, COUNT + 1), COUNT)
+
+
+def in_batches(size):
+    return BatchSampler(Counting(), size, False)
+
+
+LOADERS = {
+    "plain": lambda size: DataLoader(Points(), size),
+    "shuffled": lambda size: DataLoader(Points(), size, shuffle=True),
+    "stream": lambda size: DataLoader(Stream(), size),
+    "weighted": lambda size: DataLoader(Points(), size, sampler=weighted()),
+    "counting": lambda size: DataLoader(Points(), size, sampler=Counting()),
+    "torchs batches": lambda size: DataLoader(Points(), batch_sampler=in_batches(size)),
+    "unbatched": lambda size: DataLoader(Points(), sampler=in_batches(size), batch_size=None),
+    "batches": lambda size: DataLoader(Points(), batch_sampler=Neighbours(size)),
+    "subclass": lambda size: Named("mine", Points(), size, shuffle=True, num_workers=1),
+}
+
+
 class PointsData(LightningDataModule):
-    def __init__(self, batch_size: int = 4, shuffle: bool = False) -> None:
+    def __init__(self, kind="plain", batch_size=4):
         super().__init__()
-        self.batch_size, self.shuffle = batch_size, shuffle
+        self.kind, self.batch_size = kind, batch_size
 
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Points(), self.batch_size, shuffle=self.shuffle)
+    def train_dataloader(self):
+        return LOADERS[self.kind](self.batch_size)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self):
         return DataLoader(Points(10, seed=2), 4)
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self):
         return DataLoader(Points(6, seed=3), 4)
 
 
-def network() -> nn.Sequential:
+class TwoSets(PointsData):
+    """Validation and test on two sets of different length."""
+
+    def val_dataloader(self):
+        return [DataLoader(Points(14, seed=2), 4), DataLoader(Points(6, seed=3), 4)]
+
+    test_dataloader = val_dataloader
+
+
+def network():
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)
     )
@@ -45,27 +130,26 @@ def network() -> nn.Sequential:
 class Regression(LightningModule):
     """What many a project starts from: one network, one loss, `self.log`."""
 
-    def __init__(self, lr: float = 0.05) -> None:
+    def __init__(self, lr=0.05):
         super().__init__()
-        self.lr = lr
-        self.network = network()
+        self.lr, self.network = lr, network()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.network(x)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         return nn.functional.mse_loss(self(batch["x"]), batch["y"])
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), self.lr)

@@ -1,35 +1,37 @@
-"""Writes down what each batch was and what it did; ends the process where it is told to."""
+"""Records what each batch was and what it did; ends the process at a given batch."""
 
 import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
+
+
+def number(trainer):
+    """Of the batch, from 1, over all epochs."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 class Watch(Callback):
     """Appends a line for each training batch to `$SEEN/rank<r>.jsonl`.
 
-    `$KILL_AT="RANK BATCH"`: that rank is killed when that batch (from 1, over all epochs) begins.
+    `$KILL_AT="RANK BATCH"`: that rank is killed when that batch begins.
     """
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if os.environ.get("KILL_AT") == f"{trainer.global_rank} {self._batch(trainer)}":
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if os.environ.get("KILL_AT") == f"{trainer.global_rank} {number(trainer)}":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if "SEEN" not in os.environ:
+            return
         loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
         weights = torch.cat([p.detach().flatten().double() for p in pl_module.parameters()])
         line = {
             "epoch": trainer.current_epoch,
-            "batch": self._batch(trainer),
+            "batch": number(trainer),
             "ids": batch["id"].tolist(),
             "loss": float(loss) if isinstance(loss, torch.Tensor) else None,
             "logged": {k: float(v) for k, v in trainer.callback_metrics.items() if "val" not in k},
@@ -39,7 +41,3 @@ class Watch(Callback):
         }
         with Path(os.environ["SEEN"], f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-    @staticmethod
-    def _batch(trainer: Trainer) -> int:
-        return trainer.fit_loop.epoch_loop.batch_progress.total.ready

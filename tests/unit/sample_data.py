@@ -1,0 +1,117 @@
+"""Images, data sets and loaders that the tests of data loading share."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+
+from distdl.data import SyntheticImages
+from distdl.data.encoded import EncodedImages
+from distdl.data.loading import distribute
+from distdl.data.sampling import TrainPosition
+from distdl.data.views import EvalView
+from distdl.models import ImageClassifier
+
+
+def picture(width=125, height=90, seed=0) -> Image.Image:
+    """Smooth colours, as photographs have them."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+PLAIN, GREY = encoded(picture()), encoded(picture().convert("L"))
+BROKEN = PLAIN[:500]
+
+
+class Listed(EncodedImages):
+    """Files in a list; `repaired` replaces a broken one."""
+
+    def __init__(self, files, view=None, repaired=None):
+        super().__init__(view or EvalView(16))
+        self.files, self.repaired = list(files), repaired
+
+    def __len__(self):
+        return len(self.files)
+
+    def read(self, index):
+        return self.files[index]
+
+    def label(self, index):
+        return index
+
+    def name(self, index):
+        return f"file {index}"
+
+    def repair(self, index):
+        self.files[index] = self.repaired or self.files[index]
+        return self.repaired is not None
+
+
+class Augmented(Dataset):
+    """Draws from all three generators that a user's augmentation may use."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, length=10, as_dict=False):
+        self.length, self.as_dict = length, as_dict
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        draws = torch.tensor([index, *draw_all()])
+        return {"x": draws} if self.as_dict else draws
+
+
+class Loaders(LightningDataModule):
+    """Gives what `make` makes, in every stage."""
+
+    def __init__(self, make, exact=False):
+        super().__init__()
+        self.train_dataloader = lambda: make()
+        self.val_dataloader = self.predict_dataloader = self.train_dataloader
+        self.test_dataloader = lambda: [make(), make()]
+        if exact:
+            self.exact_evaluation = True
+
+
+def share(source, rank=0, world_size=1, position=None, **kwargs):
+    position = position or TrainPosition()
+    distribute(source, rank=rank, world_size=world_size, seed=0, position=position, **kwargs)
+    return source
+
+
+def draw_all():
+    """The next number of each of the three global generators."""
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def seed_all(value):
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(value)
+
+
+def synthetic(samples=11, classes=7, **options):
+    """Unlearnt images of 8 x 8 pixels in batches of 4; `samples`: for validation."""
+    sizes = {"image_size": 8, "pool_size": 16, "train_samples": 64, "val_samples": samples}
+    return SyntheticImages(4, num_classes=classes, **{**sizes, **options})
+
+
+def classifier(classes=7, **options):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    network = nn.Sequential(*layers, nn.Linear(8, classes))
+    return ImageClassifier(network, num_classes=classes, **options)
