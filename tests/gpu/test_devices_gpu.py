@@ -3,11 +3,8 @@
 Needs an NVIDIA GPU; skipped elsewhere. Not run where distdl was written.
 """
 
-from __future__ import annotations
-
 import subprocess
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(600),
 ]
-
 SHORT = [
     *("model=resnet18", "data=synthetic", "data.image_size=32", "data.batch_size=8"),
     *("data.train_samples=64", "data.val_samples=8", "schedule.warmup_epochs=0"),
@@ -29,31 +25,31 @@ SHORT = [
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distdl")
 
 
-def uuids() -> list[str]:
-    asked = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+@pytest.fixture
+def cards():
+    """UUIDs."""
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_an_id_counts_what_is_visible_by_uuid(tmp_path: Path) -> None:
-    last = uuids()[-1]
-    env = {"CUDA_VISIBLE_DEVICES": last}
-    done = distdl(*SHORT, "trainer.devices=[0]", cwd=tmp_path, env=env)
+def test_an_id_counts_what_is_visible_by_uuid(cards, tmp_path):
+    options = {"cwd": tmp_path, "env": {"CUDA_VISIBLE_DEVICES": cards[-1]}}
+    done = distdl(*SHORT, "trainer.devices=[0]", **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    attempt = tmp_path / "outputs/default/run/attempts/001"
-    launched = yaml.safe_load((attempt / "launch.yaml").read_text())
-    assert launched["resources"]["device_ids"] == [last]
-    refused = distdl(*SHORT, "trainer.devices=[1]", cwd=tmp_path, env=env)
+    launch = (tmp_path / "outputs/default/run/attempts/001/launch.yaml").read_text()
+    assert yaml.safe_load(launch)["resources"]["device_ids"] == cards[-1:]
+    refused = distdl(*SHORT, "trainer.devices=[1]", **options)
     assert refused.returncode == 2 and "ids count the 1 GPUs visible" in refused.stderr
 
 
-def test_two_ranks_with_one_gpu_are_refused_by_what_nccl_says(tmp_path: Path) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": uuids()[0]}
+def test_two_ranks_with_one_gpu_are_refused_by_what_nccl_reports(cards, tmp_path):
+    env = {"CUDA_VISIBLE_DEVICES": cards[0]}
     done = distdl(*SHORT, "strategy=ddp", cwd=tmp_path, env=env, module=TORCHRUN, timeout=500)
     assert done.returncode != 0
     assert "has the same GPU as another rank: Duplicate GPU detected" in done.stdout + done.stderr
 
 
-def test_gradients_are_accumulated_on_the_stream_of_the_step(tmp_path: Path) -> None:
+def test_gradients_are_accumulated_on_the_stream_of_the_step():
     """torch warns where they are not."""
     import torch.distributed as dist
     from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -63,9 +59,8 @@ def test_gradients_are_accumulated_on_the_stream_of_the_step(tmp_path: Path) -> 
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
-        strategy = DDPStrategy(
-            parallel_devices=[device], cluster_environment=LightningEnvironment()
-        )
+        environment = LightningEnvironment()
+        strategy = DDPStrategy(parallel_devices=[device], cluster_environment=environment)
         model = strategy._setup_model(torch.nn.Linear(4, 4).to(device))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -76,7 +71,7 @@ def test_gradients_are_accumulated_on_the_stream_of_the_step(tmp_path: Path) -> 
         dist.destroy_process_group()
 
 
-def test_nvjpeg_does_not_wait_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvjpeg_does_not_wait_for_the_step(monkeypatch):
     from distdl.data.decoding import works
     from distdl.data.images import ImageData
     from distdl.data.nvjpeg import EncodedBatch

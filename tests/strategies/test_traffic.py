@@ -1,8 +1,7 @@
 """Bytes per step: as many as arithmetic says, and as the kernel saw gloo write."""
 
-from __future__ import annotations
-
 import pytest
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from distdl.callbacks.count_traffic import CountTraffic
@@ -11,70 +10,43 @@ from tests.strategies.two_ranks import results
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 
-
-@pytest.fixture(scope="module")
-def found() -> dict:
-    return results("tests.strategies.ddp_cases")
-
-
-def test_ddp_sends_four_bytes_a_parameter_and_the_buffers(found) -> None:
-    for name in ("ddp_none", "ddp_batch_norm"):
-        rank = found[name][0]
-        assert rank["traffic"]["payload"] == rank["parameters"] + rank["buffers"]
-    assert found["ddp_batch_norm"][0]["buffers"] == 2 * 8 * 4 + 8
-
-
-@pytest.mark.parametrize("hook", ["bf16", "fp16"])
-def test_half_precision_sends_half(found, hook) -> None:
-    rank = found[f"ddp_{hook}"][0]
-    assert rank["traffic"]["payload"] == rank["parameters"] / 2
+# powersgd of rank 1: rows + columns of each matrix that this makes smaller, and all other numbers
+# (biases and the norm).
+FACTORS = (8 + 27) + (160 + 128) + (10 + 160) + (8 + 8 + 8 + 160 + 10)
+STATISTICS = 2 * 8 * 4  # of batch norm; its counter is not a number to be averaged
+PAYLOADS = {
+    "ddp_none": lambda parameters: parameters,
+    "ddp_batch_norm": lambda parameters: parameters + STATISTICS + 8,
+    "ddp_bf16": lambda parameters: parameters / 2,
+    "ddp_fp16": lambda parameters: parameters / 2,
+    "ddp_powersgd": lambda parameters: 4 * FACTORS,
+    "ddp_post_local": lambda parameters: parameters / 3,
+    # Eight counted steps, of which every second or fourth ends in a meeting.
+    "local_2": lambda parameters: (parameters + STATISTICS) / 2,
+    "local_4": lambda parameters: (parameters + STATISTICS) / 4,
+}
 
 
-def test_powersgd_sends_factors(found) -> None:
-    """Rank 1: rows + columns of each matrix that this makes smaller, and all other numbers."""
-    conv, first, second = 8 * 27, (160, 128), (10, 160)
-    factors = (8 + 27) + sum(first) + sum(second)
-    assert conv > 2 * (8 + 27)
-    others = 8 + 8 + 8 + 160 + 10  # biases and the norm
-    assert found["ddp_powersgd"][0]["traffic"]["payload"] == 4 * (factors + others)
-
-
-def test_local_steps_send_a_fraction(found) -> None:
-    """Eight counted steps, of which every second or fourth ends in a meeting."""
-    for every in (2, 4):
-        rank = found[f"local_every_{every}"][0]
-        statistics = 2 * 8 * 4  # of batch norm; its counter is not a number to be averaged
-        expected = (rank["parameters"] + statistics) / every
-        assert rank["traffic"]["payload"] == expected
-    post_local = found["ddp_post_local_sgd"][0]
-    assert post_local["traffic"]["payload"] == post_local["parameters"] / 3
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["ddp_none", "ddp_bf16", "ddp_fp16", "ddp_powersgd", "local_every_2", "local_every_4"],
-)
-def test_the_kernel_saw_as_much(found, name) -> None:
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_step_sends_as_much_as_arithmetic_says_and_the_kernel_saw(name):
     """gloo adds 96 bytes and more of its own to a message (handshakes of the steps, headers)."""
-    rank = found[name][0]
-    sent, written = rank["traffic"]["sent"], rank["written"]
-    calls = sum(tally["calls"] for tally in rank["traffic"]["collectives"].values())
-    assert sent <= written <= sent + 600 * calls
+    rank = results("tests.strategies.ddp_cases")[name][0]
+    traffic = rank["traffic"]
+    assert traffic["payload"] == PAYLOADS[name](rank["parameters"])
+    if name not in ("ddp_batch_norm", "ddp_post_local"):
+        calls = sum(tally["calls"] for tally in traffic["collectives"].values())
+        assert traffic["sent"] <= rank["written"] <= traffic["sent"] + 600 * calls
 
 
-def test_the_ring_sends_all_but_its_own_part_twice() -> None:
-    import torch
-
-    traffic = Traffic()
-    tensor = torch.zeros(1000)
+def test_the_ring_sends_all_but_its_own_part_twice():
+    traffic, tensor, four = Traffic(), torch.zeros(1000), torch.zeros(4000)
     traffic.add("allreduce_", ([tensor],), 4)
     assert (traffic.payload, traffic.sent) == (4000, 2 * 3 / 4 * 4000)
-    traffic.add("_allgather_base_", (torch.zeros(4000), tensor), 4)
-    assert traffic.collectives["_allgather_base"].sent == 3 * 4000
-    traffic.add("_reduce_scatter_base_", (tensor, torch.zeros(4000)), 4)
-    assert traffic.collectives["_reduce_scatter_base"].sent == 3 / 4 * 16000
+    traffic.add("_allgather_base_", (four, tensor), 4)
+    traffic.add("_reduce_scatter_base_", (tensor, four), 4)
     traffic.add("send", ([tensor],), 4)
-    assert traffic.collectives["send"].sent == 4000
+    sent = {name: tally.sent for name, tally in traffic.collectives.items() if name != "allreduce"}
+    assert sent == {"_allgather_base": 12_000, "_reduce_scatter_base": 12_000, "send": 4000}
     before = traffic.sent
     traffic.add("recv_", ([tensor],), 4)
     traffic.add("allreduce_", ([tensor],), 1)
@@ -82,7 +54,7 @@ def test_the_ring_sends_all_but_its_own_part_twice() -> None:
 
 
 @pytest.mark.parametrize(("steps", "words"), [(1, "(1 step counted)"), (2, "(2 steps counted)")])
-def test_the_line_at_the_end(steps, words, tmp_path, caplog) -> None:
+def test_the_line_at_the_end(steps, words, tmp_path, caplog):
     counter = CountTraffic()
     counter.steps = steps
     with caplog.at_level("INFO"):
@@ -90,7 +62,6 @@ def test_the_line_at_the_end(steps, words, tmp_path, caplog) -> None:
     assert words in caplog.text
 
 
-def test_sizes_in_words() -> None:
-    assert in_words(102_228_128) == "102.2 MB"
-    assert in_words(1_500) == "1.5 kB"
-    assert in_words(3) == "3 B"
+def test_sizes_in_words():
+    values = (102_228_128, 1_500, 3)
+    assert [in_words(value) for value in values] == ["102.2 MB", "1.5 kB", "3 B"]

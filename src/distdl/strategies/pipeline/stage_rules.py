@@ -27,18 +27,13 @@ ZERO_BUBBLE_SINCE = "2.14"
 class StagePosition:
     """One rank's position in the mesh of pipelines (replicas of the model) and stages.
 
-    Args:
-        stage: Which part of the model this rank has; 0 takes the inputs.
-        stages: Parts of the model, one per rank of a pipeline.
-        replica: The pipeline of this rank; each pipeline has its own share of the data.
-        replicas: Number of pipelines.
-        across: "devices": the stages of a pipeline are neighbouring ranks. "nodes": they are as far
-            apart as possible, so that the copies of a stage share a node.
+    Across "devices", the stages of a pipeline are neighbouring ranks; across "nodes", they are as
+    far apart as possible, so that the copies of a stage share a node.
     """
 
-    stage: int
+    stage: int  # the part of the model; 0 takes the inputs
     stages: int
-    replica: int
+    replica: int  # the pipeline; each has its own share of the data
     replicas: int
     across: str = "devices"
 
@@ -96,9 +91,6 @@ def at_strategy(problem: Problem) -> Problem:
     return replace(problem, path=f"strategy.{problem.path}".removesuffix("."))
 
 
-# -------------------------------------------------------------------- checks before the start
-
-
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
     """The strategy's validation hook: checks settings, batch, precision and model."""
     config = context.get("config") or {}
@@ -123,12 +115,7 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
 
 
 def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
-    """Problems of the settings for this number of ranks; paths are relative to the node.
-
-    Args:
-        node: stages, schedule, micro_batches, pieces_per_stage and balance, each of the type that
-            the strategy takes.
-    """
+    """Problems of the settings for this number of ranks; paths are relative to the node."""
     cut = node.get("balance", "measured")
     if isinstance(cut, str) and cut not in BALANCES:
         near = closest(cut, BALANCES)
