@@ -1,19 +1,10 @@
-"""Trainings with Lightning's own callbacks, or stepped by hand: in forks of one warm process, by
-the plain Trainer, by distdl, and by distdl killed with -9 inside an epoch and resumed.
+"""What test_own_parts trains; copied into a project's folder as mine.py."""
 
-Copied into a project's folder as mine.py and run there; prints the losses of each as JSON.
-"""
-
-import functools
-import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
-import traceback
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-@functools.cache
 def table(count):
     inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).tanh())
@@ -183,91 +173,18 @@ def ranks_of(name):
     return 2 if name.endswith("two ranks") else 1
 
 
-def in_forks(work, output, ranks, **variables):
-    """The exit code of `work`, or minus the signal that ended it; the first of several ranks'."""
-    pids = []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for rank in map(str, range(ranks)):
-        if ranks > 1:  # as torchrun has it
-            variables |= {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "own"}
-            variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        pids.append(os.fork())
-        if pids[-1]:
-            continue
-        code = 99
-        try:
-            with open(output, "a") as file:
-                os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-            os.environ.update(variables)
-            code = work() or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
-    first, *_ = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return first
-
-
-def plainly(cls, arguments, callbacks, ranks):
+def main(name):
+    """The plain Trainer's training of a case; Lightning itself starts the second of two ranks."""
+    cls, arguments, callbacks, *_ = {**CASES, **MORE}[name]
     pl.seed_everything(0, verbose=False)
-    module = cls(**arguments)
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    if ranks > 1:
-        options |= {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"}
+    if ranks_of(name) > 1:
+        options |= {"devices": 2, "strategy": "ddp_find_unused_parameters_true"}
         options |= {"use_distributed_sampler": False}
-    callbacks = [getattr(theirs, name)(**values) for name, values in callbacks]
+    callbacks = [getattr(theirs, each)(**values) for each, values in callbacks]
     trainer = pl.Trainer(max_epochs=3, callbacks=callbacks, accelerator="cpu", **options)
-    trainer.fit(module, datamodule=Dealt() if ranks > 1 else Data())
-
-
-def by_distdl(*arguments):
-    from distdl.cli.main import main as command_line
-
-    sys.argv = ["distdl", *arguments]
-    return command_line(arguments)
-
-
-def train(name):
-    """One case: its exit codes, losses by batch, and what was printed."""
-    cls, arguments, callbacks, overrides, kill = {**CASES, **MORE}[name]
-    ranks, words = ranks_of(name), name.replace(" ", "_").replace(",", "")
-    command = [f"model={cls.__name__.lower()}", "data=table", "optimizer=none", "schedule=none"]
-    command += ["trainer.accelerator=cpu", "trainer.max_epochs=3", "trainer.log_every_n_steps=1"]
-    command += ["tracking=none", "checkpoint.monitor=null", "checkpoint.every_n_steps=1"]
-    command += ["experiment_name=e", *(node(*each) for each in callbacks), *overrides]
-    if ranks > 1:
-        command += ["strategy=ddp", "strategy.find_unused_parameters=true"]
-
-    def run(part, work, kill=0):
-        code = in_forks(work, f"{words}-{part}.log", ranks, LOSSES=f"{part}.jsonl", KILL=str(kill))
-        path = Path(f"{part}.jsonl")
-        losses = [json.loads(line) for line in path.read_text().splitlines()]
-        path.unlink()
-        return code, losses
-
-    distdl = functools.partial(functools.partial, by_distdl)
-    plain, expected = run("plain", lambda: plainly(cls, arguments, callbacks, ranks))
-    whole, losses = run("whole", distdl(*command, f"name={words}"))
-    killed, before = run("killed", distdl(*command, f"name={words}-killed"), kill)
-    resumed, after = run("killed", distdl("resume", f"outputs/e/{words}-killed"))
-    return {
-        "codes": [plain, whole, killed, resumed],
-        "plain": dict(expected),
-        "whole": dict(losses),
-        "resumed": dict([*before, *after]),
-        "first": after[0][0],
-        "output": Path(f"{words}-whole.log").read_text(),
-        "killed": Path(f"{words}-killed.log").read_text(),
-    }
+    trainer.fit(cls(**arguments), datamodule=Dealt() if ranks_of(name) > 1 else Data())
 
 
 if __name__ == "__main__":
-    importlib.import_module("distdl.worker.build")  # warm
-    from distdl.validation import validate
-
-    validate._ask_child = lambda request: {"problems": [], "notes": [], "facts": {}}
-    print(json.dumps({name: train(name) for name in sys.argv[1:]}))
+    main(sys.argv[1])

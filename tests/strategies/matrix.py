@@ -18,7 +18,6 @@ from tests.strategies.ranks import Case, Seen
 MATRIX = "DISTDL_MATRIX" in os.environ  # `make matrix`
 STEPS = 6
 HALF = STEPS // 2
-GLOBAL_BATCH = 8
 # Ten times the largest difference that was seen (four ranks add up in another order than two).
 SAME_TO = 4e-6
 

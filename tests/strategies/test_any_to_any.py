@@ -69,14 +69,3 @@ def test_a_file_of_lightnings_resumes_alike(name, runs):
 @pytest.mark.parametrize("name", dict.fromkeys(name for pair in PAIRS for name in pair))
 def test_lightning_alone_reads_the_file(name, runs):
     read_by_lightning(step(runs.train(name)), step(runs.train("single")))
-
-
-def test_the_table_is_replaced(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    for _ in range(2):
-        write({("single", "single"): 0.0, ("single", "ddp x2"): 1.2e-8}, page)
-    text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}|") and text.endswith(f"{END}after\n")
-    assert "| **single** | 0 | 1e-08 | not run |" in text and "old" not in text
-    assert BEGIN in PAGE.read_text() and END in PAGE.read_text()

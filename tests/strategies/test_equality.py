@@ -4,7 +4,6 @@ import pytest
 
 from distdl.strategies.pipeline import stage_rules
 from tests.strategies.matrix import (
-    GLOBAL_BATCH,
     HALF,
     MATRIX,
     SAME_TO,
@@ -91,11 +90,3 @@ def test_averages_as_ddp_does_and_resumes_there(runs):
     averaged, plain = read(step(ddp)), read(step(runs.train("ddp x2")))
     assert apart(averaged["current_model_state"], plain["state_dict"]) < SAME_TO
     assert apart(averaged["state_dict"], plain["state_dict"]) > 1e-3, "nothing was averaged"
-
-
-@pytest.mark.parametrize("name", {**TOPOLOGIES, **EVERYONE})
-def test_the_global_batch_is_the_same_everywhere(name):
-    topology = {**TOPOLOGIES, **EVERYONE}[name]
-    values = dict(o.split("=", 1) for o in topology.overrides)
-    rows = int(values["data.batch_size"]) * int(values["trainer.accumulate_grad_batches"])
-    assert rows * topology.ranks // int(values.get("strategy.stages", 1)) == GLOBAL_BATCH

@@ -172,25 +172,18 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be():
     assert sorted((loads[0] + loads[2], loads[1] + loads[3])) == [5, 5]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "costs", "pieces", "expected"),
-    [
-        ("gpipe", [1, 1], 1, 1 / 5),  # (p-1) / (m+p-1)
-        ("interleaved", [1, 1], 2, 1 / 9),
-        ("1f1b", [1, 3], 1, 1 - 16 / 26),
-    ],
-)
-def test_the_predicted_bubble(schedule, costs, pieces, expected):
-    assert balance.bubble(schedule, costs, pieces, 4) == pytest.approx(expected)
+def test_the_predicted_bubble():
+    assert balance.bubble("gpipe", [1, 1], 1, 4) == pytest.approx(1 / 5)  # (p-1) / (m+p-1)
+    assert balance.bubble("interleaved", [1, 1], 2, 4) == pytest.approx(1 / 9)
+    assert balance.bubble("1f1b", [1, 3], 1, 4) == pytest.approx(1 - 16 / 26)
 
 
-@pytest.mark.parametrize(
-    ("across", "expected"),
-    [("devices", [(0, 0), (1, 0), (0, 1), (1, 1)]), ("nodes", [(0, 0), (0, 1), (1, 0), (1, 1)])],
-)
-def test_each_rank_has_one_position(across, expected):
-    positions = [StagePosition.of_rank(rank, 4, 2, across) for rank in range(4)]
-    assert [(p.stage, p.replica) for p in positions] == expected
+def test_each_rank_has_one_position():
+    near, far = (
+        [StagePosition.of_rank(n, 4, 2, a) for n in range(4)] for a in ("devices", "nodes")
+    )
+    assert [(p.stage, p.replica) for p in near] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(p.stage, p.replica) for p in far] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 TORCHVISION = ("resnet18", "convnext_tiny", "mobilenet_v3_small", "vgg11")

@@ -2,7 +2,6 @@
 
 import io
 import math
-from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -10,7 +9,9 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
+from timm.layers import BatchNormAct2d, RmsNorm2d, SimpleNorm2d
 from torch import nn
+from torchvision.models import resnet50
 
 from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
@@ -20,6 +21,7 @@ DECAY = {"decay_norm_and_bias": False, "momentum": 0.9, "weight_decay": 1e-4}
 SCALING = {"lr": 0.1, "lr_scaling": "linear", "lr_reference_batch": 256}
 SGD = {"_target_": "torch.optim.SGD", **SCALING, **DECAY}
 WARMUP = [0.2 * (k + 1) / 20 for k in range(20)]
+COSINE = {"_target_": "distdl.optim.warmup_cosine"}
 TORCHS = "torch.optim.lr_scheduler"
 
 
@@ -83,29 +85,12 @@ def test_refused(call, path, message):
     assert error.value.problems[0].path == path
 
 
-class Odd(nn.Module):
-    """Named misleadingly: types decide."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.Linear(2, 2, bias=False)
-        self.conv = nn.LayerNorm(2)
-        self.bias_net = nn.Linear(2, 2)
-        self.attention, self.lstm = nn.MultiheadAttention(2, 1), nn.LSTM(2, 2)
-        norms = nn.SyncBatchNorm(2), nn.InstanceNorm2d(2, affine=True), nn.RMSNorm(2)
-        self.norms = nn.ModuleList([*norms, nn.GroupNorm(1, 2)])
-
-
-def resnet50():
-    from torchvision.models import resnet50
-
-    return resnet50()
-
-
-def timms():
-    from timm.layers import BatchNormAct2d, RmsNorm2d, SimpleNorm2d
-
-    return nn.Sequential(BatchNormAct2d(4), RmsNorm2d(4), SimpleNorm2d(4))
+def misleading():
+    """Types decide, and not names."""
+    norms = nn.SyncBatchNorm(2), nn.InstanceNorm2d(2, affine=True), nn.RMSNorm(2)
+    parts = {"bn": nn.Linear(2, 2, bias=False), "conv": nn.LayerNorm(2), "bias": nn.Linear(2, 2)}
+    parts |= {"attention": nn.MultiheadAttention(2, 1), "lstm": nn.LSTM(2, 2)}
+    return nn.ModuleDict({**parts, "norms": nn.ModuleList([*norms, nn.GroupNorm(1, 2)])})
 
 
 def shared_and_frozen():
@@ -121,9 +106,9 @@ def shared_and_frozen():
         # 53 convolutions and one linear weight; 106 tensors of norms and one bias.
         (resnet50, False, [(54, 1e-4), (107, 0.0)]),
         (resnet50, True, [(161, 1e-4)]),
-        # bn, bias_net.weight, attention in and out, lstm ih and hh
-        (Odd, False, [(1 + 1 + 2 + 2, 1e-4), (2 + 1 + 2 + 2 + (2 + 2 + 1 + 2), 0.0)]),
-        (timms, False, [(4, 0.0)]),
+        # bn, bias.weight, attention in and out, lstm ih and hh
+        (misleading, False, [(1 + 1 + 2 + 2, 1e-4), (2 + 1 + 2 + 2 + (2 + 2 + 1 + 2), 0.0)]),
+        (lambda: nn.Sequential(BatchNormAct2d(4), RmsNorm2d(4), SimpleNorm2d(4)), False, [(4, 0)]),
         (shared_and_frozen, False, [(1, 1e-4), (1, 0.0)]),
     ],
 )
@@ -230,15 +215,10 @@ def test_a_warmup_longer_than_training_is_logged(name, caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "arguments"),
-    [
-        ("warmup_cosine", 512, {}),
-        ("warmup_cosine", 1024, {}),
-        ("warmup_step", 1024, {"milestones": [6]}),
-    ],
+    ("name", "batch"), [("warmup_cosine", 512), ("warmup_cosine", 1024), ("warmup_step", 1024)]
 )
-def test_a_resumed_schedule_follows_the_curve_of_its_global_batch(name, batch, arguments):
-    arguments = {"warmup_epochs": 2, **arguments}
+def test_a_resumed_schedule_follows_the_curve_of_its_global_batch(name, batch):
+    arguments = {"warmup_epochs": 2, **({"milestones": [6]} if name == "warmup_step" else {})}
     ratio, old, new = batch // 512, build(), build(global_batch=batch)
     before = schedule(name, old, **arguments)["scheduler"]
     rates({"scheduler": before}, old, 70)  # epoch 7 of 10
@@ -287,21 +267,14 @@ def length(batches, max_epochs=-1, max_steps=-1, accumulate=1):
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
-        ((1000, 90, 100), 100),
-        ((1000, 90, 1500), 1500),
-        ((1000, -1, 1500), 1500),
-        ((10, 3, 1000), 30),
-        ((10, 3, -1, 4), 9),
-        ((10, 3, 8, 4), 8),
+        *(((1000, 90, 100), 100), ((1000, 90, 1500), 1500), ((1000, -1, 1500), 1500)),
+        *(((10, 3, 1000), 30), ((10, 3, -1, 4), 9), ((10, 3, 8, 4), 8)),
         ((math.inf, 3, 70), 70),
     ],
 )
 @pytest.mark.parametrize(
     "node",
-    [
-        {"_target_": "distdl.optim.warmup_cosine", "warmup_epochs": 0},
-        {"_target_": f"{TORCHS}.OneCycleLR", "max_lr": 0.2},
-    ],
+    [COSINE | {"warmup_epochs": 0}, {"_target_": f"{TORCHS}.OneCycleLR", "max_lr": 0.2}],
 )
 def test_a_schedule_ends_with_the_training(arguments, steps, node):
     """Whichever comes first of max_epochs and max_steps, also within an epoch."""
@@ -313,7 +286,6 @@ def test_a_schedule_ends_with_the_training(arguments, steps, node):
 
 @pytest.mark.parametrize("arguments", [(10,), (math.inf, 3)])
 def test_only_a_constant_rate_needs_no_end(arguments):
-    for name in ("warmup_cosine", "constant"):
-        node = {"_target_": f"distdl.optim.{name}"}
-        with pytest.raises(UserError) if name != "constant" else nullcontext():
-            optimizers.build_schedule(build(), node, **length(*arguments))
+    with pytest.raises(UserError):
+        optimizers.build_schedule(build(), COSINE, **length(*arguments))
+    optimizers.build_schedule(build(), {"_target_": "distdl.optim.constant"}, **length(*arguments))

@@ -12,21 +12,15 @@ from distdl.util.errors import UserError
 
 
 def least_of_all(batches: float) -> float:
-    """The number of batches that every rank is sure to have; 0 if a rank of several has no length.
-
-    Args:
-        batches: This rank's number of batches; infinity: unknown. Called by all ranks.
-    """
+    """The least number of batches (infinity: unknown) of the ranks, which all call this; 0 if a
+    rank of several has no length."""
     least = min(process_group.gather(batches))
     return 0 if math.isinf(least) and process_group.world_size() > 1 else least
 
 
 def refuse_uneven(batches: float) -> None:
-    """Ends a training whose ranks have different numbers of batches. In the longest epoch, a rank
-    would wait for gradients of ranks that have finished theirs. Called by all ranks.
-
-    Args:
-        batches: Batches in this rank's epoch; infinity: unknown, and nothing is compared.
+    """Ends a training whose ranks have different numbers of batches (infinity: unknown), since some
+    would wait for others' gradients. Called by all ranks.
 
     Raises:
         UserError: On all ranks.

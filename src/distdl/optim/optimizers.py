@@ -39,13 +39,10 @@ _TIMM_NORMS = (
 
 
 def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> float:
-    """Scales a learning rate from a global batch of `reference` to `global_batch`.
+    """Scales a learning rate from a global batch of `reference` images to `global_batch`.
 
     Args:
-        lr: The rate for a global batch of `reference`.
-        global_batch: Images per optimizer step, over all ranks and accumulated batches.
         rule: "linear" (Goyal et al. 2017), "sqrt" (Krizhevsky 2014, "One weird trick") or "none".
-        reference: The global batch that `lr` was tuned for.
 
     Raises:
         UserError: For another rule.
@@ -88,18 +85,11 @@ def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
 def parameter_groups(
     module: nn.Module, weight_decay: float | None, decay_norm_and_bias: bool = False
 ) -> list[dict[str, Any]]:
-    """The trainable parameters, each once, grouped by whether weight decay applies.
+    """The trainable parameters, each once: at most two groups for an optimizer, decayed ones first.
 
     Parameters of normalisation layers and biases are not decayed (Goyal et al. 2017, section 5.3;
-    He et al. 2019, "Bag of Tricks"). Normalisation layers are found by their type, not their name.
-
-    Args:
-        module: The module to train.
-        weight_decay: For the decayed group; None: the optimizer's default.
-        decay_norm_and_bias: Decay all parameters.
-
-    Returns:
-        At most two groups for an optimizer, decayed ones first; an empty one is left out.
+    He et al. 2019, "Bag of Tricks"), unless `decay_norm_and_bias`. Normalisation layers are found
+    by their type, not their name. A `weight_decay` of None is the optimizer's default.
     """
     # Models with timm's layers have imported them already; other models need not wait for that.
     timm = sys.modules.get("timm.layers")
@@ -133,7 +123,6 @@ def build_optimizer(
     Each group also holds "reference_lr", the rate before scaling, for the schedules' warm-up.
 
     Args:
-        module: The module to train.
         config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
             decay_norm_and_bias (False), and arguments of the class.
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
@@ -238,11 +227,10 @@ def build_schedule(
     others step once per epoch. The node's `interval` overrides this.
 
     Args:
-        optimizer: Any optimizer.
         config: `_target_`, arguments of the target, and Lightning's settings (interval, frequency,
             monitor, strict, name).
         steps_per_epoch: Optimizer steps (after accumulation) per epoch.
-        max_epochs: Epochs of the complete training.
+        max_epochs: Of the complete training.
         total_steps: Optimizer steps of the complete training, which may end within an epoch;
             infinity: unknown; None: it ends with the last epoch.
 

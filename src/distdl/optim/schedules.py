@@ -49,8 +49,6 @@ def warmup_cosine(
     """Linear warm-up, then half a cosine to `min_lr_ratio` of the full rate (Loshchilov 2017).
 
     Args:
-        optimizer: Has the full rates.
-        steps_per_epoch: Optimizer steps per epoch.
         max_epochs: The cosine ends with the last epoch, or with `total_steps` if given.
         warmup_epochs: May be a fraction; 0: no warm-up.
         min_lr_ratio: From 0 to 1.
@@ -58,19 +56,18 @@ def warmup_cosine(
             scaling by the global batch (Goyal et al. 2017, section 2.2), so a run at the reference
             batch has no warm-up. The k-th of w steps has the share start + (1 - start) * k / w, so
             the first step's rate is above 0 even if the start is 0.
-        total_steps: Optimizer steps of the complete training, which may end within an epoch.
+        total_steps: Of the complete training, which may end within an epoch.
 
     If the warm-up is longer than the training, the training ends within it, with a warning.
     """
-    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
-    warmup = round(warmup_epochs * steps_per_epoch)
+    warmup, total = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
     decay = max(1, total - warmup)
 
     def after(step: int) -> float:
         cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / decay))) / 2
         return min_lr_ratio + (1 - min_lr_ratio) * cosine
 
-    return _warmed_up(optimizer, warmup, warmup_from, total, after)
+    return _warmed_up(optimizer, warmup, warmup_from, after)
 
 
 def warmup_step(
@@ -87,14 +84,13 @@ def warmup_step(
 
     The other arguments are those of `warmup_cosine`.
     """
-    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
-    warmup = round(warmup_epochs * steps_per_epoch)
+    warmup, _ = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
     steps = [round(milestone * steps_per_epoch) for milestone in milestones]
 
     def after(step: int) -> float:
         return gamma ** sum(step >= milestone for milestone in steps)
 
-    return _warmed_up(optimizer, warmup, warmup_from, total, after)
+    return _warmed_up(optimizer, warmup, warmup_from, after)
 
 
 def constant(
@@ -106,17 +102,27 @@ def constant(
     total_steps: float | None = None,
 ) -> LambdaLR:
     """Linear warm-up (default: none), then the full rate. Arguments: see `warmup_cosine`."""
+    warmup, _ = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
+    return _warmed_up(optimizer, warmup, warmup_from, lambda step: 1.0)
+
+
+def _steps(
+    steps_per_epoch: int, max_epochs: int, total_steps: float | None, warmup_epochs: float
+) -> tuple[int, float]:
+    """Of the warm-up and of the training."""
     total = steps_per_epoch * max_epochs if total_steps is None else total_steps
     warmup = round(warmup_epochs * steps_per_epoch)
-    return _warmed_up(optimizer, warmup, warmup_from, total, lambda step: 1.0)
+    if warmup > total:
+        # A short trial of a long recipe is allowed, but its rates are not the recipe's.
+        log.warning(
+            f"schedule.warmup_epochs={warmup_epochs:g} is {warmup} optimizer steps and training "
+            f"lasts {int(total)}: all of it is warm-up (schedule.warmup_epochs=0: none)"
+        )
+    return warmup, total
 
 
 def _warmed_up(
-    optimizer: Optimizer,
-    warmup: int,
-    warmup_from: float | str,
-    total: float,
-    after: Callable[[int], float],
+    optimizer: Optimizer, warmup: int, warmup_from: float | str, after: Callable[[int], float]
 ) -> LambdaLR:
     if warmup_from == "reference":
         group = optimizer.param_groups[0]

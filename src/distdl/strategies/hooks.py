@@ -38,10 +38,9 @@ def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node
         powersgd_rank: Rank of the matrices that replace a gradient (Vogels et al. 2019, "PowerSGD",
             https://arxiv.org/abs/1905.13727, algorithm 1).
         start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd begins.
-        step: Optimizer steps before the resume. PowerSGD's errors differ on every rank and are not
-            in the checkpoint, so PowerSGD starts again with plain steps.
-        per_node: Ranks per node. With several nodes, post_local_sgd still averages gradients
-            within a node.
+        step: Optimizer steps before the resume. PowerSGD's errors are in no checkpoint, so it
+            starts again with plain steps.
+        per_node: Ranks per node, within which post_local_sgd still averages gradients.
     """
     if name in ("bf16", "fp16"):
         return None, bf16_compress_hook if name == "bf16" else fp16_compress_hook

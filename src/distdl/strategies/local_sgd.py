@@ -150,11 +150,8 @@ class LocalSGDStrategy(DriftingStrategy):
         trained = (p for p in self.lightning_module.parameters() if p.requires_grad)
         gradients = sum(p.numel() * p.element_size() for p in trained)
         log.info(
-            "local_sgd: %d meetings in %d steps, those before validations and checkpoints "
-            "included; a rank handed over %s per step, with DDP %s (%.1f times as much)",
-            self.meetings,
-            steps,
-            in_words(self.bytes_met / steps),
-            in_words(gradients),
-            gradients * steps / max(1, self.bytes_met),
+            f"local_sgd: {self.meetings} meetings in {steps} steps, those before validations and "
+            "checkpoints included; a rank handed over "
+            f"{in_words(self.bytes_met / steps)} per step, with DDP {in_words(gradients)} "
+            f"({gradients * steps / max(1, self.bytes_met):.1f} times as much)"
         )

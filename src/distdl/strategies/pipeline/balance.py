@@ -19,14 +19,9 @@ SEVERAL_PIECES = ("interleaved", "zero_bubble")  # several pieces of the model p
 
 
 def partition(costs: Sequence[float], pieces: int) -> list[int]:
-    """Cuts a chain so that the cost of the most expensive piece is minimal.
+    """Cuts a chain of blocks so that the cost of the most expensive piece is minimal.
 
-    Args:
-        costs: Cost of each block, in order; any unit.
-        pieces: Number of pieces; each has at least one block.
-
-    Returns:
-        `pieces + 1` bounds: piece i has the blocks from bounds[i] to bounds[i + 1].
+    Piece i has the blocks, at least one, from bounds[i] to bounds[i + 1] of the returned bounds.
     """
     total, count = list(itertools.accumulate(costs, initial=0.0)), len(costs)
     assert 1 <= pieces <= count
@@ -101,11 +96,7 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
 def bubble(schedule: str, stages: Sequence[float], pieces: int, micro_batches: int) -> float:
     """The predicted share of the time (0 to 1) in which a device waits for another.
 
-    Args:
-        schedule: A key of FILLING.
-        stages: Cost of one micro-batch on each device; any unit.
-        pieces: Pieces of the model per device.
-        micro_batches: Per step.
+    `stages` are the costs of one micro-batch on each device, in any unit.
     """
     slowest, work = max(stages), sum(stages)
     duration = micro_batches * slowest + FILLING[schedule] / pieces * (work - slowest)

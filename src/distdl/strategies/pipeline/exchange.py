@@ -53,7 +53,7 @@ class StagedStrategy(DDPStrategy):
         """
         if problems := list(stage_rules.problems(self.settings, world_size)):
             raise UserError(*map(stage_rules.at_strategy, problems))
-        stages = stage_rules.stages_of(self.settings, world_size)
+        stages = self.settings["stages"] or world_size
         return StagePosition.of_rank(rank, world_size, stages, self.settings["across"])
 
     @property

@@ -114,8 +114,7 @@ def run_through(
         inputs: At least one sample, on the device.
         rows: Rows of a micro-batch.
         trains: Run in training mode; else with one row in evaluation mode.
-        convert: Converts a module to the precision of the run.
-        context: The context of forward (autocast).
+        convert: Converts a module to the precision of the run; `context` is that of forward.
         measured: Time forward and backward of each block; else run forward only.
 
     Returns:

@@ -23,7 +23,7 @@ class GradientReducer:
         pieces: The parameters of each piece of this stage, in the model's order.
         group: The replicas.
         micro_batches: Backward passes per step.
-        bucket_mb: Size of a bucket in MiB, as DDP's `bucket_cap_mb`.
+        bucket_mb: Size of a bucket in MiB.
     """
 
     def __init__(

@@ -140,12 +140,9 @@ class PipelineStrategy(StagedStrategy):
         # The model's inputs and outputs are no edges between pieces.
         inner = [None, *edges[1:count], None]
         pieces = {i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._mine}
-        self._reducer = GradientReducer(
-            [piece.parameters() for piece in pieces.values()],
-            self.replicas,
-            self.micro_batches,
-            self.bucket_cap_mb,
-        )
+        own = [piece.parameters() for piece in pieces.values()]
+        sizes = self.micro_batches, self.bucket_cap_mb
+        self._reducer = GradientReducer(own, self.replicas, *sizes)
         self._engine = Engine(
             self.position,
             self.pipeline,
