@@ -17,11 +17,8 @@ def install() -> None:
 
 
 def operators() -> None:
-    """Those that torch leaves to cuDNN and cuBLAS, which ask the driver for more than is there.
-
-    Each answers with memory of the right shape, type and layout, in which nothing was computed, as
-    after every other kernel.
-    """
+    """Those of cuDNN and cuBLAS, which ask the driver for more than is there, answer with memory of
+    the right shape, type and layout, in which nothing was computed, as after every other kernel."""
     import torch
     from torch import Tensor
 

@@ -75,12 +75,7 @@ class Runs:
         self.seen: dict[str, Seen] = {}
 
     def train(self, name: str, topology: Topology | None = None, **options: Any) -> Path:
-        """Trains, once per name; returns the folder of its checkpoints.
-
-        Args:
-            topology: None: the one with that name.
-            options: `resume`, `stop_after`, ... of a Case.
-        """
+        """Trains, once per name; returns the folder of its checkpoints. `options` are a Case's."""
         folder = self.folder / name.replace(" ", "-")
         topology = topology or TOPOLOGIES[name]
         if name not in self.seen:
@@ -104,11 +99,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def difference(one: Path, other: Path) -> float:
-    """The largest difference between two checkpoints' weights, averages and optimizer states.
-
-    Raises:
-        AssertionError: They hold different things, or other hyperparameters.
-    """
+    """The largest between weights, averages and optimizer states; all else must be equal."""
     first, second = read(one), read(other)
     parts = [(first[key], second[key]) for key in ("state_dict", "current_model_state")
              if key in first or key in second]  # fmt: skip
@@ -130,11 +121,8 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def by_position(file: Path, target: Path, keep: bool = False) -> Path:
-    """The checkpoint with its optimizer state by position.
-
-    Args:
-        keep: distdl's own entry as well, as distdl 0.1 wrote it; else as Lightning writes it.
-    """
+    """The checkpoint with its optimizer state by position, as Lightning writes it, or (`keep`)
+    distdl 0.1 with its own entry."""
     saved = read(file)
     if not keep:
         del saved["distdl"]
@@ -151,9 +139,6 @@ def read_by_lightning(file: Path, single: Path) -> None:
     """Reads a checkpoint as a script does that knows nothing of distdl.
 
     Its optimizer takes state by position, so the names must be in the order of one process.
-
-    Raises:
-        AssertionError: They are not.
     """
     import torchvision
 

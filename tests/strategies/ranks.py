@@ -91,10 +91,9 @@ class Ranks:
         for rank in self._ranks:
             rank.stdin.close()
         for rank in self._ranks:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 rank.wait(20)
-            except subprocess.TimeoutExpired:
-                rank.kill()
+            rank.kill()
         self._output.close()
 
 

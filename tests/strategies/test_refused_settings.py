@@ -23,13 +23,7 @@ PLAIN = {"model": {"_target_": "lightning.pytorch.demos.boring_classes.BoringMod
 
 
 def refused(name, node, world=2, rows=8, **more):
-    """(path, what, remedy), paths relative to the strategy node.
-
-    Args:
-        name: Of the class, without "Strategy".
-        node: Its arguments.
-        more: The rest of the config.
-    """
+    """(path, what, remedy), paths relative to the strategy's node; `more` is the other config."""
     context = {"world_size": world, "accelerator": "cpu", "local": True}
     strategy = {"_target_": f"distdl.strategies.{name}Strategy", **node}
     config = {"trainer": {}, "data": {"batch_size": rows}, "strategy": strategy, **more}
@@ -79,7 +73,6 @@ ROUNDS = {"schedule": "interleaved", "micro_batches": 5}
 # Of the strategy with other parts of the config.
 TOGETHER = [
     ("DDP", {"bucket_cap_mb": "auto"}, {"model": {"compile": True}}, "bucket_cap_mb", "=25"),
-    ("DDP", {"bucket_cap_mb": "auto"}, {"model": {"compile": "x"}}, "bucket_cap_mb", "=25"),
     ("LocalSGD", {}, FP16, "", "bf16-mixed"),
     ("LocalSGD", {}, SYNC, "", "sync_batchnorm=false"),
     ("FSDP", {}, FP16, "", "precision=bf16-mixed"),
@@ -158,10 +151,7 @@ def test_a_file_of_deepspeeds_settings(tmp_path, text, words):
     file.write_text(text)
     ((path, what, remedy),) = refused("DeepSpeed", {"config": str(file)})
     assert path == "config" and words in f"{what} {remedy}"
-
-
-def test_what_is_auto_is_left_out(tmp_path):
-    file = tmp_path / "ds.json"
+    # What is "auto" is left out.
     zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}
     settings = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
     file.write_text(json.dumps(settings))

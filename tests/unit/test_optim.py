@@ -208,9 +208,8 @@ def test_rates(name, batch, arguments, expected):
     assert rates_of(name, len(expected), batch, **arguments) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["warmup_cosine", "warmup_step", "constant"])
-def test_a_warmup_longer_than_training_is_logged(name, caplog):
-    schedule(name, build(), epochs=3, warmup_epochs=5)
+def test_a_warmup_longer_than_training_is_logged(caplog):
+    schedule("constant", build(), epochs=3, warmup_epochs=5)
     assert "warmup_epochs=5 is 50 optimizer steps and training lasts 30" in caplog.text
 
 
