@@ -120,8 +120,13 @@ def train(case: Case) -> Seen:
     if case.call:
         module, _, name = case.call.partition(":")
         function = getattr(importlib.import_module(module), name)
-        results = dict(function(Path(case.folder), *case.overrides))
-        return Seen(ranks=process_group.gather(results))
+        results, error = {}, ""
+        try:
+            results = dict(function(Path(case.folder), *case.overrides))
+        except Exception:
+            error = traceback.format_exc()
+        errors = "".join(process_group.gather(error))  # of a check that fails on one rank
+        return Seen(ranks=process_group.gather(results), error=errors)
     seen, stop = Seen(), stopping.StopRequest()
     mine: dict[str, Any] = {"devices": [], "asked": 0, "buckets": None}
 

@@ -27,8 +27,9 @@ class DDPStrategy(DriftingStrategy):
 
     Args:
         comm_hook: What is sent instead of float32 gradients: "bf16" or "fp16" (half the bytes),
-            "powersgd" (low-rank factors), "post_local_sgd" (weights every few steps, and gradients
-            within a node only; Lin et al. 2018, https://arxiv.org/abs/1808.07217).
+            "powersgd" (low-rank factors), "post_local_sgd" (weights every few steps, and no
+            gradients between nodes, or between devices of a single node; Lin et al. 2018,
+            https://arxiv.org/abs/1808.07217).
         powersgd_rank: Rank of powersgd's factors.
         hook_start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd.
         average_every: post_local_sgd: optimizer steps between two averages of the weights.

@@ -224,9 +224,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             owner._parameters = dict(owner._parameters)  # stage 3 had replaced the dict
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    value = full[f"{owner_name}.{name}" if owner_name else name].to(
-                        self.root_device
-                    )
+                    full_name = f"{owner_name}.{name}".removeprefix(".")
+                    value = full[full_name].to(self.root_device)
                     owner._parameters[name] = nn.Parameter(value, parameter.requires_grad)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -269,11 +268,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        engine, module, (state,) = (
-            self._engine,
-            self.lightning_module,
-            checkpoint["optimizer_states"],
-        )
+        engine, module = self._engine, self.lightning_module
+        (state,) = checkpoint["optimizer_states"]
         deepspeed_state.load_optimizer_state(engine, module, self._names, state)
         if engine.bfloat16_enabled() or engine.fp16_enabled():
             deepspeed_state.load_masters(engine, module, checkpoint["state_dict"])

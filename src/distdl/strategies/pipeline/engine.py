@@ -17,6 +17,7 @@ from distdl.strategies.pipeline.splitting import Block
 from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.util.errors import UserError
 
+# The first of each also evaluates.
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 SEVERAL = {
     "interleaved": schedules.ScheduleInterleaved1F1B,
