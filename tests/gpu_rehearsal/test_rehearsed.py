@@ -1,4 +1,5 @@
-"""Complete runs on simulated GPUs: the cards that they start on, and `task=benchmark`."""
+"""A rehearsal on simulated GPUs (docs/gpu_rehearsal.md): each strategy trains, is saved and
+resumes, and nothing waits in a step; the cards that a run starts on; `task=benchmark`."""
 
 import json
 import re
@@ -9,19 +10,76 @@ import sys
 import pytest
 
 from tests.conftest import TINY, UNCHECKED, distdl, environment
+from tests.strategies import matrix
 from tests.strategies.matrix import MATRIX
+from tests.strategies.ranks import Case
 
 pytestmark = pytest.mark.timeout(600)
 matrix_only = pytest.mark.skipif(not MATRIX, reason="make matrix")
+
+STEPS, HALF, LOG_EVERY = 12, 6, 4
+COMMON = (
+    *(o for o in matrix.COMMON if not o.startswith(("trainer.", "checkpoint.every"))),
+    *("trainer.accelerator=gpu", "trainer.max_epochs=1", f"trainer.max_steps={STEPS}"),
+    *(f"trainer.log_every_n_steps={LOG_EVERY}", "+trainer.enable_model_summary=false"),
+    *(f"checkpoint.every_n_steps={HALF}", "data.batch_size=4"),
+)
+# The overrides of a strategy, and with how many ranks.
+PIPELINE = "pipeline strategy.stages=2 strategy.balance=parameters strategy.micro_batches=2"
+STRATEGIES = {
+    "single": ("single", (1,)),
+    "ddp": ("ddp", (1, 2)),
+    "local_sgd": ("local_sgd strategy.sync_every=5", (1, 2)),
+    "fsdp": ("fsdp strategy.min_parameters=10000", (1, 2)),
+    "fsdp offload": ("fsdp strategy.offload=true", (1, 2)),
+    "zero2": ("deepspeed_zero2", (1, 2)),
+    "zero2 offload": ("deepspeed_offload", (1, 2)),
+    "zero3": ("deepspeed_zero3", (2,)),
+    "pipeline": (PIPELINE, (2,)),
+    "ddp ema": ("ddp callbacks=[default,ema]", (2,)),
+}
+EVERY = [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in sizes]
+# One rank opens its own group; two have everything else.
+FEW = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)]
+CASES = EVERY if MATRIX else FEW
+
+
+@pytest.mark.parametrize(("strategy", "size"), CASES, ids=[f"{s} x{n}" for s, n in CASES])
+def test_trains_and_resumes(strategy, size, ranks, tmp_path):
+    def train(folder, resume, expected):
+        call = "tests.gpu_rehearsal.counting:train"
+        overrides = [*COMMON, *f"strategy={STRATEGIES[strategy][0]}".split()]
+        seen = ranks(size).train(Case([resume, *overrides], folder, call=call))
+        checkpoints = map(matrix.read, (folder / "checkpoints").glob("*.ckpt"))
+        assert {checkpoint["global_step"] for checkpoint in checkpoints} == expected
+        return [rank["steps"] for rank in seen.ranks]
+
+    counted = train(tmp_path / "whole", "", {HALF, STEPS})
+    middle = matrix.step(tmp_path / "whole/checkpoints", HALF)
+    train(tmp_path / "rest", str(middle), {STEPS})
+    assert len(counted) == size
+    # Of what the host waits for, in the steps after which nothing is reported or saved; without
+    # the first two: optimizers make their state there.
+    quiet = [step for step in range(3, STEPS) if step % LOG_EVERY and step != HALF]
+    for counts in counted:
+        assert len(counts) == STEPS - 1 and counts[0]["launches"]
+        for step in quiet:
+            waited = [counts[step - 1][name] for name in ("streamsync", "pageable", "devicesync")]
+            if strategy.startswith("zero"):
+                # DeepSpeed itself waits: once a step for the device, and where it reads the norm.
+                assert waited[2] <= 1, step
+            else:
+                assert waited == [0, 0, 0], step
+
 
 TINY_GPU = (
     *(o for o in TINY if not o.startswith(("trainer.", "callbacks"))),
     *("trainer.accelerator=gpu", "name=here"),
 )
-TRAINING = (*TINY_GPU, "trainer.max_steps=1")
+ONE_STEP = (*TINY_GPU, "trainer.max_steps=1")
 CARDS = 8
 # $CUDA_VISIBLE_DEVICES, trainer.devices -> the cards
-CASES = {
+VISIBLE = {
     "two of four": ("4,5,6,7", "[1,2]", [5, 6]),
     "all that are visible": ("6,2", "2", [6, 2]),
     "by UUID": ("GPU-00000003,GPU-00000007,GPU-00000002", "[1,2]", [6, 1]),
@@ -42,11 +100,11 @@ def cards_in(run):
     return [int(card) for card in re.findall(r"cuda:\d+ Simulated GPU (\d+)", log)]
 
 
-@pytest.mark.parametrize("case", CASES if MATRIX else ["two of four"])
+@pytest.mark.parametrize("case", VISIBLE if MATRIX else ["two of four"])
 def test_starts_on_these_cards(case, machine, tmp_path):
-    visible, devices, cards = CASES[case]
+    visible, devices, cards = VISIBLE[case]
     env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    words = (*TRAINING, "strategy=ddp", f"trainer.devices={devices}")
+    words = (*ONE_STEP, "strategy=ddp", f"trainer.devices={devices}")
     assert cards_in(run(machine, tmp_path, CARDS, *words, **env)) == cards
 
 
@@ -65,7 +123,7 @@ def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_pa
         own |= {"CUDA_VISIBLE_DEVICES": str(card), **variables}
         processes.append(
             subprocess.Popen(
-                [sys.executable, *UNCHECKED, *TRAINING, f"strategy={strategy}"],
+                [sys.executable, *UNCHECKED, *ONE_STEP, f"strategy={strategy}"],
                 cwd=tmp_path,
                 env=environment(**machine.environment(CARDS), **own),
                 stdout=subprocess.PIPE,
