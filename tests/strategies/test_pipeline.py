@@ -41,8 +41,9 @@ def piped(schedule, *overrides, count=2, rows=8, repeat=1, resume=None):
     return staged(count, rows, 4, CHAIN, schedule, *overrides, repeat=repeat), resume
 
 
-# Batch norms see micro-batches, and so do those of the single process.
-BF16 = ("model.norm=batch", "+trainer.precision=bf16-mixed")
+# A real network: its batch norms see micro-batches, and so do those of the single process.
+RESNET = "model.network._target_=torchvision.models.resnet18"
+BF16 = (RESNET, "model.norm=batch", "+trainer.precision=bf16-mixed")
 EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
 CLIP = "+trainer.gradient_clip_val=0.05"
 # name -> topology, and the training from whose middle it resumes
