@@ -149,15 +149,17 @@ def test_a_fused_step_is_the_default_and_the_same_step(name, more):
         assert {g["fused"] for g in optimizer.param_groups} == {own is None}
 
 
-def test_a_fused_step_respects_memory_layouts():
+@pytest.mark.parametrize("size", [2, 1])
+def test_a_fused_step_respects_memory_layouts(size):
     """torch's own takes a gradient's or momentum's numbers in the order of its parameter's."""
     weights = []
     for fused in (None, False):
         torch.manual_seed(0)
-        module = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)
+        module = nn.Conv2d(3, 4, size, bias=False).to(memory_format=torch.channels_last)
         optimizer = build(module, {**SGD, "fused": fused})
         for step in range(3):
-            module.weight.grad = torch.arange(48.0).reshape(4, 3, 2, 2) / (step + 1)
+            numbers = torch.arange(12.0 * size**2) / (step + 1)
+            module.weight.grad = numbers.reshape(4, 3, size, size)
             if step == 1:  # as another strategy wrote it
                 saved = optimizer.state_dict()
                 (state,) = saved["state"].values()
