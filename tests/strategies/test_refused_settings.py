@@ -59,7 +59,7 @@ SETTINGS = [
     ("DeepSpeed", {"stage": 4}, "2 or 3"),
     ("DeepSpeed", {"offload_parameters": True}, "strategy.stage=3"),
     ("DeepSpeed", {"config": "nowhere.json"}, "no such file: nowhere.json"),
-    ("Pipeline", {"stages": 1}, "a pipeline of one stage"),
+    ("Pipeline", {"stages": 1}, "at least two stages"),
     ("Pipeline", {"schedule": "gpip"}, "'gpipe' or"),
     ("Pipeline", {"across": "racks"}, "'devices' or 'nodes', not 'racks'"),
     ("Pipeline", {"micro_batches": 1}, "1 are too few for 2 stages"),
@@ -143,7 +143,7 @@ def test_zero_bubble_needs_a_torch_that_splits_the_backward(monkeypatch):
         # As files for Hugging Face's Trainer have it; DeepSpeed would compile its own for minutes.
         ('{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}', "write optimizer=adamw"),
         ("{", "is not JSON"),
-        ("[]", "is not JSON object"),
+        ("[]", "is not a JSON object"),
     ],
 )
 def test_a_file_of_deepspeeds_settings(tmp_path, text, words):

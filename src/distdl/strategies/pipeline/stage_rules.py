@@ -127,7 +127,7 @@ def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
         what = "a pipeline needs at least two devices, and there is one"
         yield Problem("", what, "trainer.devices=2")
     elif stages < 2:
-        yield Problem("stages", "a pipeline of one stage is none", "strategy=ddp")
+        yield Problem("stages", "a pipeline needs at least two stages", "strategy=ddp")
     elif world_size % stages:
         fit = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
         what = f"{stages} stages do not divide the {world_size} devices"
