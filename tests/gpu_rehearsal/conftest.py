@@ -1,9 +1,6 @@
 """The machine with simulated GPUs, and ranks on it that train case after case."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,7 +9,7 @@ from tests.strategies.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+def machine(tmp_path_factory):
     """Skips where it cannot be compiled, and fails there in CI (`.ci/run`)."""
     try:
         return Machine(tmp_path_factory.mktemp("machine"))
@@ -23,17 +20,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    machine: Machine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[int], Ranks]]:
+def ranks(machine, tmp_path_factory):
     """So many ranks, with a card each, started when they are first asked for."""
-    started: dict[int, Ranks] = {}
-    folder = tmp_path_factory.mktemp("ranks")
+    started, folder = {}, tmp_path_factory.mktemp("ranks")
 
-    def of(size: int) -> Ranks:
+    def of(size):
         if size not in started:
-            module, here = "tests.gpu_rehearsal.ranks", machine.environment(size)
-            started[size] = Ranks(size, folder, module, **here)
+            started[size] = Ranks(size, folder, "gpu", **machine.environment(size))
         return started[size]
 
     yield of

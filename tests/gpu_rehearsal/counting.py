@@ -1,17 +1,15 @@
-"""What the simulated runtime counted in each step of a training."""
-
-from __future__ import annotations
+"""A training on a rank with a simulated GPU: what the runtime counted in each step."""
 
 import ctypes
 import faulthandler
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
+import sys
 
+import torch.distributed as dist
 from lightning.pytorch import Callback
 
-Counts = dict[str, int]
+from tests.strategies.ranks import Case, built_of
 
 
 class Counting(Callback):
@@ -21,22 +19,39 @@ class Counting(Callback):
     next batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._read = ctypes.CDLL(None).rehearsal_counter
         self._read.restype = ctypes.c_char_p
-        self._before: Counts | None = None
-        self.steps: list[Counts] = []
+        self._before, self.steps = None, []
         if "REHEARSAL_TRACE" in os.environ:  # streamsync, devicesync or pageable
             faulthandler.register(signal.SIGUSR2, all_threads=False)
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_):
         now, before = dict(self._counters()), self._before
         if before is not None:
             self.steps.append({name: now[name] - before[name] for name in now})
         self._before = now
 
-    def _counters(self) -> Iterator[tuple[str, int]]:
+    def _counters(self):
         value, index = ctypes.c_long(), 0
         while name := self._read(index, ctypes.byref(value)):
             yield name.decode(), value.value
             index += 1
+
+
+def train(folder, resume, *overrides):
+    """A case of the ranks: its counts; `resume` is a checkpoint or empty."""
+    from distdl import tasks
+    from distdl.distributed import process_group
+
+    alone, counting = not dist.is_initialized(), Counting()
+    built = built_of(Case(overrides, folder, resume=resume or None))
+    built.trainer.callbacks.insert(0, counting)
+    try:
+        tasks.train(built)
+        yield "steps", counting.steps
+    finally:
+        # What one rank opened for itself is not for the next case; but DeepSpeed keeps its first
+        # group for good.
+        if alone and "deepspeed" not in sys.modules:
+            process_group.disconnect()

@@ -1,7 +1,5 @@
 """A machine with simulated GPUs: what is compiled for it, and the environment of its processes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil
@@ -20,6 +18,8 @@ while [ $card -lt "${SIMULATED_GPUS:-1}" ]; do
     card=$((card + 1))
 done
 """
+METADATA = "Metadata-Version: 2.1\nName: gpu-rehearsal\nVersion: 1\n"
+ENTRY_POINT = "[torch.backends]\ngpu_rehearsal = tests.gpu_rehearsal.simulation:install\n"
 
 
 class CannotBeCompiled(Exception):
@@ -35,35 +35,27 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if torch_version() < (2, 15):
+        if tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 15):
             raise CannotBeCompiled("needs torch 2.15, whose way to NCCL it takes")
-        headers = include_folders()
-        sources = sorted(map(str, RUNTIME.glob("*.cpp")))
+        sources = ["-std=c++17", *include_folders(), *sorted(map(str, RUNTIME.glob("*.cpp")))]
+        compile_shared("g++", sources, folder / "librehearsal.so")
         # The driver's name is what torch and Triton open; it is found by LD_LIBRARY_PATH.
-        driver, self.runtime = folder / "libcuda.so.1", folder / "librehearsal.so"
-        compile_shared("g++", ["-std=c++17", *headers, *sources], self.runtime)
-        compile_shared("gcc", [str(RUNTIME / "driver.c")], driver)
-        script = folder / "nvidia-smi"
-        script.write_text(NVIDIA_SMI)
-        script.chmod(0o755)
-        about = folder / "gpu_rehearsal-1.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-rehearsal\nVersion: 1\n")
-        (about / "entry_points.txt").write_text(
-            "[torch.backends]\ngpu_rehearsal = tests.gpu_rehearsal.simulation:install\n"
-        )
+        compile_shared("gcc", [str(RUNTIME / "driver.c")], folder / "libcuda.so.1")
+        (folder / "gpu_rehearsal-1.dist-info").mkdir()
+        (folder / "gpu_rehearsal-1.dist-info/METADATA").write_text(METADATA)
+        (folder / "gpu_rehearsal-1.dist-info/entry_points.txt").write_text(ENTRY_POINT)
+        (folder / "nvidia-smi").write_text(NVIDIA_SMI)
+        (folder / "nvidia-smi").chmod(0o755)
 
     def environment(self, cards: int = 1, **more: str) -> dict[str, str]:
         """Of a process on this machine with so many cards, all of which it sees."""
-        inherited = environment()
-        inherited.pop("CUDA_VISIBLE_DEVICES", None)
-        paths = [str(self.folder), str(ROOT)]
+        inherited = {k: v for k, v in environment().items() if k != "CUDA_VISIBLE_DEVICES"}
         return {
             **inherited,
-            "LD_PRELOAD": str(self.runtime),
+            "LD_PRELOAD": str(self.folder / "librehearsal.so"),
             "LD_LIBRARY_PATH": str(self.folder),
             "PATH": f"{self.folder}{os.pathsep}{inherited['PATH']}",
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
             "SIMULATED_GPUS": str(cards),
             # Memory is fresh, which is to say 0, in the place of what a kernel would have written:
             # DeepSpeed reads from its gradients whether one is infinite, and ranks must agree.
@@ -72,33 +64,23 @@ class Machine:
         }
 
 
-def torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
-
-
 def include_folders() -> list[str]:
     """CUDA's headers, which come with torch's own dependencies (part of them with Triton)."""
-    found = []
+    folders = []
     for package in ("nvidia-cuda-runtime", "triton"):
         try:
             files = importlib.metadata.files(package) or []
-        except importlib.metadata.PackageNotFoundError as error:
-            raise CannotBeCompiled(f"{package} is not installed: torch without CUDA") from error
-        headers = [f for f in files if f.name == "cuda_runtime_api.h"]
-        if not headers:
-            raise CannotBeCompiled(f"{package} has no cuda_runtime_api.h")
-        found.append(f"-I{Path(str(headers[0].locate())).parent}")
-    return found
+            header = next(f for f in files if f.name == "cuda_runtime_api.h")
+        except (importlib.metadata.PackageNotFoundError, StopIteration) as error:
+            raise CannotBeCompiled(f"{package} has no cuda_runtime_api.h") from error
+        folders.append(f"-I{Path(str(header.locate())).parent}")
+    return folders
 
 
 def compile_shared(compiler: str, arguments: list[str], output: Path) -> None:
     if shutil.which(compiler) is None:
         raise CannotBeCompiled(f"no {compiler} (Debian, Ubuntu: apt-get install g++)")
-    done = subprocess.run(
-        [compiler, "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", *arguments, "-o", str(output)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ["-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", str(output)]
+    done = subprocess.run([compiler, *options, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise CannotBeCompiled(done.stderr)

@@ -4,8 +4,6 @@
 entry point (https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html).
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any
@@ -18,56 +16,36 @@ def install() -> None:
     collectives()
 
 
-# ------------------------------------------------------------------------------------- operators
-
-
 def operators() -> None:
-    """Those that torch leaves to cuDNN and cuBLAS, which ask the driver for more than is there.
-
-    Each answers with memory of the right shape, type and layout, in which nothing was computed, as
-    after every other kernel.
-    """
+    """Those of cuDNN and cuBLAS, which ask the driver for more than is there, answer with memory of
+    the right shape, type and layout, in which nothing was computed, as after every other kernel."""
     import torch
     from torch import Tensor
 
     def like(tensor: Tensor, *shape: int) -> Tensor:
-        channels_last = (
-            tensor.dim() == 4
-            and len(shape) == 4
-            and tensor.is_contiguous(memory_format=torch.channels_last)
-        )
-        form = torch.channels_last if channels_last else torch.contiguous_format
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=form)
+        four = tensor.dim() == len(shape) == 4
+        last = four and tensor.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
 
-    def convolution(images: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
-        images_there, weight_there = images.to("meta"), weight.to("meta")
-        there = torch.ops.aten.convolution.default(images_there, weight_there, None, *how)
-        return like(images, *there.shape)
+    def convolution(images: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+        meta = images.to("meta"), weight.to("meta"), None
+        return like(images, *torch.ops.aten.convolution.default(*meta, *more).shape)
 
     def convolution_backward(
-        gradient: Tensor, images: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
+        gradient: Tensor, images: Tensor, weight: Tensor, bias_sizes: Any, *more: Any
     ) -> tuple[Tensor | None, ...]:
-        wanted = how[-1]
-        return (
-            like(images, *images.shape) if wanted[0] else None,
-            like(weight, *weight.shape) if wanted[1] else None,
-            like(weight, weight.shape[0]) if wanted[2] else None,
-        )
+        shapes = (images, *images.shape), (weight, *weight.shape), (weight, weight.shape[0])
+        return tuple(like(*s) if w else None for s, w in zip(shapes, more[-1], strict=True))
 
-    def batch_norm(images: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    def batch_norm(images: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor, ...]:
         reserved = torch.empty(0, dtype=torch.uint8, device=images.device)
-        return (
-            like(images, *images.shape),
-            like(weight, *weight.shape),
-            like(weight, *weight.shape),
-            reserved,
-        )
+        return (*batch_norm_backward(images, images, weight), reserved)
 
     def batch_norm_backward(
-        images: Tensor, gradient: Tensor, weight: Tensor, *how: Any
+        images: Tensor, gradient: Tensor, weight: Tensor, *more: Any
     ) -> tuple[Tensor, ...]:
-        same = [like(weight, *weight.shape) for _ in range(2)]
-        return like(images, *images.shape), *same
+        return like(images, *images.shape), *(like(weight, *weight.shape) for _ in range(2))
 
     replaced = {
         "convolution": convolution,
@@ -87,9 +65,6 @@ def operators() -> None:
     _kept.append(library)
 
 
-# ------------------------------------------------------------------------------------ collectives
-
-
 def collectives() -> None:
     """gloo, which copies to the host and back, under NCCL's name."""
     import torch
@@ -100,12 +75,12 @@ def collectives() -> None:
         local = int(os.environ.get("LOCAL_RANK", options.group_rank))
         device = torch.device("cuda", local % torch.cuda.device_count())
         options.process_group.bound_device_id = options.process_group.bound_device_id or device
-        made = dist.ProcessGroupGloo(
+        group = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timeout=options.timeout
         )
-        made.options.global_ranks_in_group = options.global_ranks_in_group
-        made.options.group_name = options.group_id
-        return made
+        group.options.global_ranks_in_group = options.global_ranks_in_group
+        group.options.group_name = options.group_id
+        return group
 
     kind = dist.ProcessGroup.BackendType.NCCL
     dist.Backend.register_backend("nccl", create, True, ["cuda"], _backend_type=kind)

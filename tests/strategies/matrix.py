@@ -4,8 +4,7 @@ All train the same thing: resnet18 with GroupNorm at 32 px, SGD with momentum an
 groups (decayed weights; norms and biases), a global batch of 8.
 """
 
-from __future__ import annotations
-
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ from tests.conftest import TINY
 from tests.strategies import ranks
 from tests.strategies.ranks import Case, Seen
 
+MATRIX = "DISTDL_MATRIX" in os.environ  # `make matrix`
 STEPS = 6
 HALF = STEPS // 2
-GLOBAL_BATCH = 8
+# Ten times the largest difference that was seen (four ranks add up in another order than two).
+SAME_TO = 4e-6
 
 COMMON = (
     *(o for o in TINY if not o.startswith(("data.batch_size", "trainer.max_epochs", "callbacks"))),
-    "callbacks=[]",
-    "trainer.max_epochs=1",
-    f"trainer.max_steps={STEPS}",
-    "+trainer.enable_model_summary=false",
-    f"checkpoint.every_n_steps={HALF}",
-    "checkpoint.keep_last=9",
-    "checkpoint.monitor=null",
+    *("callbacks=[]", "trainer.max_epochs=1", f"trainer.max_steps={STEPS}"),
+    *("+trainer.enable_model_summary=false", f"checkpoint.every_n_steps={HALF}"),
+    *("checkpoint.keep_last=9", "checkpoint.monitor=null"),
 )
 
 
@@ -39,26 +36,35 @@ class Topology:
     ranks: int
     overrides: tuple[str, ...]
 
+    def plus(self, *overrides: str) -> "Topology":
+        return Topology(self.ranks, (*self.overrides, *overrides))
+
 
 def batch(size: int, accumulate: int = 1) -> tuple[str, str]:
     return f"data.batch_size={size}", f"trainer.accumulate_grad_batches={accumulate}"
 
 
-PIPELINE = ("strategy=pipeline", "strategy.stages=2", "strategy.balance=parameters")
+def two(strategy: str, *overrides: str) -> Topology:
+    return Topology(2, (f"strategy={strategy}", *(overrides or batch(4))))
+
+
+def staged(count: int, rows: int, micro_batches: int, *overrides: str, repeat: int = 1) -> Topology:
+    """`count` ranks in pipelines of two stages; `repeat` batches before the optimizer steps."""
+    pipeline = ("strategy=pipeline", "strategy.stages=2", "strategy.balance=parameters")
+    micro = f"strategy.micro_batches={micro_batches}"
+    return Topology(count, (*pipeline, micro, *batch(rows, repeat), *overrides))
+
 
 TOPOLOGIES = {
     # Two micro-batches of 4, as two ranks have them.
     "single": Topology(1, ("strategy=single", *batch(4, 2))),
-    "ddp x2": Topology(2, ("strategy=ddp", *batch(4))),
-    "fsdp x2": Topology(2, ("strategy=fsdp", *batch(4))),
-    "zero1 x2": Topology(2, ("strategy=deepspeed_zero1", *batch(4))),
-    "zero3 x2": Topology(2, ("strategy=deepspeed_zero3", *batch(4))),
-    "pipeline x2": Topology(2, (*PIPELINE, "strategy.micro_batches=2", *batch(8))),
-    "PP2xDP2": Topology(4, (*PIPELINE, "strategy.micro_batches=2", *batch(4))),
+    "ddp x2": two("ddp"),
+    "fsdp x2": two("fsdp"),
+    "zero1 x2": two("deepspeed_zero1"),
+    "zero3 x2": two("deepspeed_zero3"),
+    "pipeline x2": staged(2, 8, 2),
+    "PP2xDP2": staged(4, 4, 2),
 }
-
-# Ten times the largest difference that was seen (four ranks add up in another order than two).
-SAME_TO = 4e-6
 
 
 class Runs:
@@ -68,106 +74,85 @@ class Runs:
         self.folder = folder
         self.seen: dict[str, Seen] = {}
 
-    def train(self, name: str, topology: Topology, *more: str, **options: Any) -> Path:
-        """Trains, once per name; returns the folder of its checkpoints.
-
-        Args:
-            options: `resume`, `stop_after`, ... of a Case.
-        """
+    def train(self, name: str, topology: Topology | None = None, **options: Any) -> Path:
+        """Trains, once per name; returns the folder of its checkpoints. `options` are a Case's."""
         folder = self.folder / name.replace(" ", "-")
+        topology = topology or TOPOLOGIES[name]
         if name not in self.seen:
-            case = Case([*COMMON, *topology.overrides, *more], folder, **options)
+            case = Case([*COMMON, *topology.overrides], folder, **options)
             self.seen[name] = ranks.shared(topology.ranks).train(case)
         return folder / "checkpoints"
 
-    def whole(self, name: str) -> Path:
-        """All steps under one topology."""
-        return self.train(name, TOPOLOGIES[name])
-
     def resumed(self, before: str, after: str) -> Path:
         """The second half under `after`, from the checkpoint of `before` in the middle."""
-        middle = step(self.whole(before), HALF)
+        middle = step(self.train(before), HALF)
         return self.train(f"{before} then {after}", TOPOLOGIES[after], resume=middle)
 
 
-def step(checkpoints: Path, number: int) -> Path:
+def step(checkpoints: Path, number: int = STEPS) -> Path:
     """The checkpoint of a step of the first epoch."""
     return checkpoints / f"epoch_000_step_{number:08d}.ckpt"
 
 
-def difference(one: Path, other: Path) -> float:
-    """The largest difference between two checkpoints' weights, buffers and optimizer states.
+def read(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
 
-    Raises:
-        AssertionError: They hold different things, or other hyperparameters.
-    """
-    first, second = (torch.load(path, weights_only=True) for path in (one, other))
-    largest = apart(first["state_dict"], second["state_dict"])
-    assert len(first["optimizer_states"]) == len(second["optimizer_states"])
+
+def difference(one: Path, other: Path) -> float:
+    """The largest between weights, averages and optimizer states; all else must be equal."""
+    first, second = read(one), read(other)
+    parts = [(first[key], second[key]) for key in ("state_dict", "current_model_state")
+             if key in first or key in second]  # fmt: skip
     for a, b in zip(first["optimizer_states"], second["optimizer_states"], strict=True):
         assert len(a["param_groups"]) == 2, "two parameter groups"
-        assert [sorted_group(g) for g in a["param_groups"]] == [
-            sorted_group(g) for g in b["param_groups"]
-        ]
-        assert a["state"].keys() == b["state"].keys()
-        assert a["state"], "there is momentum"
-        for name in a["state"]:
-            largest = max(largest, apart(a["state"][name], b["state"][name]))
+        groups = ([{**g, "params": sorted(g["params"])} for g in s["param_groups"]] for s in (a, b))
+        assert next(groups) == next(groups)
+        assert a["state"].keys() == b["state"].keys() and a["state"], "there is momentum"
+        parts += [(a["state"][name], b["state"][name]) for name in a["state"]]
     assert first["lr_schedulers"] == second["lr_schedulers"]
     assert first["global_step"] == second["global_step"]
-    return largest
-
-
-def sorted_group(group: dict[str, Any]) -> dict[str, Any]:
-    return {**group, "params": sorted(group["params"])}
+    return max(apart(a, b) for a, b in parts)
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    return max(
-        float((torch.as_tensor(one[k]).double() - torch.as_tensor(other[k]).double()).abs().max())
-        for k in one
-    )
+    pairs = ((torch.as_tensor(one[k]).double(), torch.as_tensor(other[k]).double()) for k in one)
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def by_position(file: Path, made: Path, keep: bool = False) -> Path:
-    """The checkpoint with its optimizer state by position.
-
-    Args:
-        keep: distdl's own entry as well, as distdl 0.1 wrote it; else as Lightning writes it.
-    """
-    found = torch.load(file, weights_only=True)
+def by_position(file: Path, target: Path, keep: bool = False) -> Path:
+    """The checkpoint with its optimizer state by position, as Lightning writes it, or (`keep`)
+    distdl 0.1 with its own entry."""
+    saved = read(file)
     if not keep:
-        del found["distdl"]
-    for state in found["optimizer_states"]:
+        del saved["distdl"]
+    for state in saved["optimizer_states"]:
         names = [name for group in state["param_groups"] for name in group["params"]]
         state["state"] = {names.index(name): held for name, held in state["state"].items()}
         for group in state["param_groups"]:
             group["params"] = [names.index(name) for name in group["params"]]
-    torch.save(found, made)
-    return made
+    torch.save(saved, target)
+    return target
 
 
 def read_by_lightning(file: Path, single: Path) -> None:
     """Reads a checkpoint as a script does that knows nothing of distdl.
 
     Its optimizer takes state by position, so the names must be in the order of one process.
-
-    Raises:
-        AssertionError: They are not.
     """
     import torchvision
 
     from distdl.models import ImageClassifier
 
-    network = torchvision.models.resnet18(num_classes=10)
-    arguments = {"network": network, "num_classes": 10, "norm": "group"}
-    module = ImageClassifier.load_from_checkpoint(file, map_location="cpu", **arguments)
-    found, one = (torch.load(path, weights_only=True) for path in (file, single))
-    assert list(found["state_dict"]) == list(module.state_dict()) == list(one["state_dict"])
-    own, (state,) = dict(module.named_parameters()), found["optimizer_states"]
+    arguments = {"network": torchvision.models.resnet18(num_classes=10), "num_classes": 10}
+    module = ImageClassifier.load_from_checkpoint(file, "cpu", **arguments, norm="group")
+    saved, one = read(file), read(single)
+    assert list(saved["state_dict"]) == list(module.state_dict()) == list(one["state_dict"])
+    parameters, (state,) = dict(module.named_parameters()), saved["optimizer_states"]
     groups = [g["params"] for g in one["optimizer_states"][0]["param_groups"]]
     assert [g["params"] for g in state["param_groups"]] == groups
-    optimizer = torch.optim.SGD([{"params": [own[n] for n in g]} for g in groups], momentum=0.9)
+    by_group = [{"params": [parameters[n] for n in g]} for g in groups]
+    optimizer = torch.optim.SGD(by_group, momentum=0.9)
     optimizer.load_state_dict(state)
-    assert all(optimizer.state[own[n]].keys() == kept.keys() for n, kept in state["state"].items())
+    loaded = {n: optimizer.state[parameters[n]].keys() for n in state["state"]}
+    assert loaded == {n: kept.keys() for n, kept in state["state"].items()}

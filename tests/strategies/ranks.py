@@ -4,8 +4,6 @@ A case is what the command line would be given. Each rank builds and trains it a
 from the composed config on; what comes back is what rank 0 saw.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib
@@ -17,93 +15,58 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
 from tests.conftest import ROOT, environment
 from tests.warm import Popen
 
-if TYPE_CHECKING:
-    from distdl.worker.build import Built
-
 
 @dataclass
 class Case:
-    """One training.
+    """One training."""
 
-    Args:
-        overrides: As on the command line.
-        folder: The run's directory; checkpoints lie below it.
-        resume: A checkpoint to resume from.
-        fit: False: no training, only what follows.
-        validate: Afterwards, in the same process, validate the checkpoint that was written last.
-        stop_after: Step after which the last rank is asked to end, as by a signal; 0: none.
-        call: "module:function" to call instead, with the folder and the overrides; its pairs are
-            what each rank has `found`.
-    """
-
-    overrides: Sequence[str]
-    folder: Path
-    resume: Path | None = None
-    fit: bool = True
-    validate: bool = False
-    stop_after: int = 0
-    call: str = ""
+    overrides: Sequence[str]  # as on the command line
+    folder: Path  # the run's directory; checkpoints lie below it
+    resume: Path | None = None  # a checkpoint
+    fit: bool = True  # False: no training, only what follows
+    validate: bool = False  # afterwards, the checkpoint that was written last
+    stop_after: int = 0  # step after which the last rank is asked to end, as by a signal; 0: none
+    call: str = ""  # "module:function" to call instead, with the folder and the overrides
 
 
 @dataclass
 class Seen:
-    """What rank 0 saw.
+    """What rank 0 saw."""
 
-    Args:
-        losses: Of each micro-batch, the mean over the ranks.
-        metrics: The last value of each.
-        validated: Those of the validation afterwards.
-        counts: On simulated GPUs, by rank and step, as tests.gpu_rehearsal.counting has them.
-        found: By rank: what `call` gave.
-        error: A traceback, or nothing.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    validated: dict[str, float] = field(default_factory=dict)
-    counts: list[list[dict[str, int]]] = field(default_factory=list)
-    found: list[dict[str, Any]] = field(default_factory=list)
-    error: str = ""
+    losses: list[float] = field(default_factory=list)  # of each micro-batch, the mean of the ranks
+    metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
+    validated: dict[str, float] = field(default_factory=dict)  # those of the validation afterwards
+    ranks: list[Any] = field(default_factory=list)  # results of `call`, or how a pipeline loaded
+    error: str = ""  # a traceback
 
 
 class Ranks:
-    """A process group of `size` gloo ranks on this machine, which trains what it is told.
+    """A process group of `size` ranks on this machine; `more`: variables of their environment."""
 
-    Args:
-        module: What each rank runs; its `main` is ours, or is like it.
-        more: Variables of its environment.
-    """
-
-    def __init__(self, size: int, folder: Path, module: str = __name__, **more: str) -> None:
-        self.size, self.log = size, folder / f"ranks-{size}.log"
+    def __init__(self, size: int, folder: Path, accelerator: str = "cpu", **more: str) -> None:
+        self.log = folder / f"ranks-{size}.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        more |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "DISTDL_LAUNCHER": "local"}
         self._output = self.log.open("w")
         self._ranks = [
             Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", __name__, accelerator],
                 cwd=ROOT,
-                env=environment(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(size),
-                    LOCAL_WORLD_SIZE=str(size),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
-                    DISTDL_LAUNCHER="local",
-                    **more,
-                ),
+                env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **more),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if rank == 0 else self._output,
+                stdout=self._output if rank else subprocess.PIPE,
                 stderr=self._output,
                 text=True,
             )
@@ -112,36 +75,25 @@ class Ranks:
 
     def train(self, case: Case, timeout: float = 120) -> Seen:
         """Trains it on all ranks, and fails with the ranks' own traceback."""
-        seen = self.attempt(case, timeout)
-        assert not seen.error, f"{case}\n{seen.error}"
-        return seen
-
-    def attempt(self, case: Case, timeout: float = 120) -> Seen:
         line = json.dumps(vars(case), default=str) + "\n"
         for rank in self._ranks:
-            assert rank.stdin is not None
             rank.stdin.write(line)
             rank.stdin.flush()
-        reader = self._ranks[0].stdout
-        assert reader is not None
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            answer = reader.readline()
+        while time.monotonic() < deadline and (answer := self._ranks[0].stdout.readline()):
             if answer.startswith("SEEN "):
-                return Seen(**json.loads(answer.removeprefix("SEEN ")))
-            if not answer:
-                break
+                seen = Seen(**json.loads(answer.removeprefix("SEEN ")))
+                assert not seen.error, f"{case}\n{seen.error}"
+                return seen
         raise AssertionError(f"the ranks ended:\n{self.log.read_text()[-6000:]}")
 
     def close(self) -> None:
         for rank in self._ranks:
-            assert rank.stdin is not None
             rank.stdin.close()
         for rank in self._ranks:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 rank.wait(20)
-            except subprocess.TimeoutExpired:
-                rank.kill()
+            rank.kill()
         self._output.close()
 
 
@@ -156,42 +108,63 @@ def shared(size: int) -> Ranks:
 
 def train(case: Case) -> Seen:
     """One case on this rank."""
-    from contextlib import suppress
-
     from lightning.pytorch import Callback
 
     from distdl import tasks
+    from distdl.data.loading import KeyedDataset
     from distdl.distributed import process_group
     from distdl.job import JobState
     from distdl.ranks import stopping
+    from distdl.strategies.pipeline.reduction import GradientReducer
 
     if case.call:
         module, _, name = case.call.partition(":")
         function = getattr(importlib.import_module(module), name)
-        found = dict(function(Path(case.folder), *case.overrides))
-        return Seen(found=process_group.gather(found))
+        results, error = {}, ""
+        try:
+            results = dict(function(Path(case.folder), *case.overrides))
+        except Exception:
+            error = traceback.format_exc()
+        errors = "".join(process_group.gather(error))  # of a check that fails on one rank
+        return Seen(ranks=process_group.gather(results), error=errors)
     seen, stop = Seen(), stopping.StopRequest()
+    mine: dict[str, Any] = {"devices": [], "asked": 0, "buckets": None}
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             losses = process_group.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
+            mine["devices"] = sorted({*mine["devices"], batch["image"].device.type})
             last = trainer.global_rank == trainer.world_size - 1
             if last and case.stop_after == trainer.global_step > 0:
                 stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
 
+    def finish(reducer: GradientReducer, finish: Any = GradientReducer.finish) -> None:
+        if reducer.active:  # how many buckets were under way when the schedule had ended
+            mine["buckets"] = len(reducer.launched), len(reducer.buckets)
+        finish(reducer)
+
+    def read(dataset: KeyedDataset, keys: Any, read: Any = KeyedDataset.__getitems__) -> Any:
+        mine["asked"] += len(keys)
+        return read(dataset, keys)
+
     built = built_of(case, stop)
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
-        with suppress(stopping.Stopped):
+        with (
+            patch.object(GradientReducer, "finish", finish),
+            patch.object(KeyedDataset, "__getitems__", read),
+            suppress(stopping.Stopped),
+        ):
             seen.metrics = tasks.train(built)
     if case.validate:
-        seen.validated = tasks.validate(built, "last")
+        mine["validated"] = seen.validated = tasks.validate(built, "last")
+    seen.ranks = process_group.gather(mine)
     return seen
 
 
-def built_of(case: Case, stop: Any = None) -> Built:
+def built_of(case: Case, stop: Any = None) -> Any:
     """A case from the command line's words on, as the worker builds it."""
     from distdl.checkpoint import fetching
     from distdl.config import compose, resources
@@ -203,16 +176,14 @@ def built_of(case: Case, stop: Any = None) -> Built:
     here = environment.resolve()
     config = compose.compose([*case.overrides, f"trainer.devices={here.local_world_size}"])
     size = resources.resolve(configs.plain(config.trainer), local=True)
-    folder = Path(case.folder)
-    run = RunDirectory(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    chosen = fetching.provide(str(case.resume) if case.resume else None, folder, here)
-    attempt = Attempt(run.path / "attempts/001")
+    run = RunDirectory(Path(case.folder))
+    run.path.mkdir(parents=True, exist_ok=True)
+    chosen = fetching.provide(str(case.resume) if case.resume else None, run.path, here)
     stop = stopping.StopRequest() if stop is None else stop  # one that is not asked is false
-    return build(config, run, attempt, here, size, stop, [], chosen)
+    return build(config, run, Attempt(run.path / "attempts/001"), here, size, stop, [], chosen)
 
 
-def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> None:
+def main(accelerator: str) -> None:
     import warnings
 
     import torch
@@ -230,18 +201,16 @@ def main(train: Callable[[Case], Seen] = train, accelerator: str = "cpu") -> Non
     here = environment.resolve()
     process_group.connect(here, accelerator)
     for line in sys.stdin:
-        case = json.loads(line)
         try:
-            seen = train(Case(**case))
+            seen = train(Case(**json.loads(line)))
         except BaseException:
             seen = Seen(error=traceback.format_exc())
         if here.rank == 0:
-            answer.write("SEEN " + json.dumps(vars(seen)) + "\n")
-            answer.flush()
+            print("SEEN", json.dumps(vars(seen)), file=answer, flush=True)
         elif seen.error:
             print(seen.error, file=sys.stderr, flush=True)
     process_group.disconnect()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,9 +1,6 @@
 """Links between folders of images: counted once, or refused; no image has another's label."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +13,9 @@ from distdl.stores.walking import ClassFolders
 from distdl.util.errors import UserError
 from tests.prepared import jpeg
 
-# What the training and the preparation see: split and file name of each image, with its label.
-Seen = Counter[tuple[str, str, int]]
-
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Two classes, "a" and "b", of two images each; one of them lies in a folder inside."""
     root = tmp_path / "data" / "images"
     for split in ("train", "val"):
@@ -32,36 +26,33 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def trained(root: Path) -> Seen:
+def trained(root):
     folders = ClassFolders(root, "data.root")
-    found: Seen = Counter()
     for split in ("train", "val"):
         images = FolderImages(root / split, EvalView(8), folders)
-        found.update((split, images.path(i).name, images.label(i)) for i in range(len(images)))
-    return found
+        yield from ((split, images.path(i).name, images.label(i)) for i in range(len(images)))
 
 
-def prepared(root: Path) -> Seen:
-    samples = Folder(root).scan(lambda done, total: None)
-    return Counter((s.split, Path(str(s.where[0])).name, s.label) for s in samples)
+def prepared(root):
+    for sample in Folder(root).scan(lambda done, total: None):
+        yield sample.split, Path(str(sample.where[0])).name, sample.label
 
 
-both = pytest.mark.parametrize("seen", [trained, prepared])
+@pytest.fixture(params=[trained, prepared], ids=lambda function: function.__name__)
+def seen(request, root):
+    """What the training or the preparation sees: how often each image, by split, name, label."""
+    return lambda: Counter(request.param(root))
 
 
-@both
 @pytest.mark.parametrize("to", [".", "..", "../..", "../../..", "inner", "/"])
-def test_a_link_that_leads_round_counts_nothing_twice(
-    seen: Callable[[Path], Seen], to: str, root: Path
-) -> None:
-    before = seen(root)
+def test_a_link_that_leads_round_counts_nothing_twice(seen, to, root):
+    before = seen()
     assert len(before) == 8 and set(before.values()) == {1}
     (root / "train" / "a" / "again").symlink_to(to)
     (root / "val" / "b" / "inner" / "up").symlink_to("..")
-    assert seen(root) == before
+    assert seen() == before
 
 
-@both
 @pytest.mark.parametrize(
     ("link", "to"),
     [
@@ -72,43 +63,34 @@ def test_a_link_that_leads_round_counts_nothing_twice(
         ("val/a/again", "../../train/b"),
     ],
 )
-def test_images_of_two_classes_are_refused(
-    seen: Callable[[Path], Seen], link: str, to: str, root: Path
-) -> None:
+def test_images_of_two_classes_are_refused(seen, link, to, root):
     (root / link).symlink_to(to)
     with pytest.raises(UserError, match=rf"{root}.* are the same folder.*\n.*remove the link"):
-        seen(root)
+        seen()
 
 
-@both
-def test_a_class_that_is_another_one_is_refused(seen: Callable[[Path], Seen], root: Path) -> None:
+def test_a_class_that_is_another_one_is_refused(seen, root):
     for split in ("train", "val"):
         (root / split / "c").symlink_to("a")
     with pytest.raises(UserError, match=r"train/a and .*train/c are the same folder"):
-        seen(root)
+        seen()
 
 
-@both
-def test_links_to_folders_elsewhere_are_followed(
-    seen: Callable[[Path], Seen], root: Path, tmp_path: Path
-) -> None:
-    before = seen(root)
+def test_links_to_folders_elsewhere_are_followed(seen, root, tmp_path):
+    before = seen()
     (root / "train" / "a").rename(tmp_path / "pool")
     (root / "train" / "a").symlink_to(tmp_path / "pool")
-    assert seen(root) == before
-    for path in (root / "val").iterdir():  # validation on the training images, to try things
-        path.rename(tmp_path / path.name)
-    (root / "val").rmdir()
-    (root / "val").symlink_to("train")
-    found = seen(root)
-    assert sorted(label for split, _, label in found.elements() if split == "val") == [0, 0, 1, 1]
+    assert seen() == before
+    (root / "val").rename(tmp_path / "val")
+    (root / "val").symlink_to("train")  # validation on the training images, to try things
+    labels = sorted(label for split, _, label in seen().elements() if split == "val")
+    assert labels == [0, 0, 1, 1]
 
 
-def test_files_of_records_count_once(tmp_path: Path) -> None:
+def test_files_of_records_count_once(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "x.parquet").touch()
-    (tmp_path / "train" / "round").symlink_to("..")
-    (tmp_path / "train" / "again").symlink_to(".")
-    (tmp_path / "val").symlink_to("train")
-    found = records.find_files(tmp_path, r"\.parquet$", "*.parquet", None)[1]
-    assert sorted(found.values()) == ["train", "val"]
+    for link, to in (("train/round", ".."), ("train/again", "."), ("val", "train")):
+        (tmp_path / link).symlink_to(to)
+    files = records.find_files(tmp_path, r"\.parquet$", "*.parquet", None)[1]
+    assert sorted(files.values()) == ["train", "val"]

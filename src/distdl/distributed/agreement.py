@@ -12,21 +12,15 @@ from distdl.util.errors import UserError
 
 
 def least_of_all(batches: float) -> float:
-    """The number of batches that every rank is sure to have; 0 if a rank of several has no length.
-
-    Args:
-        batches: This rank's number of batches; infinity: unknown. Called by all ranks.
-    """
+    """The least number of batches (infinity: unknown) of the ranks, which all call this; 0 if a
+    rank of several has no length."""
     least = min(process_group.gather(batches))
     return 0 if math.isinf(least) and process_group.world_size() > 1 else least
 
 
 def refuse_uneven(batches: float) -> None:
-    """Ends a training whose ranks have different numbers of batches. In the longest epoch, a rank
-    would wait for gradients of ranks that have finished theirs. Called by all ranks.
-
-    Args:
-        batches: Batches in this rank's epoch; infinity: unknown, and nothing is compared.
+    """Ends a training whose ranks have different numbers of batches (infinity: unknown), since some
+    would wait for others' gradients. Called by all ranks.
 
     Raises:
         UserError: On all ranks.
@@ -34,27 +28,23 @@ def refuse_uneven(batches: float) -> None:
     seen = process_group.gather(batches)
     other = next((rank for rank, count in enumerate(seen) if count != seen[0]), None)
     if other is not None and not math.isinf(max(seen)):
-        what = (
-            f"train_dataloader gives {seen[0]:g} batches on rank 0 and {seen[other]:g} on rank "
-            f"{other}: the ranks would wait for each other"
-        )
+        what = f"train_dataloader gives {seen[0]:g} batches on rank 0 and {seen[other]:g} on rank"
         remedy = f"shard evenly, or trainer.limit_train_batches={min(seen):g}"
-        raise UserError.at("data", what, remedy)
+        raise UserError.at("data", f"{what} {other}: the ranks would wait for each other", remedy)
 
 
 class Agreement:
     """Flags that any rank may raise, seen by all ranks at the same step.
 
-    A MAX all-reduce of a few bytes on gloo. It is started at one step and read at the next, so no
-    step waits for the network. A flag takes effect one step later, on every rank. All ranks must
-    call `exchange` equally often.
+    A MAX all-reduce of a few bytes on gloo is started at one step and read at the next, so no step
+    waits for the network. All ranks must call `exchange` equally often.
     """
 
     def __init__(self, size: int) -> None:
         self._flags = torch.zeros(size, dtype=torch.int64)
         self._work: dist.Work | None = None
         self._withdrawn: set[int] = set()
-        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._alone = process_group.world_size() == 1
 
     def exchange(self, *flags: bool) -> list[bool]:
         """Raises our flags and returns those that the ranks raised at the previous call."""
@@ -73,10 +63,9 @@ class Agreement:
         return [a or b for a, b in zip(before, self._read(), strict=True)]
 
     def withdraw(self, number: int) -> None:
-        """Drops a flag that is being exchanged, since its request has just been fulfilled.
+        """Drops a flag that is being exchanged: its request has just been fulfilled.
 
-        Without this, a rank that raises a flag until it takes effect would cause the action again
-        one step later. All ranks must call this between the same two exchanges.
+        All ranks must call this between the same two exchanges.
         """
         self._withdrawn.add(number)
 

@@ -21,10 +21,9 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def connect(environment: Environment, accelerator: str) -> None:
-    """Joins the ranks of a run; does nothing for a single rank. Lightning finds the group and uses
-    it.
+    """Joins the ranks of a run, for Lightning to find; does nothing for a single rank.
 
-    It uses both backends, so that small agreements use gloo and never wait for the GPU's stream.
+    Both backends are used, so that small agreements use gloo and never wait for the GPU's stream.
 
     Raises:
         UserError: NCCL finds two ranks on one GPU.
@@ -48,12 +47,12 @@ def connect(environment: Environment, accelerator: str) -> None:
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        what = (
-            f"rank {environment.rank} on {socket.gethostname()} has the same GPU as another "
-            f"rank: {str(error).strip().splitlines()[-1]}"
-        )
-        remedy = "start one process per GPU; with srun, --gpus-per-task=1 gives each its own"
-        raise UserError.at("trainer.devices", what, remedy) from error
+        who, reason = f"rank {environment.rank} on {socket.gethostname()}", str(error).strip()
+        raise UserError.at(
+            "trainer.devices",
+            f"{who} has the same GPU as another rank: {reason.splitlines()[-1]}",
+            "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
+        ) from error
 
 
 def device_index(environment: Environment) -> int:
@@ -95,9 +94,8 @@ def disconnect(failed: bool = False) -> None:
     """Leaves the process group.
 
     Args:
-        failed: This rank failed, and the others do not know it yet. NCCL would first finish queued
-            collectives, and so wait for ranks that never join them. The group is left open instead,
-            and ends with this process.
+        failed: This rank failed, and the others do not know it yet. NCCL would wait for them to
+            join queued collectives, so the group is left open, and ends with this process.
     """
     if dist.is_initialized() and not (failed and dist.get_world_size() > 1):
         dist.destroy_process_group()
@@ -118,11 +116,9 @@ def broadcast(value: Any) -> Any:
 
 def gather(value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    # On the group's gloo backend: objects need not go through a GPU.
-    dist.all_gather_object(values, value)
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)  # on gloo: objects need not go through a GPU
     return values
 
 

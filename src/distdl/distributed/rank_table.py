@@ -125,9 +125,8 @@ def interconnect() -> list[str]:
 
 def table(ranks: list[dict[str, Any]]) -> str:
     """One line per rank, followed by what all ranks have in common."""
-    columns = ["rank", "node", "local", "host", "pid", "device", "interconnect"]
-    if not any(rank["interconnect"] for rank in ranks):
-        columns.remove("interconnect")
+    columns = ["rank", "node", "local", "host", "pid", "device"]
+    columns += ["interconnect"] if any(rank["interconnect"] for rank in ranks) else []
     rows = [columns, *(tuple(str(rank[c]) for c in columns) for rank in ranks)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
@@ -138,7 +137,6 @@ def table(ranks: list[dict[str, Any]]) -> str:
     for other in ranks[1:]:
         if other["settings"] != first["settings"]:
             differs = dict(set(other["settings"].items()) ^ set(first["settings"].items()))
-            lines.append(
-                f"rank {other['rank']} differs from rank 0 in {', '.join(sorted(differs))}"
-            )
+            names = ", ".join(sorted(differs))
+            lines.append(f"rank {other['rank']} differs from rank 0 in {names}")
     return "\n".join(line.rstrip() for line in lines) + "\n"

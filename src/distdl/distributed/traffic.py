@@ -1,20 +1,14 @@
 """Bytes that a rank sends, counted where collectives are called: at torch's dispatcher.
 
-Everything passes through it: `torch.distributed`'s functions, DDP's reducer (C++, invisible to
-wrappers of Python functions), FSDP, functional collectives, the pipeline's sends. So one counter
-serves every strategy. It costs Python time on every operation of the model, so count a few steps
-and do not time them.
-
-There are two numbers, since "bytes sent" has two meanings:
+Everything passes through it: `torch.distributed`'s functions, DDP's reducer (in C++), FSDP,
+functional collectives, the pipeline's sends. It costs Python time on every operation of the model,
+so count a few steps and do not time them. There are two numbers:
 
 - `payload`: the bytes that the rank passes to the collective, such as all gradients in an
   all-reduce,
 - `sent`: the bytes that then leave the rank with the ring algorithm, which sends the fewest
   (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
   section 3). A broadcast, reduce, gather or scatter is counted as the mean over its ranks.
-
-`tests/strategies/test_traffic.py` compares `sent` with the bytes that the kernel saw two gloo ranks
-write.
 """
 
 from __future__ import annotations
@@ -31,42 +25,22 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-# Operation -> the argument with this rank's contribution, and the share of it that leaves a rank
-# when there are n. Operations not listed (recv_, barrier, wait_tensor) send nothing.
-_RULES: dict[str, tuple[int, Callable[[int], float]]] = {
-    "allreduce": (0, lambda n: 2 * _all_but_own(n)),
-    "allreduce_coalesced": (0, lambda n: 2 * _all_but_own(n)),
-    "broadcast": (0, _all_but_own),
-    "reduce": (0, _all_but_own),
-    "allgather": (1, lambda n: n - 1),
-    "_allgather_base": (1, lambda n: n - 1),
-    "allgather_coalesced": (1, lambda n: n - 1),
-    "allgather_into_tensor_coalesced": (1, lambda n: n - 1),
-    "reduce_scatter": (1, _all_but_own),
-    "_reduce_scatter_base": (1, _all_but_own),
-    "reduce_scatter_tensor_coalesced": (1, _all_but_own),
-    "alltoall": (1, _all_but_own),
-    "alltoall_base": (1, _all_but_own),
-    "gather": (1, _all_but_own),
-    "gather_into_tensor": (1, _all_but_own),
-    "scatter": (0, _all_but_own),
-    "send": (0, lambda n: 1),
-    # torch.distributed._functional_collectives
-    "all_reduce": (0, lambda n: 2 * _all_but_own(n)),
-    "all_reduce_coalesced": (0, lambda n: 2 * _all_but_own(n)),
-    "all_gather_into_tensor": (0, lambda n: n - 1),
-    "all_gather_into_tensor_out": (0, lambda n: n - 1),
-    "all_gather_into_tensor_coalesced": (0, lambda n: n - 1),
-    "reduce_scatter_tensor": (0, _all_but_own),
-    "reduce_scatter_tensor_out": (0, _all_but_own),
-    "all_to_all_single": (0, _all_but_own),
-    "isend": (0, lambda n: 1),
-}
+# The argument with this rank's contribution, the share of it that leaves a rank when there are n,
+# and the operations of torch.distributed (or its _functional_collectives) for which this holds.
+# Operations not listed (recv_, barrier, wait_tensor) send nothing.
+_SHARES: list[tuple[int, Callable[[int], float], str]] = [
+    (0, lambda n: 2 * (n - 1) / n, "allreduce allreduce_coalesced all_reduce all_reduce_coalesced"),
+    (0, lambda n: (n - 1) / n, "broadcast reduce scatter"),
+    (0, lambda n: (n - 1) / n, "reduce_scatter_tensor reduce_scatter_tensor_out all_to_all_single"),
+    (1, lambda n: n - 1, "allgather _allgather_base allgather_coalesced"),
+    (1, lambda n: n - 1, "allgather_into_tensor_coalesced"),
+    (0, lambda n: n - 1, "all_gather_into_tensor all_gather_into_tensor_out"),
+    (0, lambda n: n - 1, "all_gather_into_tensor_coalesced"),
+    (1, lambda n: (n - 1) / n, "reduce_scatter _reduce_scatter_base alltoall alltoall_base"),
+    (1, lambda n: (n - 1) / n, "reduce_scatter_tensor_coalesced gather gather_into_tensor"),
+    (0, lambda n: 1, "send isend"),
+]
+_RULES = {name: (at, share) for at, share, names in _SHARES for name in names.split()}
 # Communication hooks call these from the backend's threads, where our mode is not active.
 _CALLED_FROM_ELSEWHERE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -143,8 +117,8 @@ class _Mode(TorchDispatchMode):
 
 def _ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of ranks that take part."""
-    values = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)}
-    values.update(kwargs)
+    names = (argument.name for argument in func._schema.arguments)
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
     if "process_group" in values:
         return dist.ProcessGroup.unbox(values["process_group"]).size()
     group: Any = values.get("group_name")

@@ -15,20 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from distdl.optim.schedules import constant, rescale_schedule, warmup_cosine, warmup_step
+from distdl.optim.schedules import constant, warmup_cosine, warmup_step
+from distdl.optim.schedules import rescale_schedule as rescale_schedule
 from distdl.util.errors import UserError
-
-__all__ = [
-    "build_optimizer",
-    "build_schedule",
-    "constant",
-    "describe_lr",
-    "parameter_groups",
-    "rescale_schedule",
-    "scale_lr",
-    "warmup_cosine",
-    "warmup_step",
-]
 
 # Keys of an optimizer node that are ours; all others are arguments of the optimizer's class.
 OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_norm_and_bias")
@@ -50,13 +39,10 @@ _TIMM_NORMS = (
 
 
 def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> float:
-    """Scales a learning rate from a global batch of `reference` to `global_batch`.
+    """Scales a learning rate from a global batch of `reference` images to `global_batch`.
 
     Args:
-        lr: The rate for a global batch of `reference`.
-        global_batch: Images per optimizer step, over all ranks and accumulated batches.
         rule: "linear" (Goyal et al. 2017), "sqrt" (Krizhevsky 2014, "One weird trick") or "none".
-        reference: The global batch that `lr` was tuned for.
 
     Raises:
         UserError: For another rule.
@@ -73,8 +59,12 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
 
 def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
     """The scaled learning rate of an optimizer node, which must have an `lr`."""
-    lr, rule, reference = _lr_terms(config)
-    return scale_lr(lr, global_batch, rule, reference)
+    return scale_lr(*_lr_terms(config, global_batch))
+
+
+def _lr_terms(config: Mapping[str, Any], global_batch: int) -> tuple[float, int, str, int]:
+    rule, reference = config.get("lr_scaling", "none"), config.get("lr_reference_batch", 256)
+    return float(config["lr"]), global_batch, str(rule), int(reference)
 
 
 def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
@@ -82,35 +72,31 @@ def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
     config = _plain(config)
     if "lr" not in config:
         return "lr is the optimizer's default"
-    lr, rule, reference = _lr_terms(config)
+    lr, _, rule, reference = _lr_terms(config, global_batch)
     if rule == "none":
         return f"lr {lr:g} (not scaled by the global batch of {global_batch})"
     ratio = f"{global_batch}/{reference}"
     factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
-    scaled = rate_of(config, global_batch)
-    return f"lr {lr:g} per {reference} images x {factor} ({rule}) = {scaled:g}"
+    return (
+        f"lr {lr:g} per {reference} images x {factor} ({rule}) = {rate_of(config, global_batch):g}"
+    )
 
 
 def parameter_groups(
     module: nn.Module, weight_decay: float | None, decay_norm_and_bias: bool = False
 ) -> list[dict[str, Any]]:
-    """The trainable parameters, each once, grouped by whether weight decay applies.
+    """The trainable parameters, each once: at most two groups for an optimizer, decayed ones first.
 
     Parameters of normalisation layers and biases are not decayed (Goyal et al. 2017, section 5.3;
-    He et al. 2019, "Bag of Tricks"). Normalisation layers are found by their type, not their name.
-
-    Args:
-        module: The module to train.
-        weight_decay: For the decayed group; None: the optimizer's default.
-        decay_norm_and_bias: Decay all parameters.
-
-    Returns:
-        At most two groups for an optimizer, decayed ones first; an empty one is left out.
+    He et al. 2019, "Bag of Tricks"), unless `decay_norm_and_bias`. Normalisation layers are found
+    by their type, not their name. A `weight_decay` of None is the optimizer's default.
     """
+    # Models with timm's layers have imported them already; other models need not wait for that.
+    timm = sys.modules.get("timm.layers")
+    norms = (*_NORMS, *(getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)))
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     seen: set[int] = set()
-    norms = _norm_types()
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
@@ -118,18 +104,9 @@ def parameter_groups(
             seen.add(id(parameter))
             spare = isinstance(owner, norms) or _is_bias(owner, name)
             (spared if spare and not decay_norm_and_bias else decayed).append(parameter)
-    first: dict[str, Any] = {"params": decayed}
-    if weight_decay is not None:
-        first["weight_decay"] = weight_decay
-    groups = [first, {"params": spared, "weight_decay": 0.0}]
+    first = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups = [{"params": decayed, **first}, {"params": spared, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def _norm_types() -> tuple[type, ...]:
-    # A model with timm's layers has imported them already; other models need not wait for that.
-    timm = sys.modules.get("timm.layers")
-    imported = [getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)]
-    return (*_NORMS, *imported)
 
 
 def _is_bias(owner: nn.Module, name: str) -> bool:
@@ -146,7 +123,6 @@ def build_optimizer(
     Each group also holds "reference_lr", the rate before scaling, for the schedules' warm-up.
 
     Args:
-        module: The module to train.
         config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
             decay_norm_and_bias (False), and arguments of the class.
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
@@ -185,22 +161,20 @@ def build_optimizer(
 def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
     """Whether an optimizer has a fused kernel for all of these parameters.
 
-    A fused kernel computes the same formula, but rounds sums of products once less, so weights may
-    differ in the last bit. Without it, torch uses `foreach` kernels on a GPU and a loop over the
-    parameters on a CPU.
+    It computes the same formula, but rounds sums of products once less, so weights may differ in
+    the last bit.
     """
-    parameters = [parameter for group in groups for parameter in group["params"]]
     # DTensors of FSDP: torch has no sharding rule for SGD's fused step (2.15).
-    sharded = sys.modules.get("torch.distributed.tensor")
-    if sharded is not None and any(isinstance(p, sharded.DTensor) for p in parameters):
-        return False
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return "fused" in inspect.signature(target).parameters and all(
-        p.device.type in ("cpu", "cuda") and torch.is_floating_point(p) for p in parameters
+        p.device.type in ("cpu", "cuda") and p.is_floating_point() and not isinstance(p, sharded)
+        for group in groups
+        for p in group["params"]
     )
 
 
 def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Clears the choice of kernels in a checkpoint: it depends on the device."""
+    # In a checkpoint: the choice depends on the device.
     for group in state["param_groups"]:
         group.update(dict.fromkeys(KERNELS & group.keys()))
 
@@ -229,22 +203,13 @@ def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in the memory layout of `parameter`.
-
-    A fused kernel on a CPU (torch 2.15) assumes equal layouts without a check. With another layout
-    it would add each number to the wrong weight.
-    """
+    """`tensor` in the layout of `parameter`; fused kernels on a CPU (torch 2.15) assume it."""
     if tensor.layout is not torch.strided or tensor.stride() == parameter.stride():
         return tensor
     sizes = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
     if all(one == other for size, one, other in sizes if size > 1):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-
-
-def _lr_terms(config: Mapping[str, Any]) -> tuple[float, str, int]:
-    rule, reference = config.get("lr_scaling", "none"), config.get("lr_reference_batch", 256)
-    return float(config["lr"]), str(rule), int(reference)
 
 
 def build_schedule(
@@ -262,11 +227,10 @@ def build_schedule(
     others step once per epoch. The node's `interval` overrides this.
 
     Args:
-        optimizer: Any optimizer.
         config: `_target_`, arguments of the target, and Lightning's settings (interval, frequency,
             monitor, strict, name).
         steps_per_epoch: Optimizer steps (after accumulation) per epoch.
-        max_epochs: Epochs of the complete training.
+        max_epochs: Of the complete training.
         total_steps: Optimizer steps of the complete training, which may end within an epoch;
             infinity: unknown; None: it ends with the last epoch.
 
@@ -291,13 +255,9 @@ def build_schedule(
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
     per_step = target in OUR_SCHEDULES or "total_steps" in taken
+    defaults = {"interval": "step" if per_step else "epoch", "frequency": 1}
     for_lightning = {k: v for k, v in config.items() if k in OUR_SCHEDULE_KEYS[1:]}
-    return {
-        "scheduler": target(optimizer, **arguments),
-        "interval": "step" if per_step else "epoch",
-        "frequency": 1,
-        **for_lightning,
-    }
+    return {"scheduler": target(optimizer, **arguments), **defaults, **for_lightning}
 
 
 def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:

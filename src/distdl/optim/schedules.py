@@ -18,25 +18,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training in optimizer steps (after accumulation).
+    """The length of a training in optimizer steps (after accumulation)."""
 
-    Args:
-        steps_per_epoch: Steps of a complete epoch; data without a length counts as one epoch.
-        max_epochs: Epochs that are started, at least one.
-        total_steps: Steps in total; infinity: no limit, or the data's length is unknown.
-    """
-
-    steps_per_epoch: int
-    max_epochs: int
-    total_steps: float
+    steps_per_epoch: int  # data without a length counts as one epoch
+    max_epochs: int  # that are started, at least one
+    total_steps: float  # infinity: no limit, or the data's length is unknown
 
 
 def length_of(trainer: Any) -> Length:
-    """The length by `max_epochs`, `max_steps` and the loader, whichever ends the training first.
-
-    Args:
-        trainer: Lightning's, with its loaders set up.
-    """
+    """The length by a Trainer's `max_epochs`, `max_steps` and loaders, which must be set up."""
     total = trainer.estimated_stepping_batches
     total = math.inf if total < 0 else total  # -1: no max_steps, and data without a length
     batches = trainer.num_training_batches
@@ -59,8 +49,6 @@ def warmup_cosine(
     """Linear warm-up, then half a cosine to `min_lr_ratio` of the full rate (Loshchilov 2017).
 
     Args:
-        optimizer: Has the full rates.
-        steps_per_epoch: Optimizer steps per epoch.
         max_epochs: The cosine ends with the last epoch, or with `total_steps` if given.
         warmup_epochs: May be a fraction; 0: no warm-up.
         min_lr_ratio: From 0 to 1.
@@ -68,12 +56,11 @@ def warmup_cosine(
             scaling by the global batch (Goyal et al. 2017, section 2.2), so a run at the reference
             batch has no warm-up. The k-th of w steps has the share start + (1 - start) * k / w, so
             the first step's rate is above 0 even if the start is 0.
-        total_steps: Optimizer steps of the complete training, which may end within an epoch.
+        total_steps: Of the complete training, which may end within an epoch.
 
     If the warm-up is longer than the training, the training ends within it, with a warning.
     """
-    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
-    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    warmup, total = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
     decay = max(1, total - warmup)
 
     def after(step: int) -> float:
@@ -93,16 +80,11 @@ def warmup_step(
     warmup_from: float | str = "reference",
     total_steps: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up, then a factor of `gamma` at each milestone (Goyal et al. 2017).
-
-    Args:
-        milestones: In epochs.
-        gamma: The factor at each milestone.
+    """Linear warm-up, then a factor of `gamma` at each milestone, in epochs (Goyal et al. 2017).
 
     The other arguments are those of `warmup_cosine`.
     """
-    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
-    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    warmup, _ = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
     steps = [round(milestone * steps_per_epoch) for milestone in milestones]
 
     def after(step: int) -> float:
@@ -120,23 +102,23 @@ def constant(
     total_steps: float | None = None,
 ) -> LambdaLR:
     """Linear warm-up (default: none), then the full rate. Arguments: see `warmup_cosine`."""
-    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
-    warmup = _warmup_steps(steps_per_epoch, warmup_epochs, total)
+    warmup, _ = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
     return _warmed_up(optimizer, warmup, warmup_from, lambda step: 1.0)
 
 
-def _warmup_steps(steps_per_epoch: int, warmup_epochs: float, total: float) -> int:
+def _steps(
+    steps_per_epoch: int, max_epochs: int, total_steps: float | None, warmup_epochs: float
+) -> tuple[int, float]:
+    """Of the warm-up and of the training."""
+    total = steps_per_epoch * max_epochs if total_steps is None else total_steps
     warmup = round(warmup_epochs * steps_per_epoch)
     if warmup > total:
         # A short trial of a long recipe is allowed, but its rates are not the recipe's.
         log.warning(
-            "schedule.warmup_epochs=%g is %d optimizer steps and training lasts %d: all of it is "
-            "warm-up (schedule.warmup_epochs=0: none)",
-            warmup_epochs,
-            warmup,
-            total,
+            f"schedule.warmup_epochs={warmup_epochs:g} is {warmup} optimizer steps and training "
+            f"lasts {int(total)}: all of it is warm-up (schedule.warmup_epochs=0: none)"
         )
-    return warmup
+    return warmup, total
 
 
 def _warmed_up(
@@ -168,12 +150,9 @@ def rescale_schedule(
     Args:
         scheduler: Built for the new run, with the old run's state. A LambdaLR (all of ours)
             follows the new run's curve; for others the current rate is multiplied by
-            new_lr / old_lr.
+            new_lr / old_lr, the full rates of both runs.
         optimizer: Also of the new run, with the old run's state.
-        old_lr: The full rate of the old run.
-        new_lr: The full rate of the new run.
-        step_ratio: New steps per old step: old global batch / new global batch. 1 for a scheduler
-            that steps once per epoch.
+        step_ratio: Old global batch / new global batch; 1 if it steps once per epoch.
     """
     ratio = new_lr / old_lr
     scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]

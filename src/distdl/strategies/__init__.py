@@ -4,12 +4,12 @@ import importlib
 from typing import Any
 
 # The module of each class, imported on first use: some imports take long.
-_WHERE = {
-    "DDPStrategy": "distdl.strategies.ddp",
-    "LocalSGDStrategy": "distdl.strategies.local_sgd",
-    "FSDPStrategy": "distdl.strategies.fsdp",
-    "DeepSpeedStrategy": "distdl.strategies.deepspeed",
-    "PipelineStrategy": "distdl.strategies.pipeline.strategy",
+_MODULES = {
+    "DDPStrategy": "ddp",
+    "LocalSGDStrategy": "local_sgd",
+    "FSDPStrategy": "fsdp",
+    "DeepSpeedStrategy": "deepspeed",
+    "PipelineStrategy": "pipeline.strategy",
 }
 
 
@@ -24,6 +24,6 @@ def single() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,8 +18,8 @@ class BucketSearch:
     """Tries a few sizes for `STEPS` steps each, then keeps the one with the shortest steps.
 
     The bucket size changes when gradients are sent, not their values, so the trials are ordinary
-    training steps. Horovod's autotuner does the same for more parameters (Sergeev and Del Balso
-    2018, https://arxiv.org/abs/1802.05799, section 5; `HOROVOD_AUTOTUNE`).
+    training steps. Horovod's autotuner does the same (Sergeev and Del Balso 2018,
+    https://arxiv.org/abs/1802.05799, section 5).
 
     Args:
         gradient_mb: Size of all gradients (2^20 bytes); larger buckets make no difference.
@@ -52,12 +52,9 @@ class BucketSearch:
         mine = statistics.median(self._steps[NOT_COUNTED:])
         self.seconds[self.size] = max(self.gather(mine))
         self._steps = []
-        before = self.size
-        if len(self.seconds) < len(self.sizes):
-            self.size = self.sizes[len(self.seconds)]
-        else:
-            self.size = min(self.seconds, key=lambda size: self.seconds[size])
-            self.done = True
+        before, self.done = self.size, len(self.seconds) == len(self.sizes)
+        fastest = min(self.seconds, key=lambda size: self.seconds[size])
+        self.size = fastest if self.done else self.sizes[len(self.seconds)]
         return self.size != before
 
     def describe(self) -> str:

@@ -54,12 +54,11 @@ class DDPStrategy(DriftingStrategy):
         self.comm_hook, self.powersgd_rank = comm_hook, powersgd_rank
         self.hook_start_step, self.average_every = hook_start_step, average_every
         self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
-        takes = inspect.signature(DistributedDataParallel).parameters
-        lists = "bucket_cap_mb_list"
         # Read from `_ddp_kwargs`, not `kwargs`: validation must see `kwargs` passed on unchanged.
-        self._choose_first = lists in takes and lists not in self._ddp_kwargs
+        takes = inspect.signature(DistributedDataParallel).parameters.keys() - self._ddp_kwargs
+        self._choose_first = "bucket_cap_mb_list" in takes
         self._hook: hooks.Hook | None = None
-        self._search: BucketSearch | None = None
+        self.search: BucketSearch | None = None
         self._steps = 0
 
     @staticmethod
@@ -67,15 +66,16 @@ class DDPStrategy(DriftingStrategy):
         """Problems of the arguments; paths are relative to the strategy node."""
         hook, size = config.get("comm_hook", "none"), config.get("bucket_cap_mb", 25)
         defaults = {"powersgd_rank": 1, "hook_start_step": 1000, "average_every": 4}
+        values = {name: config.get(name, default) for name, default in defaults.items()}
         for name, users in hooks.SETTINGS.items():
-            if config.get(name, defaults[name]) != defaults[name] and hook not in users:
+            if values[name] != defaults[name] and hook not in users:
                 remedy = f"strategy.comm_hook={users[0]}, or leave strategy.{name} out"
                 yield Problem(name, f"has no effect with strategy.comm_hook={hook}", remedy)
         least = hooks.PLAIN_STEPS
-        if hook == "powersgd" and config.get("hook_start_step", 1000) < least:
+        if hook == "powersgd" and values["hook_start_step"] < least:
             what = f"must be {least} or more: DDP settles its buckets in the first steps"
             yield Problem("hook_start_step", what, f"strategy.hook_start_step={least}")
-        if config.get("average_every", 4) < 2:
+        if values["average_every"] < 2:
             what = "must be 2 or more: weights that are averaged at every step are what DDP has"
             yield Problem("average_every", what, "strategy.average_every=4")
         if isinstance(size, (int, float)) and size <= 0:
@@ -92,14 +92,11 @@ class DDPStrategy(DriftingStrategy):
             what = f"there is strategy.comm_hook={hook} already"
             yield Problem("ddp_comm_hook", what, "strategy.comm_hook=none, or leave it out")
 
-    # --------------------------------------------------------------------------------- set-up
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         self._steps = int(checkpoint.get("global_step", 0))
 
     def configure_ddp(self) -> None:
-        assert self.lightning_module is not None
         if self.world_size == 1 and self.comm_hook != "none":
             log.warning("strategy.comm_hook=%s: one device sends nothing", self.comm_hook)
         elif self.comm_hook != "none":
@@ -113,12 +110,12 @@ class DDPStrategy(DriftingStrategy):
         if self.bucket_cap_mb == "auto":
             trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
             size = sum(p.numel() * p.element_size() for p in trained) / 2**20
-            self._search = BucketSearch(size if self.world_size > 1 else 0, process_group.gather)
+            self.search = BucketSearch(size if self.world_size > 1 else 0, process_group.gather)
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         self._left_out = [p for p in model.parameters() if not p.requires_grad]
-        size = self._search.size if self._search else float(self.bucket_cap_mb)
+        size = self.search.size if self.search else float(self.bucket_cap_mb)
         self._ddp_kwargs["bucket_cap_mb"] = size
         if self._choose_first:
             # Setting bucket_cap_mb disables DDP's own first bucket of 1 MB.
@@ -140,49 +137,37 @@ class DDPStrategy(DriftingStrategy):
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
 
-    # ---------------------------------------------------------------------------------- steps
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # DDP averages what was trainable when it was built; BackboneFinetuning unfreezes later.
         if any(parameter.requires_grad for parameter in self._left_out):
             self._wrap_again()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._search is None or self._search.done:
+        if self.search is None or self.search.done:
             output = super().optimizer_step(*args, **kwargs)
         else:
             self._finish_queued()
             started = time.perf_counter()
             output = super().optimizer_step(*args, **kwargs)
             self._finish_queued()
-            self._measured(time.perf_counter() - started)
+            changed = self.search.timed(time.perf_counter() - started)
+            if self.search.done:
+                log.info("strategy.bucket_cap_mb=auto: %s", self.search.describe())
+            if changed:
+                self._wrap_again()
         self._steps += 1
-        if self._hook is not None and self.comm_hook == "post_local_sgd":
-            self._after_local_step()
-        return output
-
-    def _after_local_step(self) -> None:
         local = self._steps - self.hook_start_step
-        if local <= 0:
-            return
-        self.drifted()
-        if local % self.average_every == 0:
-            self.meet()
-
-    def _measured(self, seconds: float) -> None:
-        assert self._search is not None
-        changed = self._search.timed(seconds)
-        if self._search.done:
-            log.info("strategy.bucket_cap_mb=auto: %s", self._search.describe())
-        if changed:
-            self._wrap_again()
+        if self._hook is not None and self.comm_hook == "post_local_sgd" and local > 0:
+            self.drifted()
+            if local % self.average_every == 0:
+                self.meet()
+        return output
 
     def _wrap_again(self) -> None:
         """Wraps the module in a new DDP, since DDP cannot change its buckets."""
         assert isinstance(self.model, DistributedDataParallel)
-        assert self.lightning_module is not None
         self.model._remove_autograd_hooks()
-        # Gradients may be views into the old buckets. The step has used them already.
+        # Gradients may be views into the old buckets; the step has used them already.
         for parameter in self.lightning_module.parameters():
             parameter.grad = None
         kept = self._ddp_kwargs

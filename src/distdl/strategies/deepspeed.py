@@ -109,17 +109,14 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             except UserError as error:
                 yield from error.problems
 
-    # ------------------------------------------------------------------------------- set-up
-
     @property
     def precision_plugin(self) -> Any:
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if isinstance(plugin, DeepSpeedPrecision):
-            plugin = AutocastPrecision(plugin.precision)  # type: ignore[arg-type]
-        self._precision_plugin = plugin
+        ours = isinstance(plugin, DeepSpeedPrecision)
+        self._precision_plugin = AutocastPrecision(plugin.precision) if ours else plugin
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -182,11 +179,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             # Autocast, as under DDP: DeepSpeed's bf16 casts all weights to bf16, which batch norm
             # does not support on the CPU. No module is "safe", so gradients are reduced in float32.
             self.config.pop("bf16", None)
-            self.config["torch_autocast"] = {
-                "enabled": True,
-                "dtype": "bfloat16",
-                "lower_precision_safe_modules": [],
-            }
+            autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+            self.config["torch_autocast"] = autocast
             self.precision_plugin.autocasts_on = self.root_device.type
 
     def _setup_model_and_optimizer(
@@ -230,37 +224,26 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             owner._parameters = dict(owner._parameters)  # stage 3 had replaced the dict
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    value = full[f"{owner_name}.{name}" if owner_name else name]
-                    owner._parameters[name] = nn.Parameter(
-                        value.to(self.root_device), parameter.requires_grad
-                    )
-
-    # --------------------------------------------------------------------------- checkpoints
+                    full_name = f"{owner_name}.{name}".removeprefix(".")
+                    value = full[full_name].to(self.root_device)
+                    owner._parameters[name] = nn.Parameter(value, parameter.requires_grad)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights on rank 0; empty if DeepSpeed writes the checkpoint. Collective."""
-        assert self.lightning_module is not None
         sharing.agree_on_buffers(self.lightning_module)
         if self.sharded_checkpoints:
             return {}
         if self._engine is None:
             return self.lightning_module.state_dict()
-        return deepspeed_state.weights(
-            self._engine, self.lightning_module, self.root_device, keep=self.is_global_zero
-        )
+        parts = self._engine, self.lightning_module, self.root_device
+        return deepspeed_state.weights(*parts, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """In the form of `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
-        assert self.lightning_module is not None
-        return deepspeed_state.optimizer_state(
-            self._engine,
-            self.lightning_module,
-            self._names,
-            self.root_device,
-            keep=self.is_global_zero,
-        )
+        parts = self._engine, self.lightning_module, self._names, self.root_device
+        return deepspeed_state.optimizer_state(*parts, keep=self.is_global_zero)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -278,7 +261,6 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._unwrap()
-        assert self.lightning_module is not None
         if any(hasattr(p, "ds_id") for p in self.lightning_module.parameters()):
             # Built in `configure_model`, where Lightning partitions parameters on creation.
             self._restore_zero_state(checkpoint, strict=strict)
@@ -286,15 +268,11 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
+        engine, module = self._engine, self.lightning_module
         (state,) = checkpoint["optimizer_states"]
-        deepspeed_state.load_optimizer_state(
-            self._engine, self.lightning_module, self._names, state
-        )
-        if self._engine.bfloat16_enabled() or self._engine.fp16_enabled():
-            deepspeed_state.load_masters(
-                self._engine, self.lightning_module, checkpoint["state_dict"]
-            )
+        deepspeed_state.load_optimizer_state(engine, module, self._names, state)
+        if engine.bfloat16_enabled() or engine.fp16_enabled():
+            deepspeed_state.load_masters(engine, module, checkpoint["state_dict"])
 
 
 def use_cpu() -> None:

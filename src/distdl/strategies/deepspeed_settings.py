@@ -45,7 +45,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError.at("config", f"{path} is not JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError.at("config", f"{path} is not JSON object")
+        raise UserError.at("config", f"{path} is not a JSON object")
     settings = without_auto(settings)
     problems = [
         Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}")

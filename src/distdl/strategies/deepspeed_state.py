@@ -5,13 +5,13 @@ rank's optimizer its partition. So each rank has a fragment of a parameter (or n
 tensor, and the momentum is the same fragment of the flat momentum (Rajbhandari et al. 2020,
 "ZeRO", section 5; `deepspeed/runtime/zero/stage_1_and_2.py` and `stage3.py`).
 
-DeepSpeed's own `safe_get_full_optimizer_state` and `safe_set_...` do not work here. Before the
-first step there is no state to set. In stage 3 they slice past the end of a parameter whose size
-is not a multiple of the world size (0.19).
+DeepSpeed's own `safe_get_full_optimizer_state` and `safe_set_...` need a first step, and in stage 3
+slice past the end of a parameter whose size is not a multiple of the world size (0.19).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,22 +27,18 @@ from distdl.optim.optimizers import KERNELS
 from distdl.strategies.sharing import on_host
 from distdl.util.errors import UserError
 
+# Of the parameters, by group, from before ZeRO flattened them.
+Names = Sequence[Sequence[str]]
+
 
 @dataclass
 class Fragment:
-    """This rank's part of one parameter, inside one flat partition.
+    """This rank's part of one parameter, inside one flat partition."""
 
-    Args:
-        flat: The float32 partition that the optimizer steps. None: this rank has no part.
-        at: Offset in `flat`.
-        start: Offset in the flattened parameter.
-        count: Number of elements.
-    """
-
-    flat: torch.Tensor | None = None
-    at: int = 0
-    start: int = 0
-    count: int = 0
+    flat: torch.Tensor | None = None  # the float32 partition that is stepped; None: no part here
+    at: int = 0  # offset in `flat`
+    start: int = 0  # offset in the flattened parameter
+    count: int = 0  # elements
 
 
 def is_sharded(engine: Any) -> bool:
@@ -86,7 +82,7 @@ def gathered(
     full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
     if flat is not None and part.count:
         full[part.start : part.start + part.count] = flat[part.at : part.at + part.count].to(device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if process_group.world_size() > 1:
         dist.all_reduce(full)
     return full.view(shape)
 
@@ -98,8 +94,7 @@ def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) ->
     full_weights: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.requires_grad and is_sharded(engine):
-            part = fragment(engine, value)
-            full = gathered(value, part, part.flat, device)
+            full = gathered(value, part := fragment(engine, value), part.flat, device)
         elif hasattr(value, "ds_id"):  # a frozen parameter in stage 3
             with deepspeed.zero.GatheredParameters([value]):
                 full = value.detach().clone()
@@ -110,35 +105,23 @@ def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) ->
 
 
 def optimizer_state(
-    engine: Any,
-    module: nn.Module,
-    names: Sequence[Sequence[str]],
-    device: torch.device,
-    keep: bool,
+    engine: Any, module: nn.Module, names: Names, device: torch.device, keep: bool
 ) -> dict[str, Any]:
-    """The optimizer's state in the form of `checkpoint.portable`, on ranks with `keep`. Collective.
-
-    Args:
-        engine: The DeepSpeed engine of `module`.
-        names: The parameters' names by group, from before ZeRO flattened them.
-    """
+    """The optimizer's state in the form of `checkpoint.portable`, if `keep`. Collective."""
     if not is_sharded(engine):
         return portable.name_state(engine.optimizer.state_dict(), names)
     base: Optimizer = engine.optimizer.optimizer
     parameters = dict(module.named_parameters())
     state: dict[str, Any] = {}
-    for name in (name for group in names for name in group):
+    for name in itertools.chain.from_iterable(names):
         part = fragment(engine, parameters[name])
         held = base.state.get(part.flat, {}) if part.flat is not None else {}
-        entry: dict[str, Any] = {}
-        for key, is_flat, value in kinds(held, part.flat):
-            full = value
-            if is_flat:
-                full = gathered(parameters[name], part, held.get(key), device)
-            if keep:
-                entry[key] = on_host(full)
-        if entry:
-            state[name] = entry
+        entry = {
+            key: gathered(parameters[name], part, held.get(key), device) if is_flat else value
+            for key, is_flat, value in kinds(held, part.flat)
+        }
+        if keep and entry:
+            state[name] = {key: on_host(full) for key, full in entry.items()}
     groups = [
         {**group, **dict.fromkeys(KERNELS & group.keys()), "params": list(own_names)}
         for group, own_names in zip(base.param_groups, names, strict=True)
@@ -159,7 +142,7 @@ def kinds(held: Mapping[str, Any], flat: torch.Tensor | None) -> Iterator[tuple[
 
 
 def load_optimizer_state(
-    engine: Any, module: nn.Module, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+    engine: Any, module: nn.Module, names: Names, state: Mapping[str, Any]
 ) -> None:
     """Puts a portable (or position-keyed) state into ZeRO's partitions.
 
@@ -172,16 +155,15 @@ def load_optimizer_state(
         engine.optimizer.load_state_dict(indexed)
         return
     base: Optimizer = engine.optimizer.optimizer
-    for group, given in zip(base.param_groups, indexed["param_groups"], strict=True):
-        mine = {"params", *KERNELS}
-        group.update({key: value for key, value in given.items() if key not in mine})
+    for group, saved in zip(base.param_groups, indexed["param_groups"], strict=True):
+        group.update({k: v for k, v in saved.items() if k not in {"params", *KERNELS}})
     parameters = dict(module.named_parameters())
-    for name in (name for group in names for name in group):
-        part, given = fragment(engine, parameters[name]), named["state"].get(name, {})
+    for name in itertools.chain.from_iterable(names):
+        part = fragment(engine, parameters[name])
         if part.flat is None:
             continue
         held = base.state[part.flat]
-        for key, value in given.items():
+        for key, value in named["state"].get(name, {}).items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 held[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
@@ -192,9 +174,8 @@ def load_optimizer_state(
 
 def load_masters(engine: Any, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Sets the float32 master weights of an engine that trains in 16 bits."""
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad or name not in weights or not is_sharded(engine):
-            continue
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n in weights}
+    for name, parameter in trained.items() if is_sharded(engine) else ():
         part = fragment(engine, parameter)
         if part.flat is not None:
             piece = weights[name].reshape(-1)[part.start : part.start + part.count]

@@ -17,30 +17,27 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from distdl.distributed import process_group
 from distdl.strategies.sharing import buckets
 
 BUCKET_BYTES = 32 * 2**20
 
 
 class DriftingStrategy(LightningDDP):
-    """Base of strategies whose ranks take local steps.
+    """Base of strategies whose ranks take local steps, after which a subclass calls `drifted`.
 
-    A subclass calls `drifted` after such a step. It overrides `meet` if a meeting is more than an
-    average. All ranks must call both at the same steps.
-
-    - A meeting averages weights and floating-point buffers (batch norm's statistics).
-    - Moving averages of the weights (Lightning's WeightAveraging) are averaged before a validation
-      or a checkpoint. They are linear, so the result is the moving average of the averaged weights.
-    - The optimizer's state is averaged before a checkpoint, and every rank continues with the
-      averaged state.
+    A meeting averages weights and floating-point buffers (batch norm's statistics). Moving averages
+    of the weights (Lightning's WeightAveraging, which is linear) are averaged before a validation
+    or a checkpoint, and before a checkpoint also the optimizer's state, for all ranks.
     """
 
+    lightning_module: Any  # set before Lightning calls any of these methods
     _apart = False  # weights may differ between ranks
     _states_apart = False  # optimizer state and moving averages may differ
     bytes_met = 0  # sent by this rank in meetings
 
     def drifted(self) -> None:
-        self._apart = self._states_apart = dist.is_initialized() and dist.get_world_size() > 1
+        self._apart = self._states_apart = process_group.world_size() > 1
 
     def meet(self) -> None:
         """Replaces the weights and buffers of all ranks by their mean."""
@@ -61,7 +58,6 @@ class DriftingStrategy(LightningDDP):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights for a checkpoint. Collective in a training: the ranks meet."""
-        assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if self._apart:
                 self.meet()
@@ -73,15 +69,12 @@ class DriftingStrategy(LightningDDP):
         return super().lightning_module_state_dict()
 
     def _weights(self) -> Iterator[Tensor]:
-        assert self.lightning_module is not None
         yield from (p for p in self.lightning_module.parameters() if p.requires_grad)
         yield from (b for b in self.lightning_module.buffers() if b.is_floating_point())
 
     def _moving_averages(self) -> Iterator[Tensor]:
-        assert self.lightning_module is not None
-        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
-            average = getattr(callback, "_average_model", None)
-            if average is not None:
+        for callback in self.lightning_module.trainer.callbacks:
+            if (average := getattr(callback, "_average_model", None)) is not None:
                 values = average.module.state_dict().values()
                 yield from (v for v in values if v.is_floating_point())
 
@@ -90,8 +83,7 @@ class DriftingStrategy(LightningDDP):
 def average_(tensors: Iterable[Tensor]) -> int:
     """Replaces each tensor by its mean over all ranks, in place.
 
-    Buckets make it fast and need 64 MiB instead of a second copy of a model. The memory layout
-    (channels_last) is kept; torch's own averager loses it.
+    The memory layout (channels_last) is kept; torch's own averager loses it.
 
     Args:
         tensors: Floating point, on one device; of the same shapes and types on all ranks.
@@ -99,7 +91,7 @@ def average_(tensors: Iterable[Tensor]) -> int:
     Returns:
         Bytes sent by this rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if process_group.world_size() == 1:
         return 0
     handed = 0
     for bucket in buckets(tensors, BUCKET_BYTES):
@@ -117,9 +109,7 @@ def _states(optimizer: Optimizer) -> Iterator[Tensor]:
     """State tensors (momenta), in the order of the parameters: the same on every rank."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key in sorted(state):
-                value = state[key]
+            for _, value in sorted(optimizer.state.get(parameter, {}).items()):
                 # A zero-dimensional tensor is a step count.
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     yield value

@@ -78,8 +78,6 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             what = f"does not train with trainer.precision={precision}"
             yield Problem("", what, "trainer.precision=bf16-mixed, or 32-true")
 
-    # ------------------------------------------------------------------------------- set-up
-
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
         self._data_parallel_size = self.cluster_environment.world_size()
@@ -87,7 +85,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         module: nn.Module = self.lightning_module
@@ -112,16 +110,11 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         policy = CPUOffloadPolicy(pin_memory=pins) if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
         sharing.lay_out_plainly(module)
-        assert self.lightning_module is not None
         by_hand = not self.lightning_module.automatic_optimization
         for unit in [*units(module, self.min_parameters, each=by_hand), module]:
-            fully_shard(
-                unit,
-                mesh=mesh,
-                # The backward needs the outermost unit again at once.
-                reshard_after_forward=self.reshard_after_forward and unit is not module,
-                offload_policy=policy,
-            )
+            # The backward needs the outermost unit again at once.
+            frees = self.reshard_after_forward and unit is not module
+            fully_shard(unit, mesh=mesh, reshard_after_forward=frees, offload_policy=policy)
             refuse_second_order(unit)
         if not by_hand:
             watch_weights(module)
@@ -130,7 +123,6 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
     def _reshard(self) -> None:
         """Frees weights that stay gathered after a forward without a backward."""
-        assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -143,18 +135,14 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             # the outermost unit, so hook it here.
             closure_loss.register_hook(module._get_fsdp_state()._pre_backward)
 
-    # --------------------------------------------------------------------------- checkpoints
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights on rank 0; for a sharded checkpoint, each rank's slices. Collective."""
-        assert self.lightning_module is not None
         sharing.agree_on_buffers(self.lightning_module)
         self._reshard()
         return self._outgoing(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """In the form of `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
-        assert self.lightning_module is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self._reshard()
         named = portable.to_names(optimizer.state_dict(), optimizer, self.lightning_module)
@@ -163,12 +151,11 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     def _outgoing(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self.sharded_checkpoints:
             return dict(values)
-        outgoing = {}
-        for key, value in values.items():  # one full tensor at a time
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            outgoing[key] = sharing.on_host(full) if self.is_global_zero else None
-            del full
-        return outgoing
+        return {key: self._full(value) for key, value in values.items()}  # one at a time
+
+    def _full(self, value: Any) -> Any:
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        return sharing.on_host(full) if self.is_global_zero else None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -180,18 +167,12 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not isinstance(module, FSDPModule):
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
-            return
         self._reshard()
-        slices, full = module.state_dict(), checkpoint["state_dict"]
+        slices, full = self.lightning_module.state_dict(), checkpoint["state_dict"]
         sliced = {name: sliced_like(value, slices.get(name)) for name, value in full.items()}
-        module.load_state_dict(sliced, strict=strict)
+        self.lightning_module.load_state_dict(sliced, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
         self._reshard()
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
             # To names first: a state by position was written for the same groups, unsharded.
@@ -212,30 +193,24 @@ def sliced_like(full: Any, parameter: Any) -> Any:
 
     A tensor of another shape (Adam's step) is the same on every rank and is returned unchanged.
     """
-    if not isinstance(full, torch.Tensor) or not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or getattr(full, "shape", None) != parameter.shape:
         return full
-    if full.shape != parameter.shape:
-        return full
-    full = full.to(parameter.device)
+    mesh, full = parameter.device_mesh, full.to(parameter.device)
     # A copy, else the slice would keep the full tensor alive.
-    return distribute_tensor(
-        full, parameter.device_mesh, parameter.placements, src_data_rank=None
-    ).clone()
+    return distribute_tensor(full, mesh, parameter.placements, src_data_rank=None).clone()
 
 
 def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module]:
     """The submodules to shard as units of their own, inner ones first.
+
+    They are the blocks of `pipeline_blocks()`; without this method, submodules from the inside out.
+    No unit shares a parameter with a module outside it.
 
     Args:
         module: The module that contains them; not part of the result.
         minimum: The least number of parameters of a unit, without those of units inside it.
         each: Make every other submodule with weights a unit too. Needed if training_step calls
             parts of the module by themselves, with backward passes in between.
-
-    Returns:
-        The blocks of `pipeline_blocks()` with at least `minimum` parameters. Without this method,
-        submodules chosen from the inside out that have `minimum` parameters outside their inner
-        units. No unit shares a parameter with a module outside it.
     """
     times = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     taken: set[int] = set()

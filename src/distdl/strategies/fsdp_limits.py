@@ -47,10 +47,9 @@ def watch_weights(module: Any) -> None:
         gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
         differ = []
         for name, parameter in gathered:
-            kept = slices[name]
-            used: Any = distribute_tensor(
-                parameter.detach(), kept.device_mesh, kept.placements, src_data_rank=None
-            )
+            kept, weights = slices[name], parameter.detach()
+            layout = kept.device_mesh, kept.placements
+            used: Any = distribute_tensor(weights, *layout, src_data_rank=None)
             differ.append((used.to_local() != kept.to_local()).any())
         flags = torch.stack(differ).tolist() if differ else []  # one device sync for all
         return [name for (name, _), flag in zip(gathered, flags, strict=True) if flag]

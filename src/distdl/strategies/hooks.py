@@ -38,36 +38,29 @@ def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node
         powersgd_rank: Rank of the matrices that replace a gradient (Vogels et al. 2019, "PowerSGD",
             https://arxiv.org/abs/1905.13727, algorithm 1).
         start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd begins.
-        step: Optimizer steps before the resume. PowerSGD's errors differ on every rank and are not
-            in the checkpoint, so PowerSGD starts again with plain steps.
-        per_node: Ranks per node. With several nodes, post_local_sgd still averages gradients
-            within a node.
+        step: Optimizer steps before the resume. PowerSGD's errors are in no checkpoint, so it
+            starts again with plain steps.
+        per_node: Ranks per node, within which post_local_sgd still averages gradients.
     """
-    if name == "bf16":
-        return None, bf16_compress_hook
-    if name == "fp16":
-        return None, fp16_compress_hook
+    if name in ("bf16", "fp16"):
+        return None, bf16_compress_hook if name == "bf16" else fp16_compress_hook
     if name == "powersgd":
-        start = max(start_step, step + PLAIN_STEPS)
-        state = PowerSGDState(None, powersgd_rank, start)
+        state = PowerSGDState(None, powersgd_rank, max(start_step, step + PLAIN_STEPS))
         state.iter = step
         return state, power_sgd
-    if name == "post_local_sgd":
-        node, gradients = None, per_node < dist.get_world_size() and per_node > 1
-        if gradients:
-            node, _ = dist.new_subgroups(group_size=per_node)
-        local = PostLocalSGDState(None, node, start_step, post_local_gradient_allreduce=gradients)
-        local.iter = step
-        return local, post_localSGD_hook
-    raise ValueError(f"no hook {name!r}")
+    assert name == "post_local_sgd"
+    gradients = 1 < per_node < dist.get_world_size()
+    node = dist.new_subgroups(group_size=per_node)[0] if gradients else None
+    local = PostLocalSGDState(None, node, start_step, post_local_gradient_allreduce=gradients)
+    local.iter = step
+    return local, post_localSGD_hook
 
 
 def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future:
     """torch's PowerSGD hook, with a fix for gloo, where several buckets at once would hang.
 
-    The hook sends the second half of a bucket from the thread that received the first half. Gloo
-    has few threads, so concurrent buckets wait for each other. On the CPU, each bucket is therefore
-    finished before the next one starts. NCCL keeps the order by itself.
+    The hook sends the second half of a bucket from the thread that received the first half, and
+    gloo has few threads. So on the CPU, each bucket is finished before the next one starts.
     """
     future = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type != "cpu":

@@ -72,8 +72,6 @@ class LocalSGDStrategy(DriftingStrategy):
             what = "each rank would scale its loss in its own way, and a checkpoint keeps one"
             yield Problem("", what, "trainer.precision=bf16-mixed")
 
-    # --------------------------------------------------------------------------------- set-up
-
     def configure_ddp(self) -> None:
         """Broadcasts the initial weights instead of using DistributedDataParallel."""
         assert self.model is not None
@@ -89,7 +87,6 @@ class LocalSGDStrategy(DriftingStrategy):
     def on_train_start(self) -> None:
         """Keeps the weights, fresh or from a checkpoint, as those of the last meeting."""
         super().on_train_start()
-        assert self.lightning_module is not None
         self._first_step = self._steps
         if self.outer != "nesterov":
             return
@@ -104,13 +101,10 @@ class LocalSGDStrategy(DriftingStrategy):
                 self._outer.state[last] = {"momentum_buffer": value.to(last.device, last.dtype)}
         self._momentum = {}
 
-    # ------------------------------------------------------------------------------- training
-
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        self._steps += 1
+        self._steps += 1  # of every optimizer
         self.drifted()
-        # `_steps` counts the steps of every optimizer.
         if self._steps % (self.sync_every * len(self.optimizers)) == 0:
             self.meet()
         return output
@@ -129,14 +123,14 @@ class LocalSGDStrategy(DriftingStrategy):
     @torch.no_grad()
     def _outer_step(self) -> None:
         assert self._outer is not None and self.lightning_module is not None
-        for name, mean in self.lightning_module.named_parameters():
-            if name in self._last:
-                self._last[name].grad = self._last[name] - mean
+        pairs = [(p, self._last.get(n)) for n, p in self.lightning_module.named_parameters()]
+        trained = [(parameter, last) for parameter, last in pairs if last is not None]
+        for mean, last in trained:
+            last.grad = last - mean
         self._outer.step()
         self._outer.zero_grad()
-        for name, parameter in self.lightning_module.named_parameters():
-            if name in self._last:
-                parameter.copy_(self._last[name])
+        for parameter, last in trained:
+            parameter.copy_(last)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
@@ -150,18 +144,14 @@ class LocalSGDStrategy(DriftingStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        assert self.lightning_module is not None
         steps = self._steps - self._first_step
         if self.world_size == 1 or not steps:
             return
         trained = (p for p in self.lightning_module.parameters() if p.requires_grad)
         gradients = sum(p.numel() * p.element_size() for p in trained)
         log.info(
-            "local_sgd: %d meetings in %d steps, those before validations and checkpoints "
-            "included; a rank handed over %s per step, with DDP %s (%.1f times as much)",
-            self.meetings,
-            steps,
-            in_words(self.bytes_met / steps),
-            in_words(gradients),
-            gradients * steps / max(1, self.bytes_met),
+            f"local_sgd: {self.meetings} meetings in {steps} steps, those before validations and "
+            "checkpoints included; a rank handed over "
+            f"{in_words(self.bytes_met / steps)} per step, with DDP {in_words(gradients)} "
+            f"({gradients * steps / max(1, self.bytes_met):.1f} times as much)"
         )

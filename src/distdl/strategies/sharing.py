@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from distdl.checkpoint import formats
+from distdl.distributed import process_group
 from distdl.util.errors import Problem
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
@@ -20,6 +21,7 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 class Sliced(Strategy):
     """Base of strategies with slices: loads weights into the full module, then cuts it."""
 
+    lightning_module: Any  # set before Lightning calls any of these methods
     sharded_checkpoints = False  # `checkpoint.sharded`
 
     @property
@@ -31,7 +33,6 @@ class Sliced(Strategy):
         return True
 
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
         agree_on_buffers(self.lightning_module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -45,11 +46,9 @@ def agree_on_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) 
     """Broadcasts the buffers (batch norm's running statistics) of `group`'s first rank. Collective.
 
     DDP does so before every forward. Training does not read them, so it is enough before a
-    validation and before saving. The saved values are those that DDP would save.
+    validation and before saving.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for buffer in module.buffers():
+    for buffer in module.buffers() if process_group.world_size() > 1 else ():
         dist.broadcast(buffer.data, group=group, group_src=0)
 
 
@@ -78,13 +77,9 @@ def lay_out_plainly(module: nn.Module) -> None:
 
 
 def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuses Lightning's weight averaging, which copies the module and needs full weights.
-
-    Under FSDP2 and ZeRO-3 a rank has slices, and averaging fails in the first step.
-    """
+    """Refuses Lightning's weight averaging: it needs full weights, and would fail in a step."""
     for name, callback in (config.get("callbacks") or {}).items():
-        target = str((callback or {}).get("_target_", ""))
-        if target.endswith("WeightAveraging"):
+        if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
             what = f"callbacks.{name} averages whole weights, and here a rank has a slice"
             remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
             yield Problem("", what, remedy)

@@ -19,19 +19,11 @@ SEVERAL_PIECES = ("interleaved", "zero_bubble")  # several pieces of the model p
 
 
 def partition(costs: Sequence[float], pieces: int) -> list[int]:
-    """Cuts a chain so that the cost of the most expensive piece is minimal.
+    """Cuts a chain of blocks so that the cost of the most expensive piece is minimal.
 
-    Args:
-        costs: Cost of each block, in order; any unit.
-        pieces: Number of pieces; each has at least one block.
-
-    Returns:
-        `pieces + 1` bounds: piece i has the blocks from bounds[i] to bounds[i + 1].
+    Piece i has the blocks, at least one, from bounds[i] to bounds[i + 1] of the returned bounds.
     """
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    count = len(costs)
+    total, count = list(itertools.accumulate(costs, initial=0.0)), len(costs)
     assert 1 <= pieces <= count
     # best[j]: the largest piece's cost in the best cut of the first j blocks into k pieces.
     best = [0.0, *[math.inf] * count]
@@ -52,12 +44,8 @@ def partition(costs: Sequence[float], pieces: int) -> list[int]:
 def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> list[int]:
     """Moves the cuts, one block at a time, as long as this makes the slowest devices faster.
 
-    With several pieces per device, `partition` is only a start: it minimises the cost of a piece.
-    The time of a device is the sum of its pieces i, i + devices, i + 2 * devices and so on.
-
-    Args:
-        costs: Cost of each block.
-        bounds: Bounds of the pieces, from `partition`.
+    With several pieces per device, the bounds from `partition` are only a start. The time of a
+    device is the sum of its pieces i, i + devices, i + 2 * devices and so on.
     """
 
     def loads(cuts: Sequence[int]) -> list[float]:
@@ -83,12 +71,7 @@ def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> lis
 
 
 def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int]:
-    """Bounds from the names of the blocks at which a new piece begins.
-
-    Args:
-        names: Names of all blocks, in order.
-        starts: Names of the blocks that begin the second piece, the third and so on.
-        pieces: The required number of pieces.
+    """Bounds from the names of all blocks, in order, and of those at which a new piece starts.
 
     Raises:
         UserError: A name is unknown, they are out of order, or their number is wrong.
@@ -113,11 +96,7 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
 def bubble(schedule: str, stages: Sequence[float], pieces: int, micro_batches: int) -> float:
     """The predicted share of the time (0 to 1) in which a device waits for another.
 
-    Args:
-        schedule: A key of FILLING.
-        stages: Cost of one micro-batch on each device; any unit.
-        pieces: Pieces of the model per device.
-        micro_batches: Per step.
+    `stages` are the costs of one micro-batch on each device, in any unit.
     """
     slowest, work = max(stages), sum(stages)
     duration = micro_batches * slowest + FILLING[schedule] / pieces * (work - slowest)

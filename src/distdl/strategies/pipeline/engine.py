@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._pytree import tree_map
 
-from distdl.strategies.pipeline.probe import Edge
+from distdl.strategies.pipeline.probe import Context, Edge
 from distdl.strategies.pipeline.splitting import Block
 from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.util.errors import UserError
 
-Context = Callable[[], AbstractContextManager[Any]]
-
+# The first of each also evaluates.
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 SEVERAL = {
     "interleaved": schedules.ScheduleInterleaved1F1B,
@@ -30,8 +28,7 @@ SEVERAL = {
 class Piece(nn.Module):
     """Consecutive blocks of a model, as one module of a pipeline.
 
-    Tensors between ranks are sent contiguous, which every version of torch and every backend
-    supports. A channels_last tensor is sent as [B, H, W, C].
+    Tensors between ranks are sent contiguous; a channels_last tensor is sent as [B, H, W, C].
 
     Args:
         blocks: Applied in order.
@@ -41,11 +38,7 @@ class Piece(nn.Module):
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        entering: Edge | None,
-        leaving: Edge | None,
-        context: Context,
+        self, blocks: Sequence[Block], entering: Edge | None, leaving: Edge | None, context: Context
     ) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(module for block in blocks for module in block.modules))
@@ -83,13 +76,13 @@ class Stage(PipelineStage):
     done: Callable[[int], None] | None = None
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_one_chunk(*args, **kwargs)
-        if kwargs.get("last_backward") and self.done is not None:
-            self.done(self.stage_index)
-        return result
+        return self._reported(super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_weight_one_chunk(*args, **kwargs)
+        return self._reported(super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _reported(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = backward(*args, **kwargs)
         if kwargs.get("last_backward") and self.done is not None:
             self.done(self.stage_index)
         return result
@@ -97,31 +90,18 @@ class Stage(PipelineStage):
 
 @dataclass
 class Engine:
-    """One rank's pieces, and the schedules that run them together with the other ranks' pieces.
-
-    Args:
-        position: Which stage this rank is.
-        group: The ranks of its pipeline.
-        device: The device of its pieces.
-        pieces: By number; piece i is on stage `i % position.stages`.
-        shapes: Every piece of the model on `meta`, to compute sizes.
-        edges: The edge before each piece, and the one after the last.
-        schedule: gpipe, 1f1b, interleaved or zero_bubble.
-        micro_batches: Micro-batches per batch.
-        loss: Maps (output, target) of one micro-batch to its share of the batch's loss.
-        done: Called with the number of a piece whose gradients are complete.
-    """
+    """One rank's pieces, and the schedules that run them together with the other ranks' pieces."""
 
     position: StagePosition
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # the ranks of its pipeline
     device: torch.device
-    pieces: Mapping[int, Piece]
-    shapes: Sequence[nn.Module]
-    edges: Sequence[Edge]
+    pieces: Mapping[int, Piece]  # by number; piece i is on stage `i % position.stages`
+    shapes: Sequence[nn.Module]  # every piece of the model on `meta`, to compute sizes
+    edges: Sequence[Edge]  # before each piece, and after the last
     schedule: str
-    micro_batches: int
-    loss: Callable[[torch.Tensor, Any], torch.Tensor]
-    done: Callable[[int], None]
+    micro_batches: int  # per batch
+    loss: Callable[[torch.Tensor, Any], torch.Tensor]  # its share, of one micro-batch
+    done: Callable[[int], None]  # called with the number of a piece whose gradients are complete
 
     def __post_init__(self) -> None:
         self._schedules: dict[Any, Any] = {}
@@ -156,7 +136,8 @@ class Engine:
             ]
             # torch can split only a single target tensor: give it indices into `_targets`.
             keywords["target"] = torch.arange(self.micro_batches)
-        out = schedule.step(*self._entering(inputs), **keywords)
+        entering = (inputs.detach(),) if self.position.first else ()
+        out = schedule.step(*entering, **keywords)
         self._targets = []
         return self._shared(out, (rows, *sizes))
 
@@ -168,11 +149,8 @@ class Engine:
             inputs = torch.cat((inputs, inputs[-1:].expand(missing, *inputs.shape[1:])))
         schedule, sizes = self._prepared(inputs, training=False)
         self._follow(False)
-        out = schedule.eval(*self._entering(inputs))
+        out = schedule.eval(*((inputs.detach(),) if self.position.first else ()))
         return self._shared(out, (len(inputs), *sizes))[:rows]
-
-    def _entering(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (inputs.detach(),) if self.position.first else ()
 
     def _follow(self, training: bool) -> None:
         for piece in self.pieces.values():
@@ -199,26 +177,20 @@ class Engine:
             for number, piece in self.pieces.items():
                 entering, leaving = flows[number], flows[number + 1]
                 # requires_grad tells torch whether a gradient is sent back for a tensor.
-                stages.append(
-                    stage := Stage(
-                        piece,
-                        number,
-                        len(self.shapes),
-                        self.device,
-                        input_args=entering.requires_grad_(training and number > 0),
-                        output_args=leaving.requires_grad_(training),
-                        group=self.group,
-                    )
+                stage = Stage(
+                    *(piece, number, len(self.shapes), self.device),
+                    input_args=entering.requires_grad_(training and number > 0),
+                    output_args=leaving.requires_grad_(training),
+                    group=self.group,
                 )
                 stage.done = self.done if training else None
-            loss = self._loss if training else None
-            if len(stages) == 1:
-                kind: Any = SINGLE[self.schedule if training else "gpipe"]
-            else:
-                kind = SEVERAL[self.schedule if training else "interleaved"]
+                stages.append(stage)
+            kinds: Any = SINGLE if len(stages) == 1 else SEVERAL
+            kind = kinds[self.schedule if training else next(iter(kinds))]
             run = stages if len(stages) > 1 else stages[0]
-            made = kind(run, self.micro_batches, loss_fn=loss, scale_grads=False)
-            self._schedules[key] = made, tuple(flows[-1].shape[1:])
+            loss = self._loss if training else None
+            schedule = kind(run, self.micro_batches, loss_fn=loss, scale_grads=False)
+            self._schedules[key] = schedule, tuple(flows[-1].shape[1:])
         return self._schedules[key]
 
     def _flows(self, inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ class StagedStrategy(DDPStrategy):
     The stages of a pipeline have the same data and metrics, but different weights.
     """
 
+    lightning_module: Any  # set before Lightning calls any of these methods
     settings: dict[str, Any]  # stages, schedule, ..., as in stage_rules.problems
     schedule: str
     balance: str | list[str]
@@ -38,8 +39,6 @@ class StagedStrategy(DDPStrategy):
     replicas: dist.ProcessGroup  # the copies of this rank's stage
     names: list[str]  # the keys of the complete module's state, in order
     optimizer_names: list[list[list[str]]]  # parameter names by optimizer and group
-
-    # ------------------------------------------------------------------------ shares of the data
 
     def data_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """This rank's share of the data, and the number of shares."""
@@ -52,10 +51,9 @@ class StagedStrategy(DDPStrategy):
         Raises:
             UserError: The settings do not fit the world size.
         """
-        problems = list(stage_rules.problems(self.settings, world_size))
-        if problems:
+        if problems := list(stage_rules.problems(self.settings, world_size)):
             raise UserError(*map(stage_rules.at_strategy, problems))
-        stages = stage_rules.stages_of(self.settings, world_size)
+        stages = self.settings["stages"] or world_size
         return StagePosition.of_rank(rank, world_size, stages, self.settings["across"])
 
     @property
@@ -89,8 +87,6 @@ class StagedStrategy(DDPStrategy):
         batch = tree_map(move, batch)
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
-    # ------------------------------------------------------------------ collective operations
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the replicas: all stages of a pipeline have the same value."""
         return super().reduce(tensor, group or self.replicas, reduce_op)
@@ -106,26 +102,18 @@ class StagedStrategy(DDPStrategy):
         return min(votes) if all else max(votes)
 
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
         agree_on_buffers(self.lightning_module, self.replicas)
 
     on_test_start = on_predict_start = on_validation_start
 
-    # --------------------------------------------------------------------------- checkpoints
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the complete module, on rank 0. Collective."""
-        assert self.lightning_module is not None
         return self._merged(self.lightning_module.state_dict(), self.names)
 
     def _merged(self, part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """Merges the parts of all stages, on the first stage of the first pipeline; else empty.
+        """All stages' parts, on the first stage of the first pipeline; else empty. Collective.
 
-        If several stages have the same name, the first stage's value is used. Collective.
-
-        Args:
-            part: This stage's part.
-            names: The order; other names come last.
+        They are in the order of `names`; the first stage's value of a name is used.
         """
         if self.position.replica > 0:  # the replicas hold the same values
             return {}
@@ -146,24 +134,19 @@ class StagedStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state by name, for the complete model, on rank 0. Collective."""
-        assert self.lightning_module is not None
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
         state = name_state(inner.state_dict(), names_of(inner, self.lightning_module))
         number = next(i for i, each in enumerate(self.optimizers) if each is inner)
         names = self.optimizer_names[number]
         values = self._merged(state["state"], [name for group in names for name in group])
-        groups = [
-            {**group, "params": list(complete)}
-            for group, complete in zip(state["param_groups"], names, strict=True)
-        ]
+        pairs = zip(state["param_groups"], names, strict=True)
+        groups = [{**group, "params": list(complete)} for group, complete in pairs]
         return {**state, "state": values, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
+        parts = checkpoint["optimizer_states"], self.optimizer_names, self.optimizers
         states = [
             index_state(name_state(state, names), names_of(optimizer, self.lightning_module))
-            for state, names, optimizer in zip(
-                checkpoint["optimizer_states"], self.optimizer_names, self.optimizers, strict=True
-            )
+            for state, names, optimizer in zip(*parts, strict=True)
         ]
         Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})

@@ -15,14 +15,9 @@ from distdl.strategies.pipeline.stage_rules import StagePosition
 class FirstStageLoader:
     """A loader that is iterated, and starts worker processes, on the first stage only.
 
-    The other stages receive a batch's inputs as tensors on `meta`: shape and type without data. The
-    rest of the batch (labels, weights) is sent complete.
-
-    Args:
-        loader: Any iterable.
-        position: Which stage this rank is.
-        group: The ranks of its pipeline.
-        key: Where a batch holds the inputs: a key of a dict or a position in a tuple.
+    The other stages of the pipeline receive a batch's inputs as tensors on `meta` (shape and type
+    without data), and the rest of the batch (labels, weights) complete. `key` is where a batch
+    holds the inputs: a key of a dict or a position in a tuple.
     """
 
     def __init__(

@@ -26,17 +26,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is cut.
-
-    Args:
-        bounds: Piece i has the blocks from bounds[i] to bounds[i + 1].
-        edges: The edge before each piece, and the one after the last.
-        seconds: Forward and backward of each block for one micro-batch; None: not measured.
-    """
+    """How a model is cut: piece i has the blocks from bounds[i] to bounds[i + 1]."""
 
     bounds: list[int]
-    edges: list[Edge]
-    seconds: list[float] | None
+    edges: list[Edge]  # before each piece, and after the last
+    seconds: list[float] | None  # of each block, forward and backward of one micro-batch
 
 
 def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:
@@ -45,10 +39,8 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     Raises:
         UserError: More pieces than blocks, or the blocks do not compute the model's forward.
     """
-    too_many = stage_rules.too_many(
-        strategy.position.stages, strategy.pieces_per_stage, len(blocks)
-    )
-    if problems := list(too_many):
+    counts = strategy.position.stages, strategy.pieces_per_stage, len(blocks)
+    if problems := list(stage_rules.too_many(*counts)):
         raise UserError(*map(stage_rules.at_strategy, problems))
     plan = None
     if trainer.global_rank == 0:

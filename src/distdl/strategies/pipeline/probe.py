@@ -19,22 +19,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from distdl.strategies.pipeline.splitting import Block
 from distdl.util.errors import UserError
 
+Context = Callable[[], AbstractContextManager[Any]]
 # Passes through all blocks; the first one warms up. The fastest pass of each block counts, since a
-# disturbance only adds time. A disturbance of a second affects one pass of a block, not all.
+# disturbance only adds time.
 ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The tensor between two blocks, without its shape.
+    """The tensor between two blocks, without its shape. It is sent between the ranks."""
 
-    Args:
-        dtype: A string such as "bfloat16", since an Edge is sent between the ranks.
-        channels_last: 4-D with the channels innermost.
-    """
-
-    dtype: str
-    channels_last: bool
+    dtype: str  # such as "bfloat16"
+    channels_last: bool  # 4-D with the channels innermost
 
     @classmethod
     def through(cls, x: torch.Tensor) -> Edge:
@@ -66,10 +62,7 @@ def first_sample(loader: Any) -> Any:
 
 
 def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.Tensor) -> None:
-    """Runs one sample through `forward` and through the blocks, on the CPU.
-
-    Args:
-        inputs: At least one sample, on any device.
+    """Runs the first of `inputs` through `forward` and through the blocks, on the CPU.
 
     Raises:
         UserError: The results differ, so the module's blocks do not compute its forward.
@@ -110,7 +103,7 @@ def run_through(
     rows: int,
     trains: bool,
     convert: Callable[[nn.Module], nn.Module],
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Context,
     measured: bool,
 ) -> tuple[list[Edge], list[float] | None]:
     """Runs one micro-batch through copies of the blocks, one block after the other.
@@ -121,8 +114,7 @@ def run_through(
         inputs: At least one sample, on the device.
         rows: Rows of a micro-batch.
         trains: Run in training mode; else with one row in evaluation mode.
-        convert: Converts a module to the precision of the run.
-        context: The context of forward (autocast).
+        convert: Converts a module to the precision of the run; `context` is that of forward.
         measured: Time forward and backward of each block; else run forward only.
 
     Returns:
@@ -148,7 +140,7 @@ def _one_round(
     x: torch.Tensor,
     trains: bool,
     convert: Callable[[nn.Module], nn.Module],
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Context,
     measured: bool,
 ) -> tuple[list[Edge], list[float]]:
     """One pass through all blocks. One block is copied at a time: all may not fit."""
@@ -167,12 +159,12 @@ def _one_round(
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            what = f"batch norm in {block.name} sees one value per channel in a micro-batch of"
-            remedy = "larger micro-batches: fewer of them, or a larger data.batch_size"
             raise UserError.at(
                 "strategy.micro_batches",
-                f"{what} {len(x)} sample",
-                f"model.norm=group, or {remedy}",
+                f"batch norm in {block.name} sees one value per channel in a micro-batch of "
+                f"{len(x)} sample",
+                "model.norm=group, or larger micro-batches: fewer of them, or a larger "
+                "data.batch_size",
             ) from error
         del copied
     edges.append(Edge.through(x))
@@ -180,15 +172,9 @@ def _one_round(
 
 
 def _timed(
-    block: nn.Module,
-    x: torch.Tensor,
-    context: Callable[[], AbstractContextManager[Any]],
-    first: bool,
+    block: nn.Module, x: torch.Tensor, context: Context, first: bool
 ) -> tuple[torch.Tensor, float]:
-    """The block's output, and the seconds of forward and backward of one micro-batch.
-
-    The first block needs no gradient of its input.
-    """
+    """The block's output, and the seconds of forward and backward of one micro-batch."""
     trained = any(p.requires_grad for p in block.parameters())
     with torch.inference_mode(False), torch.enable_grad():
         entering = x.detach().clone().requires_grad_(not first)

@@ -15,15 +15,15 @@ from distdl.strategies.sharing import buckets
 class GradientReducer:
     """Does for the pieces of one stage what DistributedDataParallel does for a complete model.
 
-    The backward of the last micro-batch completes the gradients. During it, each bucket is
-    all-reduced as soon as its last gradient is complete. All replicas use the same order (Li et
-    al. 2020, "PyTorch Distributed", arXiv 2006.15704, section 3.2.3).
+    During the backward of the last micro-batch, each bucket is all-reduced as soon as its last
+    gradient is complete. All replicas use the same order (Li et al. 2020, "PyTorch Distributed",
+    arXiv 2006.15704, section 3.2.3).
 
     Args:
         pieces: The parameters of each piece of this stage, in the model's order.
         group: The replicas.
         micro_batches: Backward passes per step.
-        bucket_mb: Size of a bucket in MiB, as DDP's `bucket_cap_mb`.
+        bucket_mb: Size of a bucket in MiB.
     """
 
     def __init__(
@@ -39,22 +39,18 @@ class GradientReducer:
         # Backward completes the last block of the last piece first.
         order = [p for piece in reversed(self.pieces) for p in reversed(piece)]
         self.buckets = list(buckets(order, bucket_mb * 2**20))
-        self._active = False
+        self.active = False
         self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in order]
 
     def begin(self, reduce: bool) -> None:
-        """Call before a batch.
-
-        Args:
-            reduce: Whether the optimizer steps after this batch.
-        """
-        self._active = reduce and self.replicas > 1
+        """Call before a batch; `reduce`: whether the optimizer steps after it."""
+        self.active = reduce and self.replicas > 1
         self._counts = {p: 0 for bucket in self.buckets for p in bucket}
         self._ready: set[Parameter] = set()
-        self._launched: list[tuple[list[Parameter], torch.Tensor, dist.Work | None]] = []
+        self.launched: list[tuple[list[Parameter], torch.Tensor, dist.Work | None]] = []
 
     def _accumulated(self, parameter: Parameter) -> None:
-        if self._active:
+        if self.active:
             self._counts[parameter] += 1
             if self._counts[parameter] == self.micro_batches:
                 self._ready.add(parameter)
@@ -62,13 +58,13 @@ class GradientReducer:
 
     def piece_done(self, piece: int) -> None:
         """Marks a piece's gradients as complete: zero bubble does not run autograd's hooks."""
-        if self._active:
+        if self.active:
             self._ready.update(self.pieces[piece])
             self._launch()
 
     def _launch(self) -> None:
-        while len(self._launched) < len(self.buckets):
-            bucket = self.buckets[len(self._launched)]
+        while len(self.launched) < len(self.buckets):
+            bucket = self.buckets[len(self.launched)]
             if not self._ready.issuperset(bucket):
                 return
             for p in bucket:
@@ -77,23 +73,22 @@ class GradientReducer:
             gradients = [p.grad for p in bucket if p.grad is not None]
             flat = _flatten_dense_tensors(gradients).div_(self.replicas)
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-            self._launched.append((bucket, flat, work))
+            self.launched.append((bucket, flat, work))
 
     def finish(self) -> None:
         """Waits for the all-reduces and replaces the gradients by their averages."""
-        if not self._active:
+        if not self.active:
             return
         for piece in range(len(self.pieces)):
             self.piece_done(piece)
-        for bucket, flat, work in self._launched:
+        for bucket, flat, work in self.launched:
             if work is not None:
                 work.wait()
             gradients = [p.grad for p in bucket if p.grad is not None]
-            for gradient, mean in zip(
-                gradients, _unflatten_dense_tensors(flat, gradients), strict=True
-            ):
+            means = _unflatten_dense_tensors(flat, gradients)
+            for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean)
-        self._active = False
+        self.active = False
 
     def remove(self) -> None:
         for handle in self._handles:

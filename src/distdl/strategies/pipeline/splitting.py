@@ -23,16 +23,12 @@ CONTRACT = ("pipeline_blocks", "pipeline_inputs", "pipeline_loss")
 class Block:
     """A unit that is never cut: a module with parameters, and following ones without.
 
-    Each stage therefore begins with parameters. If it began with an in-place ReLU, this would write
-    into the received tensor, which autograd forbids.
-
-    Args:
-        name: The block's name for the user, from its first module that has a name and parameters.
-        parts: Modules, applied in order, and their names in the LightningModule.
+    So no stage begins with an in-place ReLU: it would write into the received tensor, which
+    autograd forbids.
     """
 
-    name: str
-    parts: tuple[NamedBlock, ...]
+    name: str  # for the user: of its first module that has a name and parameters
+    parts: tuple[NamedBlock, ...]  # applied in order, with their names in the LightningModule
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -72,18 +68,19 @@ def blocks_in(module: nn.Module) -> list[Block]:
         raise UserError.at("strategy", what, remedy)
     blocks: list[list[NamedBlock]] = [[]]
     for name, part in module.pipeline_blocks():  # type: ignore[operator]
-        has_parameters = next(part.parameters(), None) is not None
-        if has_parameters and any(next(p.parameters(), None) is not None for _, p in blocks[-1]):
+        if _has_weights(part) and any(_has_weights(p) for _, p in blocks[-1]):
             blocks.append([])
         blocks[-1].append((name, part))
-    titled = [Block(_title(parts, i), tuple(parts)) for i, parts in enumerate(blocks)]
-    _check_parameters(module, titled)
-    return titled
+    named = [
+        Block(next((n for n, p in parts if n and _has_weights(p)), f"block {i}"), tuple(parts))
+        for i, parts in enumerate(blocks)
+    ]
+    _check_parameters(module, named)
+    return named
 
 
-def _title(parts: Sequence[NamedBlock], number: int) -> str:
-    named = [name for name, part in parts if name and next(part.parameters(), None) is not None]
-    return named[0] if named else f"block {number}"
+def _has_weights(part: nn.Module) -> bool:
+    return next(part.parameters(), None) is not None
 
 
 def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
@@ -92,7 +89,7 @@ def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
     for number, block in enumerate(blocks):
         for name, part in block.parts:
             # `split` could not replace a block without its name in the module.
-            if name is None and next(part.parameters(), None) is not None:
+            if name is None and _has_weights(part):
                 raise _refused(f"the block {type(part).__name__} has parameters and no name")
             if name is not None and modules.get(name) is not part:
                 raise _refused(f"the block {name!r} is not the module of that name")
@@ -135,7 +132,7 @@ def split(module: nn.Module, blocks: Sequence[Block], kept: Collection[int]) -> 
     for number, block in enumerate(blocks):
         for name, part in block.parts:
             if name is not None and number not in kept:
-                _replace(module, name, Elsewhere(part))
+                module.set_submodule(name, Elsewhere(part))
 
 
 @contextmanager
@@ -146,17 +143,12 @@ def complete(module: nn.Module) -> Iterator[None]:
     """
     absent = {n: m for n, m in module.named_modules() if isinstance(m, Elsewhere)}
     for name, standing in absent.items():
-        _replace(module, name, standing.shadow[0])
+        module.set_submodule(name, standing.shadow[0])
     try:
         yield
     finally:
         for name, standing in absent.items():
-            _replace(module, name, standing)
-
-
-def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, new)
+            module.set_submodule(name, standing)
 
 
 def is_split(module: LightningModule) -> bool:

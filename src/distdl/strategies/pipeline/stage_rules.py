@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,6 +18,8 @@ from distdl.strategies.pipeline.balance import SEVERAL_PIECES
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
 from distdl.validation.meta import WEIGHTS
+
+log = logging.getLogger(__name__)
 
 BALANCES = ("measured", "parameters")
 # torch 2.11 cannot compute the weight gradients of some networks separately, and counts some of
@@ -27,18 +31,13 @@ ZERO_BUBBLE_SINCE = "2.14"
 class StagePosition:
     """One rank's position in the mesh of pipelines (replicas of the model) and stages.
 
-    Args:
-        stage: Which part of the model this rank has; 0 takes the inputs.
-        stages: Parts of the model, one per rank of a pipeline.
-        replica: The pipeline of this rank; each pipeline has its own share of the data.
-        replicas: Number of pipelines.
-        across: "devices": the stages of a pipeline are neighbouring ranks. "nodes": they are as far
-            apart as possible, so that the copies of a stage share a node.
+    Across "devices", the stages of a pipeline are neighbouring ranks; across "nodes", they are as
+    far apart as possible, so that the copies of a stage share a node.
     """
 
-    stage: int
+    stage: int  # the part of the model; 0 takes the inputs
     stages: int
-    replica: int
+    replica: int  # the pipeline; each has its own share of the data
     replicas: int
     across: str = "devices"
 
@@ -77,10 +76,6 @@ def pieces_per_stage(schedule: str, pieces: int) -> int:
     return pieces if schedule in SEVERAL_PIECES else 1
 
 
-def stages_of(node: Mapping[str, Any], world_size: int) -> int:
-    return node.get("stages") or world_size
-
-
 def default_micro_batches(stages: int) -> int:
     """Four per stage (Huang et al. 2019, "GPipe", arXiv 1811.06965, section 2.3)."""
     return 4 * stages
@@ -94,9 +89,6 @@ def splits_backward() -> bool:
 def at_strategy(problem: Problem) -> Problem:
     """The problem with its full path, `strategy...`."""
     return replace(problem, path=f"strategy.{problem.path}".removesuffix("."))
-
-
-# -------------------------------------------------------------------- checks before the start
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -116,31 +108,26 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
         remedy = "trainer.sync_batchnorm=false; model.norm=group does not depend on the batch"
         yield Problem("", what, remedy)
     if not unfit:
-        stages = stages_of(node, context["world_size"])
+        stages = node.get("stages") or context["world_size"]
         yield from _batch(node, stages, (config.get("data") or {}).get("batch_size"))
         if "model" not in context.get("refused", ()):
             yield from _model(node, stages, config.get("model"))
 
 
 def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
-    """Problems of the settings for this number of ranks; paths are relative to the node.
-
-    Args:
-        node: stages, schedule, micro_batches, pieces_per_stage and balance, each of the type that
-            the strategy takes.
-    """
+    """Problems of the settings for this number of ranks; paths are relative to the node."""
     cut = node.get("balance", "measured")
     if isinstance(cut, str) and cut not in BALANCES:
         near = closest(cut, BALANCES)
         listed = "measured, parameters, or a list of blocks: strategy.balance=[network.layer3.0]"
         remedy = f"did you mean strategy.balance={near}?" if near else listed
         yield Problem("balance", f"is {cut!r}", remedy)
-    stages = stages_of(node, world_size)
+    stages = node.get("stages") or world_size
     if world_size < 2:
         what = "a pipeline needs at least two devices, and there is one"
         yield Problem("", what, "trainer.devices=2")
     elif stages < 2:
-        yield Problem("stages", "a pipeline of one stage is none", "strategy=ddp")
+        yield Problem("stages", "a pipeline needs at least two stages", "strategy=ddp")
     elif world_size % stages:
         fit = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
         what = f"{stages} stages do not divide the {world_size} devices"
@@ -191,12 +178,13 @@ def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem
     try:
         with torch.device("meta"):
             module = instantiate(_without_weights(model), _convert_="all")
-    except Exception:
-        return  # the model's own check reports it, or it cannot be built on `meta`
+    except InstantiationException as error:  # else the model's own check reports it
+        log.debug("the blocks are not checked: the model cannot be built on meta: %s", error)
+        return
     try:
         blocks = splitting.blocks_in(module)
-        schedule, pieces = node.get("schedule", "1f1b"), node.get("pieces_per_stage") or 2
-        per_stage = pieces_per_stage(schedule, pieces)
+        pieces = node.get("pieces_per_stage") or 2
+        per_stage = pieces_per_stage(node.get("schedule", "1f1b"), pieces)
         yield from too_many(stages, per_stage, len(blocks))
         if isinstance(node.get("balance"), list):
             names = [block.name for block in blocks]

@@ -32,10 +32,7 @@ from distdl.util.ranges import AboveZero, Positive
 
 
 class Splitter(Callback):
-    """Splits the module once the data is set up, before the `setup` of other callbacks.
-
-    A moving average of the weights copies the module in its `setup`, so the split must come first.
-    """
+    """Splits the module before the `setup` of other callbacks: weight averaging copies it there."""
 
     def __init__(self, strategy: PipelineStrategy) -> None:
         self._strategy = strategy
@@ -100,17 +97,14 @@ class PipelineStrategy(StagedStrategy):
         stages = self.position.stages
         return self.settings["micro_batches"] or stage_rules.default_micro_batches(stages)
 
-    # ------------------------------------------------------------------------------- set-up
-
     def setup_environment(self) -> None:
         super().setup_environment()
         module = self.lightning_module
-        assert module is not None
         if self._splitter is None:
             self.position = self.position_of(self.global_rank, self.world_size)
             self.pipeline, self.replicas = self.position.groups(self.root_device.type)
             self._splitter = Splitter(self)
-        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Any] = module.trainer.callbacks
         if self._splitter not in callbacks:
             callbacks.insert(0, self._splitter)
 
@@ -143,21 +137,12 @@ class PipelineStrategy(StagedStrategy):
             dist.broadcast(tensor.data, group=self.replicas, group_src=0)
         edges, context = self._plan.edges, self.precision_plugin.forward_context
         count = len(self._spans)
-        pieces = {
-            i: Piece(
-                self._spans[i],
-                edges[i] if i else None,
-                edges[i + 1] if i + 1 < count else None,
-                context,
-            )
-            for i in self._mine
-        }
-        self._reducer = GradientReducer(
-            [piece.parameters() for piece in pieces.values()],
-            self.replicas,
-            self.micro_batches,
-            self.bucket_cap_mb,
-        )
+        # The model's inputs and outputs are no edges between pieces.
+        inner = [None, *edges[1:count], None]
+        pieces = {i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._mine}
+        own = [piece.parameters() for piece in pieces.values()]
+        sizes = self.micro_batches, self.bucket_cap_mb
+        self._reducer = GradientReducer(own, self.replicas, *sizes)
         self._engine = Engine(
             self.position,
             self.pipeline,
@@ -175,12 +160,8 @@ class PipelineStrategy(StagedStrategy):
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
         module.forward = self._forward  # type: ignore[method-assign]
-        self._sum_metrics_over_replicas(module)
-
-    def _sum_metrics_over_replicas(self, module: LightningModule) -> None:
-        """For torchmetrics: all stages of a pipeline hold the same states."""
         for metric in module.modules():
-            if isinstance(metric, torchmetrics.Metric):
+            if isinstance(metric, torchmetrics.Metric):  # equal on all stages of a pipeline
                 metric.process_group = self.replicas
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -202,11 +183,8 @@ class PipelineStrategy(StagedStrategy):
             del self._engine
         super().teardown()
 
-    # --------------------------------------------------------------------------------- steps
-
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
-        assert module is not None
         parameters = list(module.parameters())
         if not self._window_open:
             for parameter in parameters:
@@ -214,7 +192,7 @@ class PipelineStrategy(StagedStrategy):
             self._window_open = True
         with self.precision_plugin.train_step_context():
             batch_idx = args[0] if args else 0
-            inputs, targets = module.pipeline_inputs(batch, batch_idx)  # type: ignore[operator]
+            inputs, targets = module.pipeline_inputs(batch, batch_idx)
         self._reducer.begin(reduce=not self._blocked)
         self._outputs = self._engine.train(inputs, targets)
         self._aside = [parameter.grad for parameter in parameters]
@@ -230,7 +208,6 @@ class PipelineStrategy(StagedStrategy):
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         module = self.lightning_module
-        assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         for parameter, gradient in zip(module.parameters(), self._aside, strict=True):
             parameter.grad = gradient
@@ -254,15 +231,13 @@ class PipelineStrategy(StagedStrategy):
 
     def _loss(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor:
         module = self.lightning_module
-        assert module is not None
         with self.precision_plugin.forward_context():
-            loss = module.pipeline_loss(outputs, targets)  # type: ignore[operator]
+            loss = module.pipeline_loss(outputs, targets)
         return loss / (self.micro_batches * module.trainer.accumulate_grad_batches)
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Replaces the module's forward, whose blocks are on different ranks."""
         module = self.lightning_module
-        assert module is not None
         if not module.trainer.training:
             return self._engine.evaluate(inputs)
         outputs, self._outputs = self._outputs, None

@@ -1,0 +1,151 @@
+"""A rehearsal on simulated GPUs (docs/gpu_rehearsal.md): each strategy trains, is saved and
+resumes, and nothing waits in a step; the cards that a run starts on; `task=benchmark`."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import TINY, UNCHECKED, distdl, environment
+from tests.strategies import matrix
+from tests.strategies.matrix import MATRIX
+from tests.strategies.ranks import Case
+
+pytestmark = pytest.mark.timeout(600)
+matrix_only = pytest.mark.skipif(not MATRIX, reason="make matrix")
+
+STEPS, HALF, LOG_EVERY = 12, 6, 4
+COMMON = (
+    *(o for o in matrix.COMMON if not o.startswith(("trainer.", "checkpoint.every"))),
+    *("trainer.accelerator=gpu", "trainer.max_epochs=1", f"trainer.max_steps={STEPS}"),
+    *(f"trainer.log_every_n_steps={LOG_EVERY}", "+trainer.enable_model_summary=false"),
+    *(f"checkpoint.every_n_steps={HALF}", "data.batch_size=4"),
+)
+# The overrides of a strategy, and with how many ranks.
+PIPELINE = "pipeline strategy.stages=2 strategy.balance=parameters strategy.micro_batches=2"
+STRATEGIES = {
+    "single": ("single", (1,)),
+    "ddp": ("ddp", (1, 2)),
+    "local_sgd": ("local_sgd strategy.sync_every=5", (1, 2)),
+    "fsdp": ("fsdp strategy.min_parameters=10000", (1, 2)),
+    "fsdp offload": ("fsdp strategy.offload=true", (1, 2)),
+    "zero2": ("deepspeed_zero2", (1, 2)),
+    "zero2 offload": ("deepspeed_offload", (1, 2)),
+    "zero3": ("deepspeed_zero3", (2,)),
+    "pipeline": (PIPELINE, (2,)),
+    "ddp ema": ("ddp callbacks=[default,ema]", (2,)),
+}
+EVERY = [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in sizes]
+# One rank opens its own group; two have everything else.
+FEW = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)]
+CASES = EVERY if MATRIX else FEW
+
+
+@pytest.mark.parametrize(("strategy", "size"), CASES, ids=[f"{s} x{n}" for s, n in CASES])
+def test_trains_and_resumes(strategy, size, ranks, tmp_path):
+    def train(folder, resume, expected):
+        call = "tests.gpu_rehearsal.counting:train"
+        overrides = [*COMMON, *f"strategy={STRATEGIES[strategy][0]}".split()]
+        seen = ranks(size).train(Case([resume, *overrides], folder, call=call))
+        checkpoints = map(matrix.read, (folder / "checkpoints").glob("*.ckpt"))
+        assert {checkpoint["global_step"] for checkpoint in checkpoints} == expected
+        return [rank["steps"] for rank in seen.ranks]
+
+    counted = train(tmp_path / "whole", "", {HALF, STEPS})
+    middle = matrix.step(tmp_path / "whole/checkpoints", HALF)
+    train(tmp_path / "rest", str(middle), {STEPS})
+    assert len(counted) == size
+    # Of what the host waits for, in the steps after which nothing is reported or saved; without
+    # the first two: optimizers make their state there.
+    quiet = [step for step in range(3, STEPS) if step % LOG_EVERY and step != HALF]
+    for counts in counted:
+        assert len(counts) == STEPS - 1 and counts[0]["launches"]
+        for step in quiet:
+            waited = [counts[step - 1][name] for name in ("streamsync", "pageable", "devicesync")]
+            if strategy.startswith("zero"):
+                # DeepSpeed itself waits: once a step for the device, and where it reads the norm.
+                assert waited[2] <= 1, step
+            else:
+                assert waited == [0, 0, 0], step
+
+
+TINY_GPU = (
+    *(o for o in TINY if not o.startswith(("trainer.", "callbacks"))),
+    *("trainer.accelerator=gpu", "name=here"),
+)
+ONE_STEP = (*TINY_GPU, "trainer.max_steps=1")
+CARDS = 8
+# $CUDA_VISIBLE_DEVICES, trainer.devices -> the cards
+VISIBLE = {
+    "two of four": ("4,5,6,7", "[1,2]", [5, 6]),
+    "all that are visible": ("6,2", "2", [6, 2]),
+    "by UUID": ("GPU-00000003,GPU-00000007,GPU-00000002", "[1,2]", [6, 1]),
+    "not set": (None, "[3,5]", [3, 5]),
+}
+
+
+def run(machine, folder, cards, *arguments, **env):
+    env = machine.environment(cards, **env)
+    done = distdl(*arguments, cwd=folder, env=env, module=UNCHECKED, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "outputs/default/here"
+
+
+def cards_in(run):
+    """The cards on which the ranks started, as rank 0's log names them."""
+    log = (run / "attempts/001/logs/rank_0.log").read_text()
+    return [int(card) for card in re.findall(r"cuda:\d+ Simulated GPU (\d+)", log)]
+
+
+@pytest.mark.parametrize("case", VISIBLE if MATRIX else ["two of four"])
+def test_starts_on_these_cards(case, machine, tmp_path):
+    visible, devices, cards = VISIBLE[case]
+    env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    words = (*ONE_STEP, "strategy=ddp", f"trainer.devices={devices}")
+    assert cards_in(run(machine, tmp_path, CARDS, *words, **env)) == cards
+
+
+@matrix_only
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_zero2"])
+def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_path):
+    """`srun --ntasks=2 --gpus-per-task=1 python -m distdl ...`: a rank sees one GPU, number 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"MASTER_PORT": str(free.getsockname()[1]), "SLURM_STEP_NODELIST": "localhost"}
+    numbers = {"JOB_ID": 123, "STEP_ID": 0, "NTASKS": 2, "NODEID": 0, "STEP_TASKS_PER_NODE": 2}
+    variables |= {f"SLURM_{name}": str(value) for name, value in numbers.items()}
+    processes = []
+    for rank, card in enumerate((6, 3)):
+        own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        own |= {"CUDA_VISIBLE_DEVICES": str(card), **variables}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *UNCHECKED, *ONE_STEP, f"strategy={strategy}"],
+                cwd=tmp_path,
+                env=environment(**machine.environment(CARDS), **own),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=500)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert cards_in(tmp_path / "outputs/default/here") == [6, 3]
+
+
+@matrix_only
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2)])
+def test_measures_a_step(strategy, size, machine, tmp_path):
+    """It gets to its end; its numbers say nothing."""
+    words = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
+    words += ("task.trace=0",)  # torch's profiler ends with SIGSEGV here
+    words += (f"trainer.devices={size}", f"strategy={strategy}")
+    folder = run(machine, tmp_path, size, *TINY_GPU, *words)
+    ranks = json.loads((folder / "benchmark.json").read_text())["ranks"]
+    assert [rank["device"] for rank in ranks] == [f"Simulated GPU {n}" for n in range(size)]
+    for rank in ranks:
+        assert [window["input"] for window in rank["windows"]] == ["real", "held"]
+        assert rank["limits"]["matrix_flops"] and rank["limits"]["copy_bytes"]
