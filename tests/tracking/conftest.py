@@ -19,5 +19,5 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One project's output folder: making its database takes seconds, so the tests share it."""
+    """One project's output folder: creating its database takes seconds."""
     return tmp_path_factory.mktemp("outputs")

@@ -16,15 +16,13 @@ from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from distdl.tracking import start_tracking
-from tests.tracking.tracked import client, database, info_of, logger, runs_of, wait_until
+from tests.tracking.tracked import Tracked, wait_until
 
 
 def test_what_was_logged_arrives_as_it_was_then_in_order_and_once(outputs: Path) -> None:
-    info = info_of(outputs, "away/r")
-    with FileLock(outputs / "mlflow.db.lock"):  # nobody comes to the database
-        tracking = start_tracking(info, {"mlflow": logger()})
-        mlflow = tracking.loggers[0].experiment
+    with FileLock(outputs / "mlflow.db.lock"):  # nobody reaches the database
+        tracked = Tracked(outputs, "away/r")
+        mlflow, state = tracked.loggers[0].experiment, tracked.folder / "tracking/mlflow.json"
         changing = Path("changing.txt")
         changing.write_text("then")
         mlflow.log_artifact(None, changing)
@@ -33,23 +31,21 @@ def test_what_was_logged_arrives_as_it_was_then_in_order_and_once(outputs: Path)
             mlflow.log_text(None, text, "twice.txt")
             mlflow.set_tag(None, "twice", text)
             mlflow.log_param(None, "twice", text)  # the first value of a parameter stays
-        noted = (info.run_dir / "tracking/mlflow.json").stat().st_mtime_ns
-        for i in range(300):
+        noted = state.stat().st_mtime_ns
+        for i in range(100):
             mlflow.log_text(None, str(i), f"many/{i}.txt")
         mlflow.log_batch(None, metrics=[Metric("m", 1.0, 1, 1)])
-        # Each costs as much as the first: none of them writes down all those before it.
-        assert (info.run_dir / "tracking/mlflow.json").stat().st_mtime_ns == noted
+        assert state.stat().st_mtime_ns == noted, "each writes down all those before it"
         assert not (outputs / "mlflow.db").exists()
-    tracking.finish("SUCCEEDED")
-    (run,) = runs_of(database(outputs), "away")
-    stored = outputs / "mlflow-artifacts" / run.info.run_id / "artifacts"
+    data, stored = tracked.finish().data, tracked.stored
     assert (stored / "changing.txt").read_text() == "then"
     assert (stored / "twice.txt").read_text() == "new"
-    assert (run.data.tags["twice"], run.data.params["twice"]) == ("new", "old")
-    assert all((stored / f"many/{i}.txt").read_text() == str(i) for i in range(300))
-    arrived = [(stored / f"many/{i}.txt").stat().st_ctime_ns for i in range(0, 300, 20)]
+    assert (data.tags["twice"], data.params["twice"]) == ("new", "old")
+    many = [stored / f"many/{i}.txt" for i in range(100)]
+    assert [path.read_text() for path in many] == [*map(str, range(100))]
+    arrived = [path.stat().st_ctime_ns for path in many[::7]]
     assert arrived == sorted(arrived)
-    assert not list((info.run_dir / "tracking/artifacts").rglob("*.*"))
+    assert not [*(tracked.folder / "tracking/artifacts").rglob("*.*")]
 
 
 def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(
@@ -62,15 +58,13 @@ def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(
         if path.endswith("latest.txt") and texts:
             mlflow.log_text(None, texts.pop(0), "latest.txt")
 
-    tracking = start_tracking(info_of(outputs, "slow/r"), {"mlflow": logger()})
-    mlflow = tracking.loggers[0].experiment
+    tracked = Tracked(outputs, "slow/r")
+    mlflow = tracked.loggers[0].experiment
     monkeypatch.setattr(MlflowClient, "log_artifact", slow)
     mlflow.log_text(None, "old", "latest.txt")
     wait_until(lambda: not texts, 60)
-    tracking.finish("SUCCEEDED")
-    (run,) = runs_of(database(outputs), "slow")
-    stored = outputs / "mlflow-artifacts" / run.info.run_id / "artifacts"
-    assert (stored / "latest.txt").read_text() == "newest"
+    tracked.finish()
+    assert (tracked.stored / "latest.txt").read_text() == "newest"
 
 
 @contextlib.contextmanager
@@ -86,21 +80,25 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, answer)
 
 
-def test_a_full_disk_costs_the_file_and_not_the_training(
+def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(
     outputs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    info = info_of(outputs, "full/r")
     Path("large.bin").write_bytes(os.urandom(10_000))
-    tracking = start_tracking(info, {"mlflow": logger()})
-    ours = tracking.loggers[0]
+    tracked = Tracked(outputs, "full/r")
+    ours = tracked.loggers[0]
     assert ours.run_id
     with full_disk():
         ours.experiment.log_artifact(None, "large.bin")
         ours.log_hyperparams({f"many{i}": "x" * 400 for i in range(20)})  # their file is as large
+        for step in range(100):
+            tracked.log({"x": float(step)}, step)
+            tracked.journal.flush()
     ours.experiment.log_artifact(None, "large.bin", "later")
-    tracking.finish("SUCCEEDED")
-    (run,) = runs_of(database(outputs), "full")
-    there = client(database(outputs)).list_artifacts(run.info.run_id)
-    assert [file.path for file in there] == ["config.yaml", "later", "packages.txt"]
+    run = tracked.finish()
+    assert tracked.artifacts() == ["config.yaml", "later", "packages.txt"]
     assert f"large.bin is not kept for MLflow: [Errno {errno.EFBIG}]" in caplog.text
     assert len(run.data.params) == 20
+    assert [record.step for record in tracked.records()] == [*range(100)]
+    assert tracked.delivered == tracked.owed
+    for fragment in ("metrics.jsonl cannot be written", "metrics.jsonl can be written again"):
+        assert caplog.text.count(fragment) == 1

@@ -1,36 +1,25 @@
-"""Runs that are tracked, and what MLflow was told of them."""
+"""Runs that are tracked in this process, and what MLflow holds of them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distdl.runs.records import journal_path, read
-from distdl.tracking import RunInfo
+from distdl.cli import track
+from distdl.runs.records import Record, journal_path, read
+from distdl.tracking import RunInfo, start_tracking
 from distdl.tracking.client import metric_name
+from distdl.tracking.delivery import Delivery
 from distdl.tracking.mlflow import MLflowLogger
+from distdl.tracking.outbox import Outbox
 
-
-def info_of(outputs: Path, run_id: str, attempt: int = 1, **fields: Any) -> RunInfo:
-    run = outputs / run_id
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "config.yaml").write_text("optimizer:\n  lr: 0.1\n")
-    values: dict[str, Any] = {
-        "rank": 0,
-        "local_rank": 0,
-        "node_rank": 0,
-        "world_size": 1,
-        "experiment_name": run_id.split("/")[0],
-        "artifacts": [run / "config.yaml"],
-    }
-    values.update(fields)
-    return RunInfo(run_dir=run, run_id=run_id, attempt=attempt, output_dir=outputs, **values)
+Point = tuple[str, float, int]  # key, time in ms, step
 
 
 def logger(**options: Any) -> MLflowLogger:
-    options = {"interval": 0.1, "system_metrics_interval": 0, **options}
-    return MLflowLogger(**options)
+    return MLflowLogger(**{"interval": 0.1, "system_metrics_interval": 0, **options})
 
 
 def client(uri: str) -> Any:
@@ -44,8 +33,14 @@ def database(outputs: Path) -> str:
 
 
 def runs_of(uri: str, experiment: str) -> list[Any]:
-    found = client(uri).get_experiment_by_name(experiment)
-    return list(client(uri).search_runs([found.experiment_id]))
+    experiment_id = client(uri).get_experiment_by_name(experiment).experiment_id
+    return list(client(uri).search_runs([experiment_id]))
+
+
+def delivered(uri: str, run_id: str) -> list[Point]:
+    keys = client(uri).get_run(run_id).data.metrics
+    points = [p for key in keys for p in client(uri).get_metric_history(run_id, key)]
+    return sorted((p.key, p.timestamp, p.step) for p in points)
 
 
 def wait_until(condition: Any, seconds: float = 240.0) -> None:
@@ -55,24 +50,80 @@ def wait_until(condition: Any, seconds: float = 240.0) -> None:
         time.sleep(0.05)
 
 
-def connected(tracking: Any) -> None:
-    """Wait for the MLflow run: a preempted run does not wait for a server, nor for an import."""
-    wait_until(lambda: tracking.components["mlflow"].delivery.run_id)
+class Tracked:
+    """A run under way; by default MLflow follows it into the database of `outputs`."""
 
+    def __init__(
+        self,
+        outputs: Path,
+        run_id: str = "e/r",
+        attempt: int = 1,
+        components: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        self.folder = outputs / run_id
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "config.yaml"
+        config.write_text("optimizer:\n  lr: 0.1\n")
+        ranks = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1}
+        defaults = {**ranks, "experiment_name": run_id.split("/")[0], "artifacts": [config]}
+        info = RunInfo(self.folder, run_id, attempt, output_dir=outputs, **{**defaults, **fields})
+        self.experiment = info.experiment_name
+        self.tracking = start_tracking(
+            info, {"mlflow": logger()} if components is None else components
+        )
+        self.loggers, self.journal = self.tracking.loggers, self.tracking.journal
+        self.component = self.tracking.components.get("mlflow")
+        self.uri = self.component.uri if self.component else ""
 
-def owed(info: RunInfo) -> list[tuple[str, float, int]]:
-    """What the journal says: (key, time in ms, step), which MLflow must have exactly once."""
-    points = []
-    for record in read(journal_path(info.run_dir)):
-        points += [(metric_name(k), round(record.time * 1000), record.step) for k in record.metrics]
-    return sorted(points)
+    def log(self, metrics: Mapping[Any, Any], step: int) -> None:
+        self.journal.log_metrics(metrics, step)
 
+    def connected(self) -> None:
+        """Waits for the MLflow run: a preempted run waits neither for a server nor an import."""
+        wait_until(lambda: self.component.delivery.run_id)
 
-def delivered(uri: str, run_id: str) -> list[tuple[str, float, int]]:
-    mlflow = client(uri)
-    keys = mlflow.get_run(run_id).data.metrics
-    found = [p for key in keys for p in mlflow.get_metric_history(run_id, key)]
-    return sorted((p.key, p.timestamp, p.step) for p in found)
+    def finish(self, status: str = "SUCCEEDED") -> Any:
+        """Ends it; returns its MLflow run, the only one of the experiment."""
+        self.tracking.finish(status)
+        return self.run if self.uri else None
+
+    @property
+    def run(self) -> Any:
+        (run,) = runs_of(self.uri, self.experiment)
+        return run
+
+    @property
+    def delivered(self) -> list[Point]:
+        """The points that MLflow has."""
+        return delivered(self.uri, self.run.info.run_id)
+
+    @property
+    def owed(self) -> list[Point]:
+        """The points of the journal, which MLflow must have exactly once."""
+        return sorted(
+            (metric_name(key), round(record.time * 1000), record.step)
+            for record in self.records()
+            for key in record.metrics
+        )
+
+    def records(self, node: int = 0) -> list[Record]:
+        return [*read(journal_path(self.folder, node))]
+
+    @property
+    def stored(self) -> Path:
+        """Where a database keeps the artifacts."""
+        return self.folder.parents[1] / "mlflow-artifacts" / self.run.info.run_id / "artifacts"
+
+    def artifacts(self) -> list[str]:
+        """The files and folders at the top of the MLflow run."""
+        return [file.path for file in client(self.uri).list_artifacts(self.run.info.run_id)]
+
+    def owes(self) -> bool:
+        return Delivery(Outbox(self.folder), "").owes()
+
+    def sync(self) -> int:
+        return track.main(["sync", str(self.folder)])
 
 
 def figure() -> Any:
