@@ -11,7 +11,6 @@ from lightning.fabric.utilities.logger import _convert_params
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-CACHE = "CLEARML_CACHE_DIR"
 # What `Task.init` would record or patch by default. The first takes minutes, and would send a diff
 # with all its contents.
 CAPTURED = (
@@ -24,13 +23,11 @@ class ClearMLLogger(Logger):
     """One ClearML task per run, opened on rank 0 when something is first logged.
 
     ClearML chooses a task's id, so the id is kept in `save_dir/task_id` and the next attempt
-    continues that task. `experiment` is the `clearml.Task`, for anything else that a module wants
-    to log. Nothing is captured implicitly (output, code, matplotlib, TensorBoard, torch.save),
-    unless an argument of `Task.init` asks for it.
+    continues that task. `experiment` is the `clearml.Task`. Nothing is captured implicitly (output,
+    code, matplotlib, TensorBoard, torch.save), unless an argument of `Task.init` asks for it.
 
     Args:
         save_dir: A folder of the run.
-        project_name, task_name: As ClearML shows them.
         offline: Send nothing, write into `save_dir`; so does $CLEARML_OFFLINE_MODE=1.
         init: Further arguments of `Task.init`.
     """
@@ -52,13 +49,10 @@ class ClearMLLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        if self._task is None:
-            self._task = self._begin()
-        return self._task
-
-    def _begin(self) -> Any:
+        if self._task is not None:
+            return self._task
         if self.offline:
-            os.environ.setdefault(CACHE, self._save_dir)
+            os.environ.setdefault("CLEARML_CACHE_DIR", self._save_dir)
         from clearml import Task
 
         if self.offline:
@@ -73,7 +67,7 @@ class ClearMLLogger(Logger):
             "auto_connect_streams": False,
             "auto_resource_monitoring": False,
         }
-        task = Task.init(
+        self._task = Task.init(
             self._project,
             self._name,
             reuse_last_task_id=known or False,
@@ -81,8 +75,8 @@ class ClearMLLogger(Logger):
             **{**quiet, **self._init},
         )
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(f"{task.id}\n")
-        return task
+        kept.write_text(f"{self._task.id}\n")
+        return self._task
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -32,12 +32,8 @@ def redact(address: str) -> str:
 
 def redacted(values: Mapping[str, Any], longest: int = 500) -> dict[str, str]:
     """Values as strings of at most `longest` characters, without secrets."""
-    return {
-        str(k): "***"
-        if looks_secret(str(k).replace("/", "."))
-        else without_secrets(str(v))[:longest]
-        for k, v in values.items()
-    }
+    texts = {str(k): without_secrets(str(v))[:longest] for k, v in values.items()}
+    return {k: "***" if looks_secret(k.replace("/", ".")) else v for k, v in texts.items()}
 
 
 def is_local(address: str) -> bool:
@@ -58,7 +54,6 @@ class State:
         server: The tracking URI, redacted; None is the project's own database.
         output_dir: The folder of the project's database, relative to the run directory, so that
             both can be moved together.
-        name: The run's name in MLflow's tables.
         run_id, experiment_id: MLflow's ids of the run and its experiment, once known.
         job_run: The run belongs to the platform's job (Azure ML), which ends it.
         key: A tag set when the run is created. It finds the run if the server's answer was lost.
@@ -87,12 +82,11 @@ class Outbox:
     """A `State` and its file. The training thread and the sender change it under a lock."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir, self.state = Path(run_dir), State()
         self.path = self.run_dir / "tracking" / "mlflow.json"
         self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files to send
         self.lock = threading.RLock()
         self.renewed: set[Path] = set()  # copies that were replaced while they were being sent
-        self.state = State()
         self.found = self.load()
         self.lost = False  # an earlier attempt had a file that is gone: search by the run's name
 
@@ -125,12 +119,8 @@ class Outbox:
             self.save()
 
     def keep(self, path: str | Path, to: str) -> None:
-        """Adds a copy of a file, or of all files in a folder, to send. It replaces a pending copy
-        with the same name.
-
-        Raises:
-            OSError: The path does not exist. A full disk only causes a warning.
-        """
+        """Adds a copy of a file, or of all files in a folder, to send, in place of a pending one of
+        the same name. An OSError if the path does not exist; a full disk only causes a warning."""
         if os.path.isdir(path):
             for name in os.listdir(path):
                 self.keep(os.path.join(path, name), os.path.join(to, name))
@@ -152,12 +142,6 @@ class Outbox:
         for folder, _, names in os.walk(self.copies):
             paths = (Path(folder, name) for name in names)
             yield from (path for path in paths if path.resolve() == path)
-
-    def strike(self, copy: Path) -> None:
-        """Deletes a copy that was sent, unless a newer one has replaced it."""
-        with self.lock:
-            if copy not in self.renewed:
-                copy.unlink()
 
     def sent(self, kind: str, values: dict[str, str]) -> None:
         """Removes params or tags that were sent, unless they changed while they were being sent."""

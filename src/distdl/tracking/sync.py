@@ -52,7 +52,13 @@ def sync(run: Path) -> int:
         print(f"Sending to {redact(uri)} ...", flush=True)
         try:
             with _bar(sender.pending()) as progress:
-                _retried(lambda: sender.send_all(progress))
+                for wait in WAITS:
+                    with contextlib.suppress(Exception):
+                        sender.send_all(progress)
+                        break
+                    time.sleep(wait)
+                else:
+                    sender.send_all(progress)
         except Exception as error:
             text = str(error).replace(uri, redact(uri))[:300]
             print(
@@ -61,21 +67,10 @@ def sync(run: Path) -> int:
                 file=sys.stderr,
             )
             return 1
-    if sender.delivered:
-        print(f"{sender.delivered} points delivered.")
-    else:
-        print("Nothing was left: the run is complete there.")
+    nothing = "Nothing was left: the run is complete there."
+    print(f"{sender.delivered} points delivered." if sender.delivered else nothing)
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return 0
-
-
-def _retried(send: Callable[[], None]) -> None:
-    for wait in WAITS:
-        try:
-            return send()
-        except Exception:  # the last try reports the error
-            time.sleep(wait)
-    send()
 
 
 @contextlib.contextmanager

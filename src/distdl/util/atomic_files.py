@@ -14,18 +14,15 @@ ENDING = ".part"
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = True, replace: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to, under a temporary name in the folder of `path` until the block ends.
+    """A file to write to, under a temporary name in the folder of `path` until the block ends. It
+    creates the folder.
 
     Several processes and threads, also on several hosts, may write the same file: each has its own
     temporary file, and the last to end wins. An error removes the temporary file.
 
     Args:
-        path: The final path; its folder is created if it is missing.
         durable: Wait until the bytes and the name are on the disk, to survive a power cut.
-        replace: If False, an existing file of this name is kept.
-
-    Raises:
-        FileExistsError: The file exists, with `replace=False`.
+        replace: If False, an existing file is kept, and a FileExistsError raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ENDING}")

@@ -27,12 +27,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """The input is refused. The command line prints it without a traceback and exits with 2.
-
-    torch raises a UserError of a loader's worker again in the rank, with one text that ends with
-    the worker's traceback (`torch._utils.ExceptionWrapper`). That text becomes a note, and its last
-    line the message.
-    """
+    """The input is refused. The command line prints it without a traceback and exits with 2."""
 
     exit_code = 2
     outcome = "nothing was started"
@@ -40,6 +35,8 @@ class UserError(Exception):
 
     def __init__(self, *problems: Problem | str) -> None:
         name, text = type(self).__name__, problems[0] if problems else ""
+        # torch raises an error of a loader's worker again in the rank, with one text that ends with
+        # the worker's traceback (`torch._utils.ExceptionWrapper`).
         if isinstance(text, str) and text.startswith(f"Caught {name} in "):
             self.add_note(text)
             message = text.rpartition(f"\n{type(self).__module__}.{name}: ")[2]

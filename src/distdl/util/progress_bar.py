@@ -19,11 +19,7 @@ NARROW, WIDE, NAME = 5, 40, 17
 
 
 class Line(Progress):
-    """One line for the task that was added last, in any width.
-
-    Title, count and times come first, then as many parts of the task's `info` as fit. The bar takes
-    the remaining width.
-    """
+    """One line for the task that was added last, in any width."""
 
     def __init__(self, console: Console) -> None:
         # If stdout is a file, it is not redirected to the bar's console.
@@ -34,13 +30,8 @@ class Line(Progress):
 
 
 def drawn(task: Task, width: int) -> Table:
-    """A task in one line.
-
-    Args:
-        task: Its fields are `info`, with the most important part first, and `percent`, which shows
-            `30 %` instead of `12/40`: for bytes a count is not readable.
-        width: The terminal's width, in columns.
-    """
+    """A task in one line of `width` columns: title, count and times, then as many parts of its
+    `info` as fit; the bar takes the rest. With `percent`, it shows `30 %` instead of `12/40`."""
     count = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
     if task.fields.get("percent"):
         count = "" if task.total is None else f"{task.percentage:.0f} %"
@@ -78,12 +69,8 @@ def fitting(parts: Sequence[str], room: int) -> str:
 
 
 class Bar:
-    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`.
-
-    Args:
-        title: What is being done.
-        start: The work done before, which does not count for the speed.
-    """
+    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`. The work done before,
+    `start`, does not count for the speed."""
 
     def __init__(self, title: str, start: int = 0) -> None:
         self.title, self.start = title, start

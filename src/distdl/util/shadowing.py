@@ -11,14 +11,11 @@ from importlib.machinery import PathFinder
 
 
 def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str, str] | None:
-    """The user's file that made an import fail, because it hides a module of the same name.
+    """The file of the user's that made an import fail, because it hides a module of the same name:
+    the file, what is wrong with it, and the remedy; None if the import failed otherwise.
 
     Args:
-        error: The error of the import.
         folders: The folders of the user's own modules.
-
-    Returns:
-        The file, what is wrong with it, and the remedy; None if the import failed otherwise.
     """
     thing = getattr(error, "obj", None)
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)

@@ -13,12 +13,9 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
     """Lines of a growing file, without line ends, until it no longer grows.
 
     Args:
-        path: The file, which need not exist yet.
+        path: The file, which need not exist yet; a link, which a run never writes, is a UserError.
         alive: Whether it may still grow; called before each read, so that the last lines are read.
         interval: Seconds between two reads.
-
-    Raises:
-        UserError: The file is a link, which a run never writes.
     """
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")

@@ -1,8 +1,7 @@
 """What a task takes from a checkpoint: its own run's, another run's, Lightning's, or bare weights.
 
-A new training that starts from a checkpoint restores all of its state if that fits: optimizers,
-schedules and loops, with the rates and settings of the new config. Otherwise it takes only the
-weights, and one warning gives the reason.
+A new training restores all of its state if that fits, with the rates and settings of the new
+config. Otherwise it takes only the weights, and one warning gives the reason.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def start(context: Built, path: str | None, loop: Callable[..., Any], **more: An
 def prepare(context: Built, path: str) -> None:
     """Installs `load` where the Trainer restores weights, and `restore` where it restores the rest.
 
-    An evaluation logs at the checkpoint's step and epoch. They raise a UserError if the weights do
-    not fit, or if all of it fits but the checkpoint has already trained as long as this run shall.
+    They raise a UserError if the weights do not fit, or if all of it fits but the checkpoint has
+    already trained as long as this run shall. An evaluation logs at its step and epoch.
     """
     trainer, module, file = context.trainer, context.module, shown(Path(path))
     connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
@@ -128,7 +127,6 @@ def ask_again(
     Args:
         asked: For each optimizer, its groups as built, before the state was restored.
         before: The rates with which the checkpoint's groups were built; None: not recorded.
-        file: The checkpoint.
         batch_ratio: By how much the rate will change with the global batch.
     """
     schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
@@ -155,9 +153,8 @@ def ask_again(
                 if name in group:
                     group[name] *= ratio
             for schedule in schedules:
-                if getattr(schedule, "optimizer", None) is optimizer and index < len(
-                    getattr(schedule, "base_lrs", ())
-                ):
+                moves = getattr(schedule, "optimizer", None) is optimizer
+                if moves and index < len(getattr(schedule, "base_lrs", ())):
                     schedule.base_lrs[index] *= ratio
                     schedule._last_lr[index] *= ratio
     if differences:

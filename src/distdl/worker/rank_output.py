@@ -25,12 +25,8 @@ BEGIN, END = b"-----BEGIN", b"-----END"
 
 
 class RankOutput:
-    """A pipe for each stream of each rank but the node's first, each emptied by a thread.
-
-    Args:
-        folder: Where torch's agent makes a folder for each rank.
-        devices: Ranks of this node.
-    """
+    """A pipe for each stream of each rank but the node's first, each emptied by a thread. torch's
+    agent creates a folder for each rank in `folder`."""
 
     def __init__(self, folder: Path, devices: int) -> None:
         redirected = dict.fromkeys(range(1, devices), Std.ALL)
@@ -54,10 +50,9 @@ class RankOutput:
         reading, writing = os.pipe()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
-        thread = threading.Thread(target=pump, args=(reading, stream), daemon=True)
-        thread.start()
+        self._threads.append(threading.Thread(target=pump, args=(reading, stream), daemon=True))
+        self._threads[-1].start()
         self._ends.append(writing)
-        self._threads.append(thread)
         return f"/dev/fd/{writing}"
 
 

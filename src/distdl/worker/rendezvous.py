@@ -1,7 +1,6 @@
 """How the ranks of one machine find each other: a store on the loopback interface.
 
-torch's own rendezvous handlers listen on every interface. This one opens the ranks' store on a
-socket that it has bound itself. There is only one agent, so nothing has to be agreed on.
+torch's own rendezvous handlers listen on every interface.
 """
 
 from __future__ import annotations
