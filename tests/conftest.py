@@ -185,9 +185,7 @@ def rank_0_again() -> Iterator[None]:
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Said]:
+def command(tmp_path, monkeypatch, capsys) -> Callable[..., Said]:
     """The command line in this process, in an empty folder: quick, where no worker is started."""
     from distdl.cli.main import main
 
@@ -215,20 +213,20 @@ def _answer(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str], Any]) -> Non
 
 
 @pytest.fixture
-def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_stage_2(monkeypatch) -> None:
     """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
     _answer(monkeypatch, lambda request: NO_PROBLEMS)
     monkeypatch.setattr("distdl.launch.planning.suppressed_import", lambda module: None)
 
 
 @pytest.fixture
-def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_child(monkeypatch) -> None:
     """The second stage must not be reached."""
     _answer(monkeypatch, lambda request: pytest.fail("something was imported to find this out"))
 
 
 @pytest.fixture
-def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_worker(without_stage_2: None, monkeypatch) -> None:
     """Runs are created and "succeed", and no worker starts."""
     from distdl.job import JobState
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.conftest import TINY, environment
 
@@ -41,7 +40,7 @@ sys.exit(code)
 """
 
 
-def test_a_debugger_works_and_every_file_is_read_once(tmp_path: Path) -> None:
+def test_a_debugger_works_and_every_file_is_read_once(tmp_path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     typed = (*TINY, "model._target_=mine.Mine", "debug=step", "trainer.max_epochs=1")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The journal and the sampler. A disk that is full for it is in test_outage.py."""
+"""The journal and the sampler. A disk that is full for it is in test_mlflow.py."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.tracking.tracked import Tracked, wait_until
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     return journal_path(tmp_path)
 
 
-def test_every_value_is_kept_with_its_step_and_attempt(tmp_path: Path, path: Path) -> None:
+def test_every_value_is_kept_with_its_step_and_attempt(tmp_path, path) -> None:
     journal = Journal(path, tmp_path, attempt=3)
     before, tensor = time.time(), torch.tensor(0.1)
     journal.log_metrics({"train/loss": tensor, "größe": 2}, 7)
@@ -46,7 +46,7 @@ def test_every_value_is_kept_with_its_step_and_attempt(tmp_path: Path, path: Pat
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_each_record_is_read_once_whatever_a_kill_left(tmp_path: Path, path: Path) -> None:
+def test_each_record_is_read_once_whatever_a_kill_left(tmp_path, path) -> None:
     torn = (lambda f: f.write(b'{"t": 1.0, "step": 99, "att'), lambda f: f.truncate(f.tell() - 1))
     steps, offset = [], 0
     for attempt in range(1, 5):
@@ -65,7 +65,7 @@ def test_each_record_is_read_once_whatever_a_kill_left(tmp_path: Path, path: Pat
 
 
 @pytest.mark.parametrize("blocked", ["disk", "server"])
-def test_a_step_does_not_wait(outputs: Path, monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
+def test_a_step_does_not_wait(outputs, monkeypatch, blocked: str) -> None:
     from mlflow.tracking import MlflowClient
 
     owner, name = (os, "write") if blocked == "disk" else (MlflowClient, "log_batch")
@@ -88,7 +88,7 @@ def test_a_step_does_not_wait(outputs: Path, monkeypatch: pytest.MonkeyPatch, bl
     assert blocked == "disk" or tracked.delivered == tracked.owed
 
 
-def test_only_rank_0_writes_but_every_rank_has_the_same_loggers(tmp_path: Path) -> None:
+def test_only_rank_0_writes_but_every_rank_has_the_same_loggers(tmp_path) -> None:
     for rank in range(4):
         node, local = divmod(rank, 2)
         position = {"rank": rank, "local_rank": local, "node_rank": node, "world_size": 4}
@@ -103,7 +103,7 @@ def test_only_rank_0_writes_but_every_rank_has_the_same_loggers(tmp_path: Path) 
     assert len([*(tracked.folder / "logs").iterdir()]) == 2
 
 
-def test_the_sampler_survives_a_source_that_fails(tmp_path: Path, path: Path) -> None:
+def test_the_sampler_survives_a_source_that_fails(tmp_path, path) -> None:
     journal, calls = Journal(path, tmp_path), []
     sampler = SystemMetrics(journal, 0.01, 0, tmp_path)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import resource
+import signal
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from distdl.tracking.client import put_aside
 from distdl.tracking.mlflow import how_to_open
@@ -20,7 +25,7 @@ from tests.tracking.tracked import Tracked, client, database, delivered, logger,
 ODD = ("acc@1", "a//b", "/c", "../d", "a/../e", "x" * 300, "loss[0]", "@")
 
 
-def test_one_mlflow_run_across_attempts(outputs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_mlflow_run_across_attempts(outputs, caplog) -> None:
     tags = {"team": "vision", "git.commit": "abc123"}
     ends = ({}, "PREEMPTED", "KILLED"), ({"optimizer.lr": 0.2}, "SUCCEEDED", "FINISHED")
     for attempt, (changed, ended, shown) in enumerate(ends, 1):
@@ -52,7 +57,7 @@ def test_one_mlflow_run_across_attempts(outputs: Path, caplog: pytest.LogCapture
     assert not any(Path.cwd().iterdir()), "MLflow wrote into the current folder"
 
 
-def test_a_lost_state_file_finds_the_run_again(outputs: Path) -> None:
+def test_a_lost_state_file_finds_the_run_again(outputs) -> None:
     for attempt in (1, 2):
         tracked = Tracked(outputs, "lost/r", attempt)
         tracked.log({"x": 1.0}, attempt)
@@ -63,13 +68,8 @@ def test_a_lost_state_file_finds_the_run_again(outputs: Path) -> None:
     assert len(runs_of(database(outputs), "lost")) == 2, "a new run of the same name is another one"
 
 
-def test_a_server_that_refuses_some_data_gets_the_rest(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, caplog) -> None:
     """Azure ML refuses a request that would make too many parameters of a run."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
     log_batch, asked = MlflowClient.log_batch, []
 
     def limited(self: Any, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> Any:
@@ -99,9 +99,7 @@ def test_a_server_that_refuses_some_data_gets_the_rest(
     assert page.endswith(f":5000/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}")
 
 
-def test_a_half_made_database_is_kept_and_created_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_half_made_database_is_kept_and_created_anew(tmp_path, caplog) -> None:
     path = tmp_path / "mlflow.db"
     for runs in (["somebody's"], []):
         path.unlink(missing_ok=True)
@@ -118,9 +116,7 @@ def test_a_half_made_database_is_kept_and_created_anew(
     assert f"it is kept as {kept.name}" in caplog.text
 
 
-def test_an_azure_job_names_its_page_in_the_studio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_azure_job_names_its_page_in_the_studio(tmp_path, monkeypatch) -> None:
     outbox = Outbox(tmp_path)
     outbox.state.run_id, outbox.state.experiment_id = "brave_cup", "1"
     assert how_to_open("azureml://x", outbox) == ["azureml://x"]
@@ -132,7 +128,7 @@ def test_an_azure_job_names_its_page_in_the_studio(
     ]
 
 
-def test_the_jobs_own_run_wins(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jobs_own_run_wins(outputs, monkeypatch) -> None:
     uri = database(outputs)
     Tracked(outputs, "other/r").finish()
     mlflow = client(uri)
@@ -154,9 +150,7 @@ def test_the_jobs_own_run_wins(outputs: Path, monkeypatch: pytest.MonkeyPatch) -
     assert mlflow.get_experiment_by_name("job") is None
 
 
-def test_a_password_in_the_address_is_never_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_password_in_the_address_is_never_written(tmp_path, caplog) -> None:
     canary = "s3cr3t-canary"
     uri = f"http://me:{canary}@127.0.0.1:9/x?token={canary}"
     tracked = Tracked(tmp_path, components={"mlflow": logger(tracking_uri=uri, flush_timeout=0.5)})
@@ -172,3 +166,55 @@ def test_a_password_in_the_address_is_never_written(
         ("postgresql://me@host/db", ""),
     ):
         assert redact(address) == (hidden or address)
+
+
+def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(outputs, monkeypatch) -> None:
+    real, texts = MlflowClient.log_artifact, ["newer", "newest"]
+
+    def slow(self: MlflowClient, run_id: str, path: str, *args: Any) -> None:
+        real(self, run_id, path, *args)
+        if path.endswith("latest.txt") and texts:
+            mlflow.log_text(None, texts.pop(0), "latest.txt")
+
+    tracked = Tracked(outputs, "slow/r")
+    mlflow = tracked.loggers[0].experiment
+    monkeypatch.setattr(MlflowClient, "log_artifact", slow)
+    mlflow.log_text(None, "old", "latest.txt")
+    wait_until(lambda: not texts, 60)
+    tracked.finish()
+    assert (tracked.stored / "latest.txt").read_text() == "newest"
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """It takes no file above 4 KiB."""
+    before, answer = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, answer)
+
+
+def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, caplog) -> None:
+    Path("large.bin").write_bytes(os.urandom(10_000))
+    tracked = Tracked(outputs, "full/r")
+    ours = tracked.loggers[0]
+    assert ours.run_id
+    with full_disk():
+        ours.experiment.log_artifact(None, "large.bin")
+        ours.log_hyperparams({f"many{i}": "x" * 400 for i in range(20)})  # their file is as large
+        for step in range(100):
+            tracked.log({"x": float(step)}, step)
+            tracked.journal.flush()
+    ours.experiment.log_artifact(None, "large.bin", "later")
+    run = tracked.finish()
+    assert tracked.artifacts() == ["config.yaml", "later", "packages.txt"]
+    assert f"large.bin is not kept for MLflow: [Errno {errno.EFBIG}]" in caplog.text
+    assert len(run.data.params) == 20
+    assert [record.step for record in tracked.records()] == [*range(100)]
+    assert tracked.delivered == tracked.owed
+    for fragment in ("metrics.jsonl cannot be written", "metrics.jsonl can be written again"):
+        assert caplog.text.count(fragment) == 1

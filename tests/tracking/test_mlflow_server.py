@@ -12,9 +12,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from mlflow.entities import Metric
 
 from tests.conftest import free_port
 from tests.tracking.tracked import Tracked, client, draw, logger, wait_until
@@ -32,13 +34,10 @@ class Server:
         command = f"-m mlflow server --host 127.0.0.1 --workers 1 --port {self.port}".split()
         database, artifacts = f"sqlite:///{self.folder}/s.db", self.folder / "artifacts"
         command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
+        quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         self.process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            cwd=self.folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            [sys.executable, *command], cwd=self.folder, env=env, start_new_session=True, **quiet
         )
         if wait:
             wait_until(self.answers, 120)
@@ -56,15 +55,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server"))
     yield server
     server.kill()
 
 
-def test_a_server_that_is_down_comes_up_fails_and_comes_back(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, caplog) -> None:
     """One story, because a server takes long to start: a run that outlives two outages."""
     missed = run_without_its_server(server, tmp_path, caplog)
     caplog.clear()
@@ -85,6 +82,7 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(
     log(0)
     wait_until(lambda: messages("fails; training") == 1)
     draw(ours, picture, 0)
+    log_changing_values(ours.experiment, tracked.folder / "tracking/mlflow.json")
     assert (ours.run_id, ours.experiment_id) == (None, None)
     assert "self.logger.run_id is None for now" in caplog.text
     server.start()
@@ -92,7 +90,8 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(
     wait_until(
         lambda: component.delivery.delivered >= 1200 and messages("is back: sending") == 1, 60
     )
-    assert ours.experiment.get_run(None).data.params == {"lr": "0.1", "p0": "0"}
+    params = {"lr": "0.1", "twice": "old", "p0": "0"}
+    assert ours.experiment.get_run(None).data.params == params
     server.kill()
     log(600)
     wait_until(lambda: messages("fails; training") == 2)
@@ -100,17 +99,40 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(
     server.start(wait=False)  # the run ends before it is up
     log(1200)
     run = tracked.finish()
-    assert len(tracked.owed) == 3604 and tracked.delivered == tracked.owed
+    assert len(tracked.owed) == 3605 and tracked.delivered == tracked.owed
     assert run.info.status == "FINISHED"
-    assert (run.data.params, run.data.tags["seen"]) == ({"lr": "0.1", "p0": "0", "p1": "1"}, "1")
+    assert run.data.params == params | {"p1": "1"}
+    assert (run.data.tags["seen"], run.data.tags["twice"]) == ("1", "new")
     drawn = {"0.json", "1.json", "figures", "images", "notes", "samples"}
-    assert {*tracked.artifacts()} == {"config.yaml", "packages.txt", *drawn}
-    notes = Path(client(server.uri).download_artifacts(run.info.run_id, "notes", str(tmp_path)))
-    texts = {note.name: note.read_text() for note in notes.iterdir()}
+    assert {*tracked.artifacts()} == {"config.yaml", "packages.txt", "changing.txt", "many", *drawn}
+    sent = server.folder / "artifacts" / run.info.experiment_id / run.info.run_id / "artifacts"
+    texts = {note.name: note.read_text() for note in (sent / "notes").iterdir()}
     assert texts == {"0.txt": "epoch 0", "1.txt": "epoch 1", "latest.txt": "epoch 1"}
+    assert (sent / "changing.txt").read_text() == "then"
+    many = [sent / f"many/{i}.txt" for i in range(20)]
+    assert [path.read_text() for path in many] == [*map(str, range(20))]
+    arrived = [path.stat().st_ctime_ns for path in many]
+    assert arrived == sorted(arrived)
+    assert not [*(tracked.folder / "tracking/artifacts").rglob("*.*")]
     assert messages("fails; training") == messages("is back: sending") == 2
     page = f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
     assert component.how_to_open() == [f"{server.uri}/{page}"]
+
+
+def log_changing_values(mlflow: Any, state: Path) -> None:
+    """Files are sent as they are now; of a parameter the first value stays, of a tag the last."""
+    changing = Path("changing.txt")
+    changing.write_text("then")
+    mlflow.log_artifact(None, changing)
+    changing.write_text("now")
+    for text in ("old", "new"):
+        mlflow.set_tag(None, "twice", text)
+        mlflow.log_param(None, "twice", text)
+    noted = state.stat().st_mtime_ns
+    for i in range(20):
+        mlflow.log_text(None, str(i), f"many/{i}.txt")
+    mlflow.log_batch(None, metrics=[Metric("m", 1.0, 1, 1)])
+    assert state.stat().st_mtime_ns == noted, "each call writes down all those before it"
 
 
 def run_without_its_server(
@@ -141,9 +163,7 @@ def sync_what_was_missed(tracked: Tracked) -> None:
         (tracked.folder / "tracking/mlflow-node0.json").unlink()
 
 
-def test_another_node_finds_the_run_and_sends_its_system_metrics(
-    server: Server, tmp_path: Path
-) -> None:
+def test_another_node_finds_the_run_and_sends_its_system_metrics(server, tmp_path) -> None:
     if server.process is None:
         server.start()
     client(server.uri).create_experiment("nodes")

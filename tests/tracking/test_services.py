@@ -48,7 +48,7 @@ class WandbLogger(DummyLogger):
 PRESET = {"wandb": functools.partial(WandbLogger, project="p")}
 
 
-def test_a_service_has_the_run_once_and_continues_it(tmp_path: Path) -> None:
+def test_a_service_has_the_run_once_and_continues_it(tmp_path) -> None:
     WandbLogger.made.clear()
     (tmp_path / "e/r/logs/wandb").mkdir(parents=True)
     run = {"name": "lr=0.1", "key": "k" * 32, "params": {"optimizer.lr": 0.1, "api_token": "x"}}
@@ -67,13 +67,13 @@ def test_a_service_has_the_run_once_and_continues_it(tmp_path: Path) -> None:
     assert (other.params, other.ended, last.params, last.ended) == ({}, None, {}, None)
 
 
-def test_one_that_cannot_start_is_one_problem(tmp_path: Path) -> None:
+def test_one_that_cannot_start_is_one_problem(tmp_path) -> None:
     with pytest.raises(UserError, match="RuntimeError: No API key configured") as error:
         Tracked(tmp_path, components=PRESET, params={"broken": 1})
     assert [problem.path for problem in error.value.problems] == ["tracking.wandb"]
 
 
-def test_a_preset_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_names_the_extra_that_it_lacks(monkeypatch) -> None:
     find, missing = importlib.util.find_spec, {*PRESETS.values()}
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in missing else find(n))
     for preset, package in PRESETS.items():
@@ -102,9 +102,7 @@ def test_what_users_of_templates_type_is_answered(key: str, value: str, expected
     assert words.for_key(key, value).startswith(expected)
 
 
-def test_wandb_itself_continues_the_same_run_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_itself_continues_the_same_run_offline(tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     preset = {"wandb": instantiate(compose.compose(["tracking=wandb"]).tracking.wandb)}
@@ -117,7 +115,7 @@ def test_wandb_itself_continues_the_same_run_offline(
     assert [path.stem for path in written] == ["run-" + "k" * 32] * 2
 
 
-def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path: Path) -> None:
+def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path) -> None:
     csv = CSVLogger(tmp_path, name="", version="")
     tracked = Tracked(tmp_path, components={"csv": csv})
     partial = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
@@ -131,7 +129,7 @@ def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path: Path) -> None:
 
 
 def test_swept_values_come_first_and_the_environment_is_not_sent(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     monkeypatch.setenv("MY_DATA", "/secret/folder")
     member = (

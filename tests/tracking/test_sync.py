@@ -40,7 +40,7 @@ def in_processes(code: str, outputs: Path, *run_ids: str, exit_code: int = 0) ->
     return errors
 
 
-def test_two_runs_may_start_at_the_same_time_in_a_new_project(tmp_path: Path) -> None:
+def test_two_runs_may_start_at_the_same_time_in_a_new_project(tmp_path) -> None:
     code = "journal.write_bytes(encode(1.0, 1, 1, {'x': 1.0}))\ncomponent.finish('SUCCEEDED')"
     out = tmp_path / "outputs"
     assert "fails" not in in_processes(code, out, "race/0", "race/1")
@@ -48,7 +48,7 @@ def test_two_runs_may_start_at_the_same_time_in_a_new_project(tmp_path: Path) ->
     assert sorted((r.info.run_name, r.data.metrics["x"]) for r in runs) == [("0", 1.0), ("1", 1.0)]
 
 
-def test_a_step_does_not_wait_for_an_import(tmp_path: Path) -> None:
+def test_a_step_does_not_wait_for_an_import(tmp_path) -> None:
     """While it loads a library, the sender's thread holds the interpreter."""
     code = """
 component.settle()
@@ -65,7 +65,7 @@ sys.exit(f"imported while steps ran: {late}" if late else 0)
     assert run.data.metrics == {"x": 1.0}
 
 
-def test_a_data_loader_may_fork_while_mlflow_is_being_imported(tmp_path: Path) -> None:
+def test_a_data_loader_may_fork_while_mlflow_is_being_imported(tmp_path) -> None:
     """Else its worker waits for ever on the import lock of what mlflow was importing."""
     code = """
 while "mlflow" not in sys.modules:
@@ -94,7 +94,7 @@ def test_reading_and_syncing_need_no_torch() -> None:
     assert done.stderr.strip() == ""
 
 
-def test_refusals_of_sync(tmp_path: Path) -> None:
+def test_refusals_of_sync(tmp_path) -> None:
     Tracked(tmp_path, "e/untracked", components={}).finish()
     away = logger(tracking_uri="http://me:pw@127.0.0.1:9", flush_timeout=0)
     Tracked(tmp_path, "e/secret", components={"mlflow": away}).tracking.finish("FAILED")
@@ -109,9 +109,7 @@ def test_refusals_of_sync(tmp_path: Path) -> None:
         assert error.value.problems[0].path == f"{tmp_path / folder}{path}"
 
 
-def test_sync_of_a_running_run_leaves_it_alone(
-    outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sync_of_a_running_run_leaves_it_alone(outputs, capsys) -> None:
     tracked = Tracked(outputs, "active/r")
     tracked.connected()  # under the lock, which another process respects
     code = "import sys; from distdl.cli.track import main; sys.exit(main(sys.argv[1:]))"
@@ -123,7 +121,7 @@ def test_sync_of_a_running_run_leaves_it_alone(
     assert "the run is complete" in capsys.readouterr().out
 
 
-def test_sync_ends_a_run_that_was_killed(outputs: Path) -> None:
+def test_sync_ends_a_run_that_was_killed(outputs) -> None:
     code = """
 while not component.delivery.run_id:
     time.sleep(0.05)
@@ -148,7 +146,7 @@ os.kill(os.getpid(), 9)
     assert [f.read_text() for f in stored.iterdir()] == ["new"] and run.data.params["lr"] == "0.1"
 
 
-def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(outputs: Path) -> None:
+def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(outputs) -> None:
     tracked = Tracked(outputs, "foreign/r")
     tracked.finish()
     mine, kept = outputs / "mine", tracked.folder / "tracking/artifacts"

@@ -118,7 +118,7 @@ def events(folder: Path) -> dict[str, list[Any]]:
     }
 
 
-def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path: Path) -> None:
+def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path) -> None:
     plain = TensorBoardLogger(tmp_path / "plain/tensorboard", name="", version="")
     (tmp_path / "plain").mkdir()
     train(plain, tmp_path / "plain", 3)
@@ -150,7 +150,7 @@ def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path: Path) 
     assert "val/own" in tables[0].read_text()
 
 
-def test_mlflow_has_what_a_module_logs_through_its_logger(outputs: Path) -> None:
+def test_mlflow_has_what_a_module_logs_through_its_logger(outputs) -> None:
     for attempt, epochs in ((1, 2), (2, 3)):
         components = {"mlflow": logger(), **built("tensorboard")}
         tracked = Tracked(outputs, "paint/r", attempt, components)
@@ -188,7 +188,7 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs: Path) -> None
     assert not tracked.owes()
 
 
-def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path: Path) -> None:
+def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path) -> None:
     class Full(DummyLogger):
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             raise OSError(28, "No space left on device")
@@ -207,7 +207,7 @@ def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_logger_on_every_rank_can_be_written_to(tmp_path: Path, rank: int) -> None:
+def test_every_logger_on_every_rank_can_be_written_to(tmp_path, rank: int) -> None:
     for components in ({}, {"mlflow": logger(tracking_uri="http://127.0.0.1:9", flush_timeout=0)}):
         position = {"rank": rank, "node_rank": rank, "world_size": 2}
         tracked = Tracked(tmp_path, components=components, **position)
@@ -228,9 +228,7 @@ def test_every_logger_on_every_rank_can_be_written_to(tmp_path: Path, rank: int)
     assert (tracked.folder / "tracking/mlflow.json").exists() == (rank == 0)
 
 
-def test_no_name_and_no_value_leads_out_or_delays_the_others(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatch) -> None:
     from mlflow import get_tracking_uri as mlflow_uri
     from mlflow.exceptions import MlflowException
 

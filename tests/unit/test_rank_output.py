@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from distdl.worker.rank_output import RankOutput
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
+def test_a_full_disk_stops_no_rank(tmp_path) -> None:
     """Its pipe, and those of the others, are still emptied."""
     with RankOutput(tmp_path, 2) as output:
         full, other = (
@@ -66,6 +65,6 @@ def test_memory_that_a_step_freed_is_kept_for_the_next(variables, kept, least, m
     assert answer == str(kept) and least <= int(faults) < most
 
 
-def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_glibc_nothing_is_done(monkeypatch) -> None:
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: SimpleNamespace())
     assert allocator.keep_freed_memory() is False

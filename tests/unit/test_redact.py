@@ -66,7 +66,7 @@ tags=[{CANARY}] --password=x7 -> tags=[***SAMPLE_API_KEY***] --password=***
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch) -> None:
     monkeypatch.setenv("SAMPLE_API_KEY", CANARY)
     monkeypatch.setenv("SAMPLE_SHORT_TOKEN", "true")
     monkeypatch.setenv("SAMPLE_PASSWORD", 'a"b/c d=9')

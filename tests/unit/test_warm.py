@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def both(*words: str, input: str = "", **options: Any) -> list[tuple[int, str, s
     return [(each.returncode, *output) for each, output in zip(started, outputs, strict=True)]
 
 
-def test_it_is_as_a_fresh_one(tmp_path: Path) -> None:
+def test_it_is_as_a_fresh_one(tmp_path) -> None:
     options = {"cwd": tmp_path, "env": environment(CANARY="a b"), "start_new_session": True}
     outputs = both("-c", REPORT, "3", "x y", input="asked", **options)
     assert [(code, err) for code, _, err in outputs] == [(3, "asked")] * 2
@@ -46,7 +45,7 @@ def test_it_is_as_a_fresh_one(tmp_path: Path) -> None:
     assert warm == fresh and fresh["parent"] == os.getpid() and fresh["born"] and fresh["group"]
 
 
-def test_a_module_of_a_users_project(tmp_path: Path) -> None:
+def test_a_module_of_a_users_project(tmp_path) -> None:
     """By `-m`, from its folder, with the folders of $PYTHONPATH; without one that shadows."""
     (tmp_path / "mine.py").write_text("import more, sys\nprint(__name__, __file__, sys.argv[0])\n")
     (tmp_path / "other").mkdir()
@@ -61,7 +60,7 @@ def test_a_module_of_a_users_project(tmp_path: Path) -> None:
         (tmp_path / "other" / name).unlink()
 
 
-def test_a_server_that_ended_is_named(tmp_path: Path) -> None:
+def test_a_server_that_ended_is_named(tmp_path) -> None:
     server = Server.start({**environment(), "PYTHONHOME": str(tmp_path)})
     with pytest.raises(AssertionError, match=r"the server ended:(.|\n)*No module named"):
         server.clone({}, command=[], cwd="/", env={}, new_session=False)
