@@ -39,8 +39,7 @@ TINY = (
 )
 NO_PROBLEMS: dict[str, Any] = {"problems": [], "notes": [], "facts": {}}
 # What is run with `python`: the command line, and the same without the child process that imports
-# torch to validate (6 s of a core), for trainings in tests of something else: every kind of command
-# is validated for real somewhere.
+# torch to validate (6 s of a core), which tests of something else do not need.
 DISTDL = ("-m", "distdl")
 UNCHECKED = (
     "-c",
@@ -50,9 +49,8 @@ UNCHECKED = (
     "sys.argv[0] = command_line.__file__\n"
     "sys.exit(command_line.main())\n",
 )
-# These wait for their processes, for minutes. They come first, and what is quick fills the rest of
-# the time of whichever process is free. Those of a cluster, which wait for its servers as well,
-# come in turn with the others, which keep both cores busy.
+# These wait for their processes, for minutes: they come first. Those of a cluster, which wait for
+# its servers as well, come in turn with the others, which keep both cores busy.
 WAITING, FIRST = "cluster", ("strategies", "multiprocess", "adoption", "cli", "packaging")
 
 

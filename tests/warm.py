@@ -66,16 +66,12 @@ class Server:
         """A server for this process, which ends with it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.NamedTemporaryFile(prefix="warm-", delete=False) as log:
-            subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM],
-                # pyarrow's allocator would start a thread.
-                env={**env, "ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
-                cwd=ROOT,  # a test may remove the folder in which it is
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            options: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            options |= {"pass_fds": [theirs.fileno()], "cwd": ROOT}  # a test may remove its folder
+            # pyarrow's allocator would start a thread.
+            more = {"ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+            command = [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM]
+            subprocess.Popen(command, env={**env, **more}, **options)
         atexit.register(os.unlink, log.name)
         server = cls(ours, log.name)
         server.at_start = at_start(env)
@@ -106,7 +102,6 @@ def at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def added(env: Mapping[str, str]) -> list[str]:
-    """The folders of $PYTHONPATH."""
     return [folder for folder in env.get(PATH, "").split(os.pathsep) if folder]
 
 
@@ -158,11 +153,8 @@ def is_ours(command: Sequence[Any]) -> bool:
 
 
 def execute(process: Any, arguments: Sequence[Any], fits: bool) -> None:
-    """What `Popen._execute_child` does: starts the process and closes its ends of the pipes.
-
-    Args:
-        fits: Whether it may be a fork.
-    """
+    """What `Popen._execute_child` does, with a fork if it `fits`: starts the process and closes its
+    ends of the pipes."""
     values = inspect.signature(EXECUTE).bind(process, *arguments).arguments
     env = dict(os.environ if values["env"] is None else values["env"])
     fits = fits and values["preexec_fn"] is None
@@ -241,12 +233,8 @@ def clone() -> int:
 
 
 def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Runs a command and ends with its exit code.
-
-    Args:
-        request: `command`, `cwd`, `env`, `new_session`; `files`: the numbers of its files.
-        files: The same files as they are numbered now.
-    """
+    """Runs the command of a request (with `cwd`, `env`, `new_session` and `files`, the numbers that
+    its files shall have) and ends with its exit code."""
     code = 70
     try:
         if request["new_session"]:
@@ -280,8 +268,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
 
 
 def own_server(files: Sequence[int]) -> Server:
-    """A fork of this process, which has not begun, for the processes that it will start. It closes
-    `files`."""
+    """A fork of this process, which has not begun, for the processes that it will start."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if not os.fork():
@@ -298,8 +285,11 @@ def own_server(files: Sequence[int]) -> Server:
 def show(request: Mapping[str, Any]) -> None:
     """Writes the command line and the variables where `ps` and psutil look for them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    arguments, variables = request["command"], [f"{k}={v}" for k, v in request["env"].items()]
-    for first, words in ((45, arguments), (47, variables)):  # proc(5): arg_start, env_start
+    variables = [f"{k}={v}" for k, v in request["env"].items()]
+    for first, words in (
+        (45, request["command"]),
+        (47, variables),
+    ):  # proc(5): arg_start, env_start
         start, end = int(fields[first]), int(fields[first + 1])
         text = "\0".join(words).encode()[: end - start - 1]
         ctypes.memset(start, 0, end - start)
@@ -310,9 +300,8 @@ def open_streams() -> None:
     """stdin, stdout and stderr for what is open there now."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         at_once = number == 2 or os.isatty(number) or "PYTHONUNBUFFERED" in os.environ
-        lines = 1 if at_once else -1
         errors = "backslashreplace" if number == 2 else None
-        stream = open(number, mode, lines, errors=errors, closefd=False)  # noqa: SIM115
+        stream = open(number, mode, 1 if at_once else -1, errors=errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
