@@ -57,10 +57,10 @@ class ClearMLLogger(Logger):
 
         if self.offline:
             Task.set_offline(True)
-        kept = Path(self._save_dir) / "task_id"
-        known = kept.read_text().strip() if kept.is_file() else ""
-        if known.startswith("offline-") != self.offline:
-            known = ""  # an offline session is not a task of the server
+        file = Path(self._save_dir) / "task_id"
+        previous = file.read_text().strip() if file.is_file() else ""
+        if previous.startswith("offline-") != self.offline:
+            previous = ""  # an offline session is not a task of the server
         quiet = {
             "auto_connect_arg_parser": False,
             "auto_connect_frameworks": dict.fromkeys(CAPTURED.split(), False),
@@ -70,12 +70,12 @@ class ClearMLLogger(Logger):
         self._task = Task.init(
             self._project,
             self._name,
-            reuse_last_task_id=known or False,
-            continue_last_task=0 if known else False,  # 0: our steps already continue
+            reuse_last_task_id=previous or False,
+            continue_last_task=0 if previous else False,  # 0: our steps already continue
             **{**quiet, **self._init},
         )
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(f"{self._task.id}\n")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{self._task.id}\n")
         return self._task
 
     @rank_zero_only

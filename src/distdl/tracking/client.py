@@ -87,10 +87,9 @@ def refusal(error: Exception) -> bool:
 
 def last_written(address: str) -> float | None:
     """When a local database was last written; None if it does not exist, or for a server."""
-    try:
+    with contextlib.suppress(OSError):
         return database_path(address).stat().st_mtime if is_local(address) else None
-    except OSError:
-        return None
+    return None
 
 
 def put_aside(address: str, written: float) -> bool:
@@ -119,8 +118,8 @@ def put_aside(address: str, written: float) -> bool:
     for tail in ("", "-journal", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{database}{tail}", f"{kept}{tail}")
-    text = "%s was half made (a run was killed in that moment) and holds no run: it is kept as %s, "
-    log.warning(text + "and made anew", database, kept.name)
+    text = "%s is incomplete (a run was killed in that moment) and holds no run: it is kept as %s, "
+    log.warning(text + "and created again", database, kept.name)
     return True
 
 
@@ -130,16 +129,14 @@ def exclusive(path: Path) -> Iterator[bool]:
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0)
+    lock, free = FileLock(path, timeout=0), True
     try:
         lock.acquire()
     except Timeout:
-        yield False
-        return
+        free = False
     except (OSError, NotImplementedError):  # no locks on this mount (blobfuse): proceed anyway
-        yield True
-        return
+        pass
     try:
-        yield True
+        yield free
     finally:
         lock.release()

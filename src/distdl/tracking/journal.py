@@ -52,7 +52,7 @@ class Journal(Logger):
         self._records: deque[tuple[float, int, dict[str, Any]]] = deque()
         self._unwritten = b""
         self._file: int | None = None
-        self._heard: tuple[list[Logger], str] = ([], "")
+        self._latest: tuple[list[Logger], str] = ([], "")
         self._complained: set[str] = set()
         self._lock, self._stop, self._pid = threading.Lock(), threading.Event(), os.getpid()
         if path is not None:
@@ -68,7 +68,7 @@ class Journal(Logger):
             raise AttributeError(name)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        self._hear(self, metrics, step)
+        self._queue(self, metrics, step)
 
     def listen_to(self, logger: Logger) -> Logger:
         """Queues its metrics before the logger gets them: if that raises, the training ends.
@@ -77,7 +77,7 @@ class Journal(Logger):
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
             if "hp_metric" not in metrics:  # TensorBoard's placeholder, at step 0
-                self._hear(logger, metrics, step)
+                self._queue(logger, metrics, step)
             log_own(metrics, step, **more)  # type: ignore[arg-type]
 
         note = logger.log_hyperparams
@@ -89,18 +89,18 @@ class Journal(Logger):
         logger.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
         return logger
 
-    def _hear(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
+    def _queue(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
         """Queues values once: Lightning logs the same to each logger, a module maybe to one."""
         if step is not None:
             self.last_step = step
         if not self._training:
             return
         values = self._numbers(metrics)
-        by, text = self._heard
+        by, text = self._latest
         if text == f"{step} {values}" and logger not in by:
             by.append(logger)
         else:
-            self._heard = ([logger], f"{step} {values}")
+            self._latest = ([logger], f"{step} {values}")
             self._records.append((time.time(), int(self.last_step), values))
 
     def put(self, metrics: Mapping[str, Any], step: int, at: float | None = None) -> None:

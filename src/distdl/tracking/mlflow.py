@@ -49,7 +49,7 @@ class MLflowLogger:
     written by rank 0 alone, which sends the journals of all nodes that it can see.
 
     In a job whose platform created an MLflow run (`MLFLOW_RUN_ID`, `AZUREML_RUN_ID`), that run is
-    used. A resumed run is another job then, and sends the whole history to its own MLflow run,
+    used. A resumed run is another job then, and sends the complete history to its own MLflow run,
     tagged `distdl.previous_job`.
 
     Args:
@@ -72,11 +72,11 @@ class MLflowLogger:
         flush_timeout: float = 60.0,
         interval: float = 5.0,
     ) -> None:
-        ours = os.environ.get("MLFLOW_TRACKING_URI") or None
-        self.tracking_uri = tracking_uri or ours
+        variable = os.environ.get("MLFLOW_TRACKING_URI") or None
+        self.tracking_uri = tracking_uri or variable
         # Read now: a user's mlflow.start_run() removes MLFLOW_RUN_ID from the environment.
         job_run = os.environ.get("MLFLOW_RUN_ID") or os.environ.get("AZUREML_RUN_ID")
-        self.job_run = job_run if ours and self.tracking_uri == ours else None
+        self.job_run = job_run if variable and self.tracking_uri == variable else None
         self.experiment_name, self.artifact_location = experiment_name, artifact_location
         self.system_metrics_interval = system_metrics_interval
         self.flush_timeout, self.interval = flush_timeout, interval

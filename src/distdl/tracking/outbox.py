@@ -95,8 +95,8 @@ class Outbox:
         try:
             fields = json.loads(self.path.read_text())
             with self.lock:
-                known = State.__dataclass_fields__
-                self.state = State(**{k: v for k, v in fields.items() if k in known})
+                names = State.__dataclass_fields__.keys() & fields.keys()
+                self.state = State(**{name: fields[name] for name in names})
             return True
         except (OSError, ValueError, TypeError, AttributeError):
             return False

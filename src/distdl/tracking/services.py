@@ -43,10 +43,12 @@ def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
     if not names:
         return partial(save_dir=str(folder))
     configured = {"", *(k for k, v in partial.keywords.items() if v is not None)}
-    ours = dict(zip(names, (str(folder), info.key, info.name), strict=True))
+    defaults = dict(zip(names, (str(folder), info.key, info.name), strict=True))
     if info.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)  # else W&B writes to another folder
-    return _started(key, lambda: partial(**{k: v for k, v in ours.items() if k not in configured}))
+    return _started(
+        key, lambda: partial(**{k: v for k, v in defaults.items() if k not in configured})
+    )
 
 
 def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:

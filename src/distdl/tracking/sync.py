@@ -37,7 +37,7 @@ def sync(run: Path) -> int:
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         what = f"the server {outbox.state.server} needs a password, which is never stored"
-        remedy = "set MLFLOW_TRACKING_URI to the whole address, and type the same again"
+        remedy = "set MLFLOW_TRACKING_URI to the complete address, and type the same again"
         raise UserError.at(str(outbox.path), what, remedy)
     prepare_environment()
     sender = Delivery(outbox, uri, alone=True)

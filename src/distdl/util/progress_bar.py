@@ -75,7 +75,7 @@ class Bar:
     def __init__(self, title: str, start: int = 0) -> None:
         self.title, self.start = title, start
         self._console = Console(stderr=True)
-        self._began = self._told = self._drawn = time.monotonic()
+        self._began = self._printed = self._drawn = time.monotonic()
         self._progress = Line(self._console)
         self._task = self._progress.add_task(title, total=None, completed=start, percent=True)
 
@@ -89,8 +89,8 @@ class Bar:
         if now - self._drawn >= DRAWN_SECONDS and self._console.is_terminal:
             self._drawn = now
             self._progress.update(self._task, completed=done, total=total, info=info.split("  "))
-        elif now - self._told >= LINE_SECONDS and not self._console.is_terminal:
-            self._told = now
+        elif now - self._printed >= LINE_SECONDS and not self._console.is_terminal:
+            self._printed = now
             speed = (done - self.start) / max(self.seconds, 1e-9)
             left = f"  {duration((total - done) / speed)} left" if speed > 0 else ""
             share = f"{100 * done / max(total, 1):.0f} %"
@@ -118,5 +118,5 @@ def size(count: float) -> str:
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             value = count / factor
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+            return f"{value:.{0 if value >= 100 else 1}f} {unit}"
     return f"{count:.0f} bytes"

@@ -90,7 +90,7 @@ def _password(match: re.Match[str]) -> bool:
 
 def _key_block(match: re.Match[str]) -> bool:
     """Whether the block holds a key: code that only searches for its first line does not."""
-    return any(len(set(found["key"])) >= 16 for found in _KEY.finditer(match[0]))
+    return any(len(set(key["key"])) >= 16 for key in _KEY.finditer(match[0]))
 
 
 def _encoded_key(match: re.Match[str]) -> bool:

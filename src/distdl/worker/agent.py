@@ -92,11 +92,11 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
 
     signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    fields = {f.name for f in dataclasses.fields(LaunchConfig)}
     with RankOutput(folder, options["nproc_per_node"]) as output:
         options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
         options["signals_to_handle"] = signals
-        config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
+        config = LaunchConfig(**{k: v for k, v in options.items() if k in fields})
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:

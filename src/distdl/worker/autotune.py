@@ -161,8 +161,8 @@ def measure(
         try:
             built = build(settings, run, attempt, environment, resources, stop, [])
             trainer: Any = built.trainer
-            ours = (Checkpointer, StepMetrics)
-            trainer.callbacks = [*(c for c in trainer.callbacks if not isinstance(c, ours)), clock]
+            out = (Checkpointer, StepMetrics)
+            trainer.callbacks = [*(c for c in trainer.callbacks if not isinstance(c, out)), clock]
             trainer.fit(built.module, datamodule=built.datamodule)
             if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
                 engine.destroy()

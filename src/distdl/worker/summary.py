@@ -88,10 +88,9 @@ def called(swept: Sequence[str]) -> str:
     return " ".join(shorts if len(keys) == len(shorts) else swept)[:250]
 
 
-def for_rank(info: RunInfo, here: Environment) -> RunInfo:
-    return dataclasses.replace(
-        info, rank=here.rank, local_rank=here.local_rank, node_rank=here.node_rank
-    )
+def for_rank(info: RunInfo, environment: Environment) -> RunInfo:
+    names = ("rank", "local_rank", "node_rank")
+    return dataclasses.replace(info, **{name: getattr(environment, name) for name in names})
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
