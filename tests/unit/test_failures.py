@@ -102,13 +102,15 @@ def test_a_rank_that_was_asked_to_end_is_no_failure(attempt, code: int) -> None:
     assert attempt.status()["exit_code"] == 75
 
 
-def test_what_came_first_in_a_chain_decides() -> None:
+def test_what_came_first_in_a_chain_decides(attempt) -> None:
     def chained(first: Exception, second: Exception) -> Exception:
         second.__context__ = first
         return second
 
     gloo, mine = RuntimeError(GLOO), ValueError("bad weather")
     assert failures.is_consequence(gloo)
+    main.note(attempt, 0, gloo)
+    assert attempt.first_error()["lost_peer"]
     assert failures.is_consequence(chained(gloo, RuntimeError("step 5 failed")))
     assert not failures.is_consequence(chained(mine, RuntimeError(GLOO)))
     # Hydra wraps what a constructor raises, and whoever unwraps it closes a ring.

@@ -46,9 +46,8 @@ def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
     defaults = dict(zip(names, (str(folder), info.key, info.name), strict=True))
     if info.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)  # else W&B writes to another folder
-    return _started(
-        key, lambda: partial(**{k: v for k, v in defaults.items() if k not in configured})
-    )
+    more = {k: v for k, v in defaults.items() if k not in configured}
+    return _started(key, lambda: partial(**more))
 
 
 def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:

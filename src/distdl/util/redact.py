@@ -169,8 +169,7 @@ class RedactingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        safe = redact(message)
-        if safe != message:
+        if (safe := redact(message)) != message:
             record.msg, record.args = safe, ()
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
