@@ -17,7 +17,7 @@ import torch
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
 from distdl.tracking.system import SystemMetrics
-from tests.tracking.tracked import Tracked, wait_until
+from tests.tracking.conftest import Tracked, until
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_every_value_is_kept_with_its_step_and_attempt(tmp_path, path) -> None:
     journal.log_metrics({"train/loss": tensor, "größe": 2}, 7)
     tensor += 1  # it is read when it is logged
     journal.log_metrics({"a": math.nan, "b": math.inf, "c": -math.inf}, 8)
-    wait_until(lambda: path.is_file() and len([*read(path)]) == 2, 5)  # within a second
+    until(lambda: path.is_file() and len([*read(path)]) == 2, 5)  # within a second
     journal.log_metrics({"text": "no number"}, 9)
     journal.log_metrics({("odd", "key"): 1.0}, np.int64(10))  # a user's module may do so
     journal.close()
@@ -113,7 +113,7 @@ def test_the_sampler_survives_a_source_that_fails(tmp_path, path) -> None:
 
     sampler.sources.insert(0, broken)
     sampler.start()
-    wait_until(lambda: len(calls) > 5, 10)
+    until(lambda: len(calls) > 5, 10)
     sampler.stop()
     journal.close()
     samples = [record.metrics for record in read(path)]

@@ -19,7 +19,7 @@ import pytest
 from mlflow.entities import Metric
 
 from tests.conftest import free_port
-from tests.tracking.tracked import Tracked, client, draw, logger, wait_until
+from tests.tracking.conftest import Tracked, client, draw, logger, until
 
 
 class Server:
@@ -40,7 +40,7 @@ class Server:
             [sys.executable, *command], cwd=self.folder, env=env, start_new_session=True, **quiet
         )
         if wait:
-            wait_until(self.answers, 120)
+            until(self.answers, 120)
 
     def answers(self) -> bool:
         with contextlib.suppress(OSError):
@@ -80,21 +80,19 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
 
     ours, picture = tracked.loggers[0], np.zeros((4, 4, 3))
     log(0)
-    wait_until(lambda: messages("fails; training") == 1)
+    until(lambda: messages("fails; training") == 1)
     draw(ours, picture, 0)
     log_changing_values(ours.experiment, tracked.folder / "tracking/mlflow.json")
     assert (ours.run_id, ours.experiment_id) == (None, None)
     assert "self.logger.run_id is None for now" in caplog.text
     server.start()
     sync_what_was_missed(missed)
-    wait_until(
-        lambda: component.delivery.delivered >= 1200 and messages("is back: sending") == 1, 60
-    )
+    until(lambda: component.delivery.delivered >= 1200 and messages("is back: sending") == 1, 60)
     params = {"lr": "0.1", "twice": "old", "p0": "0"}
     assert ours.experiment.get_run(None).data.params == params
     server.kill()
     log(600)
-    wait_until(lambda: messages("fails; training") == 2)
+    until(lambda: messages("fails; training") == 2)
     draw(ours, picture, 1)
     server.start(wait=False)  # the run ends before it is up
     log(1200)
@@ -144,7 +142,7 @@ def run_without_its_server(
     for step in range(700):
         tracked.log({"a": float(step), "b": 1.0}, step)
     tracked.loggers[0].experiment.log_text(None, "lost?", "note.txt")
-    wait_until((tracked.folder / "tracking/artifacts/packages.txt").is_file)
+    until((tracked.folder / "tracking/artifacts/packages.txt").is_file)
     tracked.tracking.finish("FAILED")
     assert f"distdl track sync {tracked.folder}" in caplog.text
     assert "1400 points, 3 files left" in caplog.text
@@ -176,9 +174,9 @@ def test_another_node_finds_the_run_and_sends_its_system_metrics(server, tmp_pat
         )
 
     second = node(1)
-    wait_until(lambda: len(second.component.delivery.names) > 2)  # it has looked for it
+    until(lambda: len(second.component.delivery.names) > 2)  # it has looked for it
     first = node(0)
     for tracked in (first, second):
-        wait_until(lambda t=tracked: t.component.delivery.delivered > 20, 60)
+        until(lambda t=tracked: t.component.delivery.delivered > 20, 60)
         tracked.tracking.finish("SUCCEEDED")
     assert {"system/cpu_percent", "system/node1/cpu_percent"} <= {*first.run.data.metrics}

@@ -19,7 +19,7 @@ from distdl.runs import provenance
 from distdl.util.errors import UserError
 from distdl.validation import validate
 from distdl.worker import summary
-from tests.tracking.tracked import Tracked
+from tests.tracking.conftest import Tracked
 
 PRESETS = {"wandb": "wandb", "comet": "comet_ml", "clearml": "clearml"}
 

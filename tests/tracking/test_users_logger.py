@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from distdl.tracking.journal import Journal
 from distdl.tracking.mlflow import MLflowLogger
-from tests.tracking.tracked import Tracked, client, database, draw, figure, logger
+from tests.tracking.conftest import Tracked, client, database, draw, figure, logger
 
 
 class Autoencoder(pl.LightningModule):
