@@ -28,53 +28,37 @@ SYSTEM_METRICS_INTERVAL = 15.0  # seconds
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What tracking knows about the run, on every rank.
-
-    Args:
-        run_id: `<experiment>/<name>`, the same in every attempt.
-        attempt: Which start of the run this is, from 1.
-        output_dir: The folder of all runs, which holds the project's database.
-        name: The run's display name: what a sweep varied, or the run's own name.
-        key: 32 letters that are unique to this run, the same in every attempt.
-        params: The most important first, for a server that accepts a limited number. Each is sent
-            without secrets and cut to 500 characters.
-        changed: What this attempt changed in the frozen recipe, by config path.
-        artifacts: Files that describe the run (config.yaml, provenance.json).
-    """
+    """What tracking knows about the run, on every rank."""
 
     run_dir: Path
-    run_id: str
-    attempt: int
+    run_id: str  # `<experiment>/<name>`, the same in every attempt
+    attempt: int  # which start of the run this is, from 1
     rank: int
     local_rank: int
     node_rank: int
     world_size: int
-    output_dir: Path
+    output_dir: Path  # the folder of all runs, which holds the project's database
     experiment_name: str
-    name: str = ""
-    key: str = ""
+    name: str = ""  # for display: what a sweep varied, or the run's own name
+    key: str = ""  # 32 letters that are unique to this run, the same in every attempt
+    # The most important first, for a server that accepts a limited number; values of any length.
     params: Mapping[str, Any] = field(default_factory=dict)
-    changed: Mapping[str, Any] = field(default_factory=dict)
-    artifacts: list[Path] = field(default_factory=list)
+    changed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # in the frozen recipe, by this attempt
+    artifacts: list[Path] = field(default_factory=list)  # files that describe the run
     tags: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Tracking:
-    """What `start_tracking` started.
+    """What `start_tracking` started."""
 
-    Args:
-        loggers: For Lightning's Trainer, the same number on every rank; the journal is the last.
-        components: The `MLflowLogger`s, by config key.
-        sampler: The system metrics of this node, if this process samples them.
-        services: The loggers of `distdl.tracking.services` by config key; only on rank 0.
-    """
-
-    loggers: list[Logger]
+    loggers: list[Logger]  # the same number on every rank; the journal is the last
     journal: Journal
-    components: dict[str, Any]
-    sampler: SystemMetrics | None
-    services: dict[str, Logger] = field(default_factory=dict)
+    components: dict[str, Any] = field(default_factory=dict)  # `MLflowLogger`s by config key
+    sampler: SystemMetrics | None = None  # if this process samples its node
+    services: dict[str, Logger] = field(default_factory=dict)  # by config key; only on rank 0
 
     def describe(self, params: Mapping[str, Any]) -> None:
         """Adds further parameters to the run. Called on rank 0."""
@@ -133,7 +117,7 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
 
     path = journal_path(info.run_dir, info.node_rank) if info.local_rank == 0 else None
     journal = Journal(path, info.run_dir, info.attempt, training=info.rank == 0)
-    tracking = Tracking([], journal, {}, None)
+    tracking = Tracking([], journal)
     interval = SYSTEM_METRICS_INTERVAL
     for key, component in components.items():
         if isinstance(component, functools.partial):

@@ -61,12 +61,9 @@ class ClearMLLogger(Logger):
         previous = file.read_text().strip() if file.is_file() else ""
         if previous.startswith("offline-") != self.offline:
             previous = ""  # an offline session is not a task of the server
-        quiet = {
-            "auto_connect_arg_parser": False,
-            "auto_connect_frameworks": dict.fromkeys(CAPTURED.split(), False),
-            "auto_connect_streams": False,
-            "auto_resource_monitoring": False,
-        }
+        implicit = ("auto_connect_arg_parser", "auto_connect_streams", "auto_resource_monitoring")
+        quiet: dict[str, Any] = dict.fromkeys(implicit, False)
+        quiet["auto_connect_frameworks"] = dict.fromkeys(CAPTURED.split(), False)
         self._task = Task.init(
             self._project,
             self._name,

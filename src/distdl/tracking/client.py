@@ -94,11 +94,8 @@ def last_written(address: str) -> float | None:
 
 def put_aside(address: str, written: float) -> bool:
     """Renames a database whose creation was interrupted, which MLflow would refuse for ever; False
-    if this is not one. Call it under the lock that guards the creation.
-
-    Args:
-        written: `last_written`, before MLflow tried to open it.
-    """
+    if this is not one. Call it under the lock that guards the creation. `written` is `last_written`
+    before MLflow tried to open it."""
     database = database_path(address)
     if time.time() - written < BEING_MADE:  # `mlflow ui` takes no lock
         return False

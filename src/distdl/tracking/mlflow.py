@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distdl.runs import provenance
+from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
@@ -30,9 +31,6 @@ STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "C
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
 PATIENCE = 30.0  # seconds that a module's query waits for the server
 IMPORT_TIMEOUT = 120.0  # seconds that training waits for the thread's imports; some take 3 s
-# Seconds. A scheduler's grace period is short, and the next attempt delivers the rest. The agent
-# kills a rank that failed, with all that it has not written yet, 30 s after another one ended.
-TIMEOUT = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
 class MLflowLogger:
@@ -138,7 +136,7 @@ class MLflowLogger:
             outbox = self.delivery.outbox
             outbox.state.status, outbox.state.end_time = STATUS.get(status, "FAILED"), time.time()
             outbox.owe("tags", {f"distdl.runs.attempt.{self.info.attempt}.state": status})
-        timeout = min(self.flush_timeout, TIMEOUT.get(status, self.flush_timeout))
+        timeout = min(self.flush_timeout, services.PATIENCE.get(status, self.flush_timeout))
         self._finishing = True
         self._wake.set()
         self._thread.join(timeout)

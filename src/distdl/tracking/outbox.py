@@ -48,34 +48,25 @@ def database_path(address: str) -> Path:
 
 @dataclass
 class State:
-    """What is known and what is still to be sent; `RUN/tracking/mlflow.json`.
-
-    Args:
-        server: The tracking URI, redacted; None is the project's own database.
-        output_dir: The folder of the project's database, relative to the run directory, so that
-            both can be moved together.
-        run_id, experiment_id: MLflow's ids of the run and its experiment, once known.
-        job_run: The run belongs to the platform's job (Azure ML), which ends it.
-        key: A tag set when the run is created. It finds the run if the server's answer was lost.
-        params, tags, status, end_time: Still to be sent; `end_time` is in seconds since 1970. The
-            files in `RUN/tracking/artifacts` are to be sent as well, under their relative paths.
-    """
+    """What is known and what is still to be sent; `RUN/tracking/mlflow.json`."""
 
     distdl_run: str = ""
-    server: str | None = None
-    output_dir: str = ".."
+    server: str | None = None  # the tracking URI, redacted; None: the project's own database
+    output_dir: str = ".."  # of that database, relative to the run, so that both can be moved
     artifact_location: str | None = None
     experiment: str = "Default"
     name: str = ""
-    run_id: str | None = None
+    run_id: str | None = None  # MLflow's, once it is known
     experiment_id: str | None = None
-    job_run: bool = False
+    job_run: bool = False  # the run belongs to the platform's job (Azure ML), which ends it
+    # A tag set when the run is created. It finds the run if the server's answer was lost.
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     start_time: float = field(default_factory=time.time)
+    # Still to be sent, as are the files in `RUN/tracking/artifacts` under their relative paths.
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     status: str | None = None
-    end_time: float | None = None
+    end_time: float | None = None  # in seconds since 1970
 
 
 class Outbox:

@@ -1,7 +1,4 @@
-"""Tracking services: the arguments that each logger gets for a run, and how it is ended.
-
-`distdl.validation.rules` reports a missing package before anything starts.
-"""
+"""Tracking services: the arguments that each logger gets for a run, and how it is ended."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait until everything is sent. A scheduler's grace period is short, and so is the
-# agent's wait for a rank that failed.
-PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0, "SUCCEEDED": 60.0}
+# Seconds to wait until everything is sent. A scheduler's grace period is short, and the agent kills
+# a rank that failed 30 s after another one ended.
+PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
 # A logger's class -> its arguments for a run (folder, key, name; those set in the config take
@@ -68,7 +65,7 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
 
 
 def end(key: str, logger: Any, status: str) -> None:
-    """Sends what is left, for at most `PATIENCE[status]` seconds; never raises."""
+    """Sends what is left, for some seconds; never raises."""
     _, method = SERVICES[type(logger).__name__]
 
     def close() -> None:

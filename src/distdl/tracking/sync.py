@@ -18,11 +18,8 @@ WAITS = (2.0, 4.0)  # seconds before each further try
 
 
 def sync(run: Path) -> int:
-    """Delivers the rest of a run; returns 1 if the server fails, else 0.
-
-    Raises:
-        UserError: The run was never tracked in MLflow, or the server's password is missing.
-    """
+    """Delivers the rest of a run; returns 1 if the server fails, else 0. A UserError if the run was
+    never tracked in MLflow, or if the server's password is missing."""
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
     from distdl.tracking.mlflow import how_to_open

@@ -9,17 +9,11 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Args:
-        path: The config path as the user writes it (`strategy.stages`); empty if there is none.
-        what: What is wrong, one sentence without the path.
-        remedy: What to write instead, as the user would type it; empty if it is unknown.
-    """
-
-    path: str
-    what: str
-    remedy: str = ""
+    path: str  # in the config, as the user writes it (`strategy.stages`); empty if there is none
+    what: str  # one sentence without the path
+    remedy: str = ""  # what to write instead, as the user would type it; empty if it is unknown
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.what}" if self.path else self.what

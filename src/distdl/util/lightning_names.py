@@ -1,8 +1,5 @@
-"""`import pytorch_lightning` gives lightning.pytorch here, and `lightning_fabric` lightning.fabric.
-
-Lightning is published as two packages, and each Trainer refuses a subclass of the other's
-LightningModule. Projects and libraries use either name. The second copy is never loaded.
-"""
+"""`import pytorch_lightning` gives lightning.pytorch here, and `lightning_fabric` lightning.fabric:
+Lightning is published as two packages, and each refuses subclasses of the other's classes."""
 
 from __future__ import annotations
 

@@ -223,11 +223,8 @@ def hide_shapes(text: str) -> str:
 
 
 def find(content: bytes) -> Iterator[tuple[int, str]]:
-    """Certain secrets in a file's content: text in UTF-8, UTF-16 or Latin-1, or binary.
-
-    Yields:
-        The line of the first secret of each kind, from 1, and the kind.
-    """
+    """Certain secrets in a file's content (text in UTF-8, UTF-16 or Latin-1, or binary): the line,
+    from 1, of the first one of each kind, and the kind."""
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")
     text = ""

@@ -11,12 +11,8 @@ from importlib.machinery import PathFinder
 
 
 def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str, str] | None:
-    """The file of the user's that made an import fail, because it hides a module of the same name:
-    the file, what is wrong with it, and the remedy; None if the import failed otherwise.
-
-    Args:
-        folders: The folders of the user's own modules.
-    """
+    """The file of the user's `folders` that made an import fail, because it hides a module of the
+    same name, what is wrong with it, and the remedy; None if the import failed otherwise."""
     thing = getattr(error, "obj", None)
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)
     name = str(named or "").partition(".")[0]

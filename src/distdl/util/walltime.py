@@ -15,13 +15,9 @@ MISREAD = 1000  # hours
 
 
 def seconds(walltime: object) -> int:
-    """The limit in seconds, at least 1. `12`, `0.5` and "12" are hours; text may also be `h:mm:ss`,
-    `d-h`, `d-h:mm` or `d-h:mm:ss`.
-
-    Raises:
-        ValueError: It is not a time, or surely a mistake. The text begins with the value and says
-            why; the caller adds the valid forms (`FORMS`).
-    """
+    """The limit in seconds, at least 1, of hours (`12`, `0.5`, "12"), `h:mm:ss`, `d-h`, `d-h:mm` or
+    `d-h:mm:ss`. A ValueError, to which the caller adds the valid forms (`FORMS`), says why it is
+    not a time, or surely a mistake."""
     text = str(walltime).strip()
     if isinstance(walltime, bool) or not isinstance(walltime, (int, float, str)):
         raise ValueError(f"{walltime!r} is not a time")

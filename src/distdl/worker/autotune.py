@@ -59,11 +59,8 @@ class Measured:
 
 
 def tuned(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest candidate; unchanged for a task other than training. Collective.
-
-    Raises:
-        UserError: No candidate can train.
-    """
+    """The config with the fastest candidate; unchanged for a task other than training. A UserError
+    if no candidate can train. Collective."""
     if config.task._target_ != configs.TRAIN:
         return config
     environment, measured = context.environment, []
@@ -92,10 +89,8 @@ def report(environment: Environment, text: str, *arguments: object) -> None:
 def freeze(
     config: DictConfig, context: RankContext, best: Candidate, name: str, measured: list[Measured]
 ) -> DictConfig:
-    """Writes rank 0's choice into the attempt's launch.yaml, and its measurements under `name`.
-
-    A resume inherits the changes of the previous attempt, and with them the choice. Collective.
-    """
+    """Writes rank 0's choice into the attempt's launch.yaml, whose changes a resume inherits, and
+    its measurements under `name`. Collective."""
     best, launch = process_group.broadcast(best), context.launch
     text = "%s: this attempt and those that resume it train with %s"
     report(context.environment, text, name, best.name)

@@ -40,12 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Built:
-    """A built run, as a task receives it.
-
-    Args:
-        checkpoint: What to resume from.
-        own_optimizer: The module defines `configure_optimizers`, so the config's are not used.
-    """
+    """A built run, as a task receives it."""
 
     config: DictConfig
     run: RunDirectory
@@ -54,8 +49,8 @@ class Built:
     datamodule: LightningDataModule | None
     metrics: StepMetrics
     checkpointer: Checkpointer
-    checkpoint: str | None = None
-    own_optimizer: bool = False
+    checkpoint: str | None = None  # from which to resume
+    own_optimizer: bool = False  # the module defines `configure_optimizers`
 
     @property
     def data(self) -> str:
@@ -78,13 +73,8 @@ def build(
     loggers: list[Any],
     checkpoint: str | None = None,
 ) -> Built:
-    """Builds everything, on this rank.
-
-    Args:
-        config: The recipe merged with where it runs.
-        loggers: Lightning loggers.
-        checkpoint: What to resume from; the same on all ranks.
-    """
+    """Builds everything, on this rank, from the recipe merged with where it runs. `checkpoint`,
+    from which to resume, is the same on all ranks."""
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
     position = TrainPosition()
@@ -188,12 +178,9 @@ def attach_optimizer(
 
 
 def may_fuse(config: DictConfig) -> bool:
-    """Whether an optimizer may use its fused kernel where the user has not decided.
-
-    With 16-mixed, a fused step would unscale the gradients itself, after they were clipped, and
-    Lightning refuses that. DeepSpeed's optimizers keep their groups in their own way, including the
-    keys that choose a kernel.
-    """
+    """Whether an optimizer may use its fused kernel where the user has not decided. With 16-mixed, a
+    fused step would unscale the gradients itself, after they were clipped, and Lightning refuses
+    that. DeepSpeed's optimizers keep the keys that choose a kernel in their own way."""
     half = str(config.trainer.get("precision")) in ("16", "16-mixed")
     clips = bool(config.trainer.get("gradient_clip_val"))
     strategy = str((config.get("strategy") or {}).get("_target_"))

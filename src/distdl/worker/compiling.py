@@ -30,11 +30,8 @@ def way(mode: str | bool) -> autotune.Candidate:
 
 
 def chosen(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest mode instead of "measured". Collective.
-
-    Raises:
-        UserError: The model can train in no mode, or there is no compiler.
-    """
+    """The config with the fastest mode instead of "measured". A UserError if the model can train in
+    no mode, or if there is no compiler. Collective."""
     if config.task._target_ not in (BENCHMARK, TRAIN):
         return config
     resources, measured = context.resources, []

@@ -1,8 +1,7 @@
 """The output of a node's ranks: the first rank's to the terminal, the others' to files, redacted.
 
-A rank redacts its own log (`redact.RedactingFilter`), but not what it, or a C library, prints
-directly. So the process that starts the ranks writes these files. It also keeps the last lines of a
-rank that is killed.
+A rank redacts its own log, but not what it, or a C library, prints directly. So the process that
+starts the ranks writes these files, with the last lines of a rank that is killed.
 """
 
 from __future__ import annotations
