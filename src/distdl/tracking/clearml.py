@@ -29,7 +29,6 @@ class ClearMLLogger(Logger):
     Args:
         save_dir: A folder of the run.
         offline: Send nothing, write into `save_dir`; so does $CLEARML_OFFLINE_MODE=1.
-        init: Further arguments of `Task.init`.
     """
 
     def __init__(

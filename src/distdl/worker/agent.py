@@ -43,13 +43,11 @@ def run(
     them.
 
     Args:
-        command: What each rank runs, without the interpreter.
         name: Identifies the job to the agents of the other nodes.
         attempt: Receives the redacted output of all ranks but the node's first, and a record of
             each rank that was killed.
         main: With several nodes: `host:port` of the ranks' store on node 0.
         grace_seconds: From a signal until the ranks are killed.
-        env: Variables to set before.
 
     Returns:
         0, or the exit code of the rank that failed first. -N if signal N ended that rank, or if

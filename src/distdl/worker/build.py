@@ -178,8 +178,8 @@ def attach_optimizer(
 
 
 def may_fuse(config: DictConfig) -> bool:
-    """Whether an optimizer may use its fused kernel where the user has not decided. With 16-mixed, a
-    fused step would unscale the gradients itself, after they were clipped, and Lightning refuses
+    """Whether an optimizer may use its fused kernel where the user has not decided. With 16-mixed,
+    a fused step would unscale the gradients itself, after they were clipped, and Lightning refuses
     that. DeepSpeed's optimizers keep the keys that choose a kernel in their own way."""
     half = str(config.trainer.get("precision")) in ("16", "16-mixed")
     clips = bool(config.trainer.get("gradient_clip_val"))
