@@ -16,6 +16,7 @@ from torch import nn
 from distdl.config import compose, words
 from distdl.launch import sweeps
 from distdl.runs import provenance
+from distdl.tasks.evaluate import _log_as
 from distdl.util.errors import UserError
 from distdl.validation import validate
 from distdl.worker import summary
@@ -126,6 +127,13 @@ def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path) -> None:
     text = (tmp_path / "hparams.yaml").read_text()
     assert "_DeferredTarget" not in text and "!!python" not in text
     assert all(part in text for part in ("lr: 0.1", "width: 3", "SGD"))
+
+
+def test_an_evaluation_draws_no_curve_of_a_placeholder() -> None:
+    rows: list[Any] = []
+    metrics = {"hp_metric": -1.0, "val/loss": 1.0, "epoch": 2}
+    _log_as("validate", lambda values, step: rows.append((values, step)), metrics, 4)
+    assert rows == [({"hp_metric": -1.0, "validate/val/loss": 1.0, "epoch": 2}, 4)]
 
 
 def test_swept_values_come_first_and_the_environment_is_not_sent(
