@@ -32,37 +32,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A real ResNet-18 with GroupNorm on 32-pixel images: 40 ms a step, and SyncBatchNorm, which does
 # not run on a CPU, is not needed for one and two ranks to agree.
 TINY = (
-    "model=resnet18",
-    "model.norm=group",
-    "data=synthetic",
-    "data.image_size=32",
-    "data.num_classes=10",
-    "data.train_samples=160",
-    "data.val_samples=21",
-    "data.batch_size=8",
-    "schedule.warmup_epochs=0",
-    "trainer.accelerator=cpu",
-    "trainer.max_epochs=3",
-    "trainer.log_every_n_steps=1",
-    "tracking=none",
-    "callbacks=[default,record_samples]",
+    *("model=resnet18", "model.norm=group", "data=synthetic", "data.image_size=32"),
+    *("data.num_classes=10", "data.train_samples=160", "data.val_samples=21", "data.batch_size=8"),
+    *("schedule.warmup_epochs=0", "trainer.accelerator=cpu", "trainer.max_epochs=3"),
+    *("trainer.log_every_n_steps=1", "tracking=none", "callbacks=[default,record_samples]"),
 )
-
+NO_PROBLEMS: dict[str, Any] = {"problems": [], "notes": [], "facts": {}}
 # What is run with `python`: the command line, and the same without the child process that imports
-# torch to validate (6 s of a core), for trainings in tests of something else: every kind of command
-# is validated for real somewhere.
+# torch to validate (6 s of a core), which tests of something else do not need.
 DISTDL = ("-m", "distdl")
 UNCHECKED = (
     "-c",
     "import sys\n"
     "from distdl.cli import main as command_line; from distdl.validation import validate\n"
-    "validate._ask_child = lambda request: {'problems': [], 'notes': [], 'facts': {}}\n"
+    f"validate._ask_child = lambda request: {NO_PROBLEMS}\n"
     "sys.argv[0] = command_line.__file__\n"
     "sys.exit(command_line.main())\n",
 )
-# These wait for their processes, for minutes. They come first, and what is quick fills the rest of
-# the time of whichever process is free. Those of a cluster, which wait for its servers as well,
-# come in turn with the others, which keep both cores busy.
+# These wait for their processes, for minutes: they come first. Those of a cluster, which wait for
+# its servers as well, come in turn with the others, which keep both cores busy.
 WAITING, FIRST = "cluster", ("strategies", "multiprocess", "adoption", "cli", "packaging")
 
 
@@ -99,17 +87,12 @@ def pytest_collection_modifyitems(
 
 
 def _in_turn(paths: Set[Path]) -> list[Path]:
-    """Files of tests as they are to be started."""
-
     def folder(path: Path) -> str:
         return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
 
-    def place(path: Path) -> int:
-        return FIRST.index(folder(path)) if folder(path) in FIRST else len(FIRST)
-
-    found = sorted(sorted(paths), key=place)
-    waiting = [path for path in found if folder(path) == WAITING]
-    others = [path for path in found if folder(path) != WAITING]
+    ordered = sorted(paths, key=lambda path: ([*FIRST, folder(path)].index(folder(path)), path))
+    waiting = [path for path in ordered if folder(path) == WAITING]
+    others = [path for path in ordered if folder(path) != WAITING]
     return [path for pair in zip_longest(waiting, others) for path in pair if path]
 
 
@@ -121,26 +104,28 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
 
 
-def python(
-    *words: str,
-    cwd: Path,
-    env: dict[str, str] | None = None,
-    input: str = "",
-    timeout: float = 240,
-    fresh: bool = False,
-) -> subprocess.CompletedProcess[str]:
-    """Runs `python ...` to its end: in a fork of a process that has imported torch (tests/warm.py),
-    or `fresh`, for tests of the start-up itself."""
+def _start(
+    words: tuple[str, ...], env: dict[str, str] | None = None, fresh: bool = False, **options: Any
+) -> Any:
+    """`python ...` in a fork of a process that has imported torch (tests/warm.py), or `fresh`, for
+    tests of the start-up itself."""
     kind = subprocess.Popen if fresh else Popen
+    variables = environment(**(env or {}))
+    return kind([sys.executable, *words], env=variables, text=True, **options)
+
+
+def python(
+    *words: str, cwd: Path, input: str = "", timeout: float = 240, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python ...` to its end; `options`: `env` and `fresh`, see `_start`."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command, variables = [sys.executable, *words], environment(**(env or {}))
-    with kind(command, cwd=cwd, env=variables, text=True, **pipes) as process:
+    with _start(words, cwd=cwd, **pipes, **options) as process:
         try:
             out, err = process.communicate(input, timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def distdl(
@@ -181,7 +166,7 @@ def filled(value: Any, words: dict[str, str]) -> Any:
 
 @dataclass(frozen=True)
 class Said:
-    """What a command that ran in this process answered."""
+    """The exit code and output of a command that ran in this process."""
 
     code: int
     out: str
@@ -190,24 +175,20 @@ class Said:
 
 @pytest.fixture(autouse=True)
 def rank_0_again() -> Iterator[None]:
-    """A test that is rank 1 tells Lightning so for the whole process, whose loggers then write
-    nothing in the tests after it."""
+    """A test that is rank 1 sets that in Lightning for the complete process, whose loggers then
+    write nothing in the tests after it."""
     yield
-    lightning = sys.modules.get("lightning_utilities.core.rank_zero")
-    if lightning is not None:
+    if lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
         lightning.rank_zero_only.rank = 0
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Said]:
+def command(tmp_path, monkeypatch, capsys) -> Callable[..., Said]:
     """The command line in this process, in an empty folder: quick, where no worker is started."""
     from distdl.cli.main import main
 
     monkeypatch.setattr(subprocess.Popen, "_execute_child", start_distdl)
-    kept = environment()
-    for name in set(os.environ) - set(kept):
+    for name in os.environ.keys() - environment().keys():
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the user's own code is put before it
@@ -224,29 +205,27 @@ def command(
     return run
 
 
-@pytest.fixture
-def without_stage_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
-    answer = {"problems": [], "notes": [], "facts": {}}
+def _answer(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str], Any]) -> None:
     for ask in ("_ask_child", "_ask_here"):
-        monkeypatch.setattr(f"distdl.validation.validate.{ask}", lambda request: answer)
+        monkeypatch.setattr(f"distdl.validation.validate.{ask}", reply)
+
+
+@pytest.fixture
+def without_stage_2(monkeypatch) -> None:
+    """Leaves out the child process that imports torch, for tests of something else (6 s each)."""
+    _answer(monkeypatch, lambda request: NO_PROBLEMS)
     monkeypatch.setattr("distdl.launch.planning.suppressed_import", lambda module: None)
 
 
 @pytest.fixture
-def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_child(monkeypatch) -> None:
     """The second stage must not be reached."""
-
-    def reached(request: str) -> None:
-        raise AssertionError("something was imported to find this out")
-
-    monkeypatch.setattr("distdl.validation.validate._ask_child", reached)
-    monkeypatch.setattr("distdl.validation.validate._ask_here", reached)
+    _answer(monkeypatch, lambda request: pytest.fail("something was imported to find this out"))
 
 
 @pytest.fixture
-def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are laid down and "succeed", and no worker starts."""
+def without_worker(without_stage_2: None, monkeypatch) -> None:
+    """Runs are created and "succeed", and no worker starts."""
     from distdl.job import JobState
 
     def wait(job: Any) -> JobState:
@@ -259,26 +238,11 @@ def without_worker(without_stage_2: None, monkeypatch: pytest.MonkeyPatch) -> No
 class Background:
     """A command that is under way, to be signalled."""
 
-    def __init__(
-        self,
-        *arguments: str,
-        cwd: Path,
-        env: dict[str, str] | None = None,
-        module: tuple[str, ...] = DISTDL,
-        fresh: bool = False,
-    ) -> None:
-        # Not in its folder, of which somebody may take a copy.
+    def __init__(self, *arguments: str, module: tuple[str, ...] = DISTDL, **options: Any) -> None:
+        # Not in its folder, which a test may copy.
         self.log = tempfile.NamedTemporaryFile("w+", prefix="background-")  # noqa: SIM115
-        kind = subprocess.Popen if fresh else Popen
-        self.process = kind(
-            [sys.executable, *module, *arguments],
-            cwd=cwd,
-            env=environment(**(env or {})),
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        streams = {"stdout": self.log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        self.process = _start((*module, *arguments), **streams, **options)
 
     def until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
@@ -288,7 +252,7 @@ class Background:
             time.sleep(0.01)
 
     def kill_all(self) -> None:
-        """kill -9. The workers go with the launcher, though each leads a session of its own."""
+        """kill -9. The workers end with the launcher, though each leads a session of its own."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         time.sleep(0.5)
@@ -306,8 +270,8 @@ def background() -> Iterator[Callable[..., Background]]:
     """Starts commands and leaves none of them behind."""
     started: list[Background] = []
 
-    def start(*arguments: str, cwd: Path, **more: Any) -> Background:
-        started.append(Background(*arguments, cwd=cwd, **more))
+    def start(*arguments: str, **options: Any) -> Background:
+        started.append(Background(*arguments, **options))
         return started[-1]
 
     yield start
@@ -318,41 +282,43 @@ def background() -> Iterator[Callable[..., Background]]:
 
 def losses(run: Path) -> dict[int, float]:
     """step -> train/loss of the surviving history: a later attempt's value wins."""
-    found: dict[int, float] = {}
+    values: dict[int, float] = {}
     for line in (run / "logs" / "metrics.jsonl").read_text().splitlines():
         try:
             record = json.loads(line)
         except ValueError:  # torn by a kill
             continue
         if "train/loss" in record["metrics"]:
-            found[record["step"]] = record["metrics"]["train/loss"]
-    return found
+            values[record["step"]] = record["metrics"]["train/loss"]
+    return values
+
+
+def _recorded(path: Path) -> Iterator[tuple[int, int, int, list[int]]]:
+    """attempt, epoch, step and ids of each complete line that a rank has recorded."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.count(",") == 3:
+            attempt, epoch, step, ids = line.split(",")
+            yield int(attempt), int(epoch), int(step), [*map(int, ids.split())]
 
 
 def samples(run: Path) -> dict[int, dict[tuple[int, int], list[int]]]:
     """attempt -> (epoch, step) -> the ids of that step, over all ranks."""
-    found: dict[int, dict[tuple[int, int], list[int]]] = {}
+    steps: dict[int, dict[tuple[int, int], list[int]]] = {}
     for path in sorted((run / "logs").glob("samples-rank*.csv")):
-        for line in path.read_text().splitlines():
-            parts = line.split(",")
-            if len(parts) == 4 and parts[3]:
-                key = (int(parts[1]), int(parts[2]))
-                ids = list(map(int, parts[3].split()))
-                found.setdefault(int(parts[0]), {}).setdefault(key, []).extend(ids)
-    return found
+        for attempt, epoch, step, ids in _recorded(path):
+            if ids:
+                steps.setdefault(attempt, {}).setdefault((epoch, step), []).extend(ids)
+    return steps
 
 
 def last_step(run: Path, attempt: int = 1) -> int:
     """The newest step that rank 0 has recorded, 0 before the first."""
-    path = run / "logs" / "samples-rank0.csv"
-    lines = path.read_text().splitlines() if path.exists() else []
-    whole = [x.split(",") for x in lines if x.startswith(f"{attempt},") and x.count(",") == 3]
-    return max((int(parts[2]) for parts in whole), default=0)
+    rows = _recorded(run / "logs" / "samples-rank0.csv")
+    return max((step for number, _, step, _ in rows if number == attempt), default=0)
 
 
 def status(run: Path, attempt: int = 1) -> dict:
-    path = run / "attempts" / f"{attempt:03d}" / "status.json"
     try:
-        return json.loads(path.read_text())
+        return json.loads((run / "attempts" / f"{attempt:03d}" / "status.json").read_text())
     except (OSError, ValueError):
         return {}

@@ -2,17 +2,15 @@
 
 `Popen` is `subprocess.Popen` for a command of `sys.executable`. What it starts is a real child of
 the caller, with its own working directory, environment, standard streams, session, signals and exit
-code; `ps` shows the command and `/proc/PID/environ` its variables. Only the imports are already
-done. Python processes that distdl starts from there (the child that validates, the agent's ranks,
-the members of a sweep) are started the same way.
+code; `ps` shows the command and `/proc/PID/environ` its variables. Python processes that distdl
+starts from there (the child that validates, the agent's ranks, the members of a sweep) are started
+the same way. What a fork cannot show (what is imported when, signals during the start-up, modules
+that shadow others, a shell) needs `fresh=True` in `tests.conftest.distdl` and `Background`.
 
 This file is also the program of the server, `python -P warm.py SOCKET`. It imports torch, Lightning
 and distdl, none of which starts a thread, and waits. For each request it clones itself with
 CLONE_PARENT, so that the copy is a child of whoever asked. Each copy first forks a server of its
 own, as long as it is untouched.
-
-What a fork cannot show needs `fresh=True` in `tests.conftest.distdl` and `Background`: what is
-imported when, signals during the start-up, modules that shadow others, a shell.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import inspect
 import json
 import multiprocessing.util
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -67,16 +66,12 @@ class Server:
         """A server for this process, which ends with it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.NamedTemporaryFile(prefix="warm-", delete=False) as log:
-            subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM],
-                # pyarrow's allocator would start a thread.
-                env={**env, "ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
-                cwd=ROOT,  # a test may remove the folder in which it is
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            options: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            options |= {"pass_fds": [theirs.fileno()], "cwd": ROOT}  # a test may remove its folder
+            # pyarrow's allocator would start a thread.
+            more = {"ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+            command = [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM]
+            subprocess.Popen(command, env={**env, **more}, **options)
         atexit.register(os.unlink, log.name)
         server = cls(ours, log.name)
         server.at_start = at_start(env)
@@ -90,12 +85,7 @@ class Server:
         )
 
     def clone(self, files: Mapping[int, int], **request: Any) -> int:
-        """The number of a new child of this process.
-
-        Args:
-            files: Its open files: number there -> number here.
-            request: See `become`.
-        """
+        """The number of a new child, with open files: number there -> number here; see `become`."""
         with self.lock:
             message = json.dumps({**request, "files": [*files]}).encode()
             try:
@@ -108,23 +98,22 @@ class Server:
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    names = (name for name in env if name.startswith(AT_START) and name not in LATER)
-    return {name: env[name] for name in names}
+    return {k: v for k, v in env.items() if k.startswith(AT_START) and k not in LATER}
 
 
 def added(env: Mapping[str, str]) -> list[str]:
-    """The folders of $PYTHONPATH."""
     return [folder for folder in env.get(PATH, "").split(os.pathsep) if folder]
 
 
 def shadows(folder: str) -> bool:
     """Whether a folder has a module of the name of another one, or what Python imports first."""
-    found = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
-    names = {path.stem for path in found if path.is_dir() or path.suffix in (".py", ".so")}
-    names = {name for name in names - {"distdl"} if name.isidentifier()}
+    files = [*Path(folder).iterdir()] if Path(folder).is_dir() else []
+    names = {path.stem for path in files if path.is_dir() or path.suffix in (".py", ".so")}
     elsewhere = [path for path in sys.path if path not in (folder, "", str(ROOT))]
-    return "sitecustomize" in names or any(
-        name in sys.stdlib_module_names or PathFinder.find_spec(name, elsewhere) for name in names
+    return any(
+        name in ("sitecustomize", *sys.stdlib_module_names) or PathFinder.find_spec(name, elsewhere)
+        for name in names - {"distdl"}
+        if name.isidentifier()
     )
 
 
@@ -133,26 +122,23 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     server: Server | None = None  # started for the first command
 
-    def _execute_child(self, *given: Any) -> None:
-        args = named(given)["args"]
+    def _execute_child(self, args: Any, *more: Any) -> None:
         fits = args[0] == sys.executable and (args[1] in ("-m", "-c") or args[1][0] != "-")
-        execute(self, given, fits)
+        execute(self, (args, *more), fits)
 
 
-def start_distdl(process: Any, *given: Any) -> None:
-    """In the place of `subprocess.Popen._execute_child`: what is a part of distdl is a fork."""
-    args = named(given)["args"]
-    execute(process, given, isinstance(args, (list, tuple)) and is_ours(args))
+def start_distdl(process: Any, args: Any, *more: Any) -> None:
+    """Replaces `subprocess.Popen._execute_child`: what is a part of distdl is a fork."""
+    execute(process, (args, *more), isinstance(args, (list, tuple)) and is_ours(args))
 
 
 def spawn_distdl(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """In the place of `multiprocessing.util.spawnv_passfds`."""
+    """Replaces `multiprocessing.util.spawnv_passfds`."""
     words, server = [os.fsdecode(word) for word in args], Popen.server
     if server is None or not is_ours(words) or not server.serves(os.environ):
         return SPAWN(path, args, passfds)
-    files = {number: number for number in (0, 1, 2, *passfds)}
     more = {"cwd": os.getcwd(), "env": dict(os.environ), "new_session": False}
-    return server.clone(files, command=words, **more)
+    return server.clone({n: n for n in (0, 1, 2, *passfds)}, command=words, **more)
 
 
 def is_ours(command: Sequence[Any]) -> bool:
@@ -166,38 +152,21 @@ def is_ours(command: Sequence[Any]) -> bool:
     return spawned or (words[1] == "-m" and words[2].partition(".")[0] == "distdl")
 
 
-def start_server() -> None:
-    # Whatever asked the driver for its GPUs before a fork would keep the fork from using them.
-    if CLONE and Popen.server is None and not Path("/dev/nvidiactl").exists():
-        plain = {k: v for k, v in os.environ.items() if not k.startswith(PATH)}
-        Popen.server = Server.start({**plain, "OMP_NUM_THREADS": "1"})
-
-
-def named(given: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of `Popen._execute_child` by name."""
-    names = [*inspect.signature(EXECUTE).parameters][1:]
-    return dict(zip(names, given, strict=True))
-
-
-def execute(process: Any, given: Sequence[Any], fits: bool) -> None:
-    """What `Popen._execute_child` does: starts the process and closes its ends of the pipes.
-
-    Args:
-        process: The Popen.
-        given: The arguments of `_execute_child`.
-        fits: Whether it may be a fork.
-    """
-    values = named(given)
+def execute(process: Any, arguments: Sequence[Any], fits: bool) -> None:
+    """What `Popen._execute_child` does, with a fork if it `fits`: starts the process and closes its
+    ends of the pipes."""
+    values = inspect.signature(EXECUTE).bind(process, *arguments).arguments
     env = dict(os.environ if values["env"] is None else values["env"])
     fits = fits and values["preexec_fn"] is None
-    if fits:
-        start_server()
+    # Whatever asked the driver for its GPUs before a fork would keep the fork from using them.
+    if fits and CLONE and Popen.server is None and not Path("/dev/nvidiactl").exists():
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(PATH)}
+        Popen.server = Server.start({**plain, "OMP_NUM_THREADS": "1"})
     if not fits or Popen.server is None or not Popen.server.serves(env):
-        return EXECUTE(process, *given)
-    pipes = [values[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-    files = {number: number if pipe < 0 else pipe for number, pipe in enumerate(pipes)}
+        return EXECUTE(process, *arguments)
+    pipes = enumerate(values[name] for name in ("p2cread", "c2pwrite", "errwrite"))
     process.pid = Popen.server.clone(
-        files | {number: number for number in values["pass_fds"]},
+        {n: n if pipe < 0 else pipe for n, pipe in pipes} | {n: n for n in values["pass_fds"]},
         command=[str(word) for word in values["args"]],
         cwd=os.fspath(values["cwd"] or os.getcwd()),
         env=env,
@@ -220,17 +189,16 @@ def main() -> NoReturn:
     import torchvision  # noqa: F401
     from hydra.core.plugins import Plugins
 
-    for top, package in ((ROOT / "src", "distdl"), (ROOT / "launchers", "distdl.launchers")):
+    for top, package in ((ROOT / "src/distdl", "distdl"), (ROOT / "launchers", "distdl.launchers")):
         for path in sorted(top.rglob("*.py")):
             words = [w for w in path.relative_to(top).with_suffix("").parts if w != "__init__"]
-            name = ".".join(words if package == "distdl" else [package, *words])
+            name = ".".join([package, *words])
             with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed
                 importlib.import_module(name)
     Plugins.instance()
     # The parser learns its grammar from what it reads.
-    parser = hydras.OverridesParser.create()
-    parser.parse_overrides(["a=b", "a.b=1", "++a.b=[c,d]", "+a={b: 0.1, c: x/y}", "~a", "a=1,2"])
-
+    examples = ["a=b", "a.b=1", "++a.b=[c,d]", "+a={b: 0.1, c: x/y}", "~a", "a=1,2"]
+    hydras.OverridesParser.create().parse_overrides(examples)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would have none of {threads}"
     gc.freeze()
@@ -239,9 +207,7 @@ def main() -> NoReturn:
 
 def serve(connection: socket.socket) -> NoReturn:
     """Clones this process for each request until nobody is left who could ask."""
-    heard = {n: signal.getsignal(n) for n in SIGNALS}
-    for number in heard:
-        signal.signal(number, signal.SIG_IGN)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     while True:
         message, files, _, _ = socket.recv_fds(connection, 1 << 20, 64)
         if not message:
@@ -249,7 +215,7 @@ def serve(connection: socket.socket) -> NoReturn:
         pid = clone()
         if not pid:
             connection.close()
-            for number, handler in heard.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
             become(json.loads(message), files)
         for number in files:
@@ -261,27 +227,21 @@ def clone() -> int:
     """os.fork(), but the child is this process's sibling."""
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = LIBC.syscall(CLONE, ctypes.c_ulong(CLONE_PARENT | signal.SIGCHLD), None, None, None, None)
-    if pid:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
+    after = "Parent" if pid else "Child"
+    getattr(ctypes.pythonapi, f"PyOS_AfterFork_{after}")()
     return pid
 
 
 def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Runs a command and ends with its exit code.
-
-    Args:
-        request: `command`, `cwd`, `env`, `new_session`; `files`: the numbers of its files.
-        files: The same files as they are numbered now.
-    """
+    """Runs the command of a request (with `cwd`, `env`, `new_session` and `files`, the numbers that
+    its files shall have) and ends with its exit code."""
     code = 70
     try:
         if request["new_session"]:
             os.setsid()
         Popen.server = own_server(files)
         # Out of the way of the numbers that they shall have.
-        high = [os.dup2(number, 500 + place) for place, number in enumerate(files)]
+        high = [os.dup2(number, 500 + index) for index, number in enumerate(files)]
         for old, new in zip(high, request["files"], strict=True):
             os.dup2(old, new, inheritable=True)
         for number in {*high, *files} - {*request["files"]}:
@@ -308,11 +268,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
 
 
 def own_server(files: Sequence[int]) -> Server:
-    """A fork of this process, which has not begun, for the processes that it will start.
-
-    Args:
-        files: Open here, and nothing to the server.
-    """
+    """A fork of this process, which has not begun, for the processes that it will start."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if not os.fork():
@@ -329,8 +285,11 @@ def own_server(files: Sequence[int]) -> Server:
 def show(request: Mapping[str, Any]) -> None:
     """Writes the command line and the variables where `ps` and psutil look for them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    arguments, variables = request["command"], [f"{k}={v}" for k, v in request["env"].items()]
-    for first, words in ((45, arguments), (47, variables)):  # proc(5): arg_start, env_start
+    variables = [f"{k}={v}" for k, v in request["env"].items()]
+    for first, words in (
+        (45, request["command"]),
+        (47, variables),
+    ):  # proc(5): arg_start, env_start
         start, end = int(fields[first]), int(fields[first + 1])
         text = "\0".join(words).encode()[: end - start - 1]
         ctypes.memset(start, 0, end - start)
@@ -341,9 +300,8 @@ def open_streams() -> None:
     """stdin, stdout and stderr for what is open there now."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         at_once = number == 2 or os.isatty(number) or "PYTHONUNBUFFERED" in os.environ
-        lines = 1 if at_once else -1
         errors = "backslashreplace" if number == 2 else None
-        stream = open(number, mode, lines, errors=errors, closefd=False)  # noqa: SIM115
+        stream = open(number, mode, 1 if at_once else -1, errors=errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -366,15 +324,11 @@ def exit_code(words: list[str]) -> int:
     kind, what, *arguments = words
     sys.argv = ["-c" if kind == "-c" else what, *arguments]
     try:
-        if kind == "-m":  # as runpy does it, which warns of what is imported already
-            spec = importlib.util.find_spec(what)
-            if spec and spec.submodule_search_locations:
-                spec = importlib.util.find_spec(f"{what}.__main__")
-            assert spec and spec.loader and spec.origin, what
-            sys.argv[0] = spec.origin
-            here = {"__spec__": spec, "__file__": spec.origin, "__package__": spec.parent}
-            main_module.__dict__.update(here, __loader__=spec.loader)
-            exec(spec.loader.get_code(spec.name), main_module.__dict__)  # type: ignore[attr-defined]
+        if kind == "-m":
+            for name in {what, f"{what}.__main__"} & sys.modules.keys():
+                if not hasattr(sys.modules[name], "__path__"):
+                    del sys.modules[name]  # runpy would warn of it
+            runpy._run_module_as_main(what)  # type: ignore[attr-defined]
         elif kind == "-c":
             exec(what, main_module.__dict__)
         else:

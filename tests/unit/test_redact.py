@@ -17,14 +17,6 @@ from distdl.util.redact import (
 )
 
 CANARY = "canary-5f2a9c81d7"
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMPLE_API_KEY", CANARY)
-    monkeypatch.setenv("SAMPLE_SHORT_TOKEN", "true")
-
-
 SECRET = """
 HF_TOKEN api_key apiKey PGPASSWORD my-secret credentials sas SAS_URL account_key AccountKey db_pwd
 AZURE_STORAGE_CONNECTION_STRING model.api_token AWS_SECRET_ACCESS_KEY
@@ -33,31 +25,16 @@ PLAIN = """
 tokenizer max_tokens pad_token AZURE_TOKEN_CREDENTIALS TOKENIZERS_PARALLELISM PWD OLDPWD seed
 SASL_HOST_NAME monkey password_file num_tokens model.tokenizer key token_dim
 """
-
-
-def test_names() -> None:
-    assert [name for name in SECRET.split() if not looks_secret(name)] == []
-    assert [name for name in PLAIN.split() if looks_secret(name)] == []
-
-
-def test_values_of_the_environment() -> None:
-    assert secret_values()["SAMPLE_API_KEY"] == CANARY
-    assert "SAMPLE_SHORT_TOKEN" not in secret_values()
-    assert redact(f"connecting with {CANARY}.") == "connecting with ***SAMPLE_API_KEY***."
-
-
-def test_escaped_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMPLE_PASSWORD", 'a"b/c d=9')
-    for text in ("GET /?p=a%22b%2Fc%20d%3D9", 'note {"p": "a\\"b/c d=9"}', 'a"b/c d=9'):
-        assert "c d=9" not in redact(text) and "c%20d" not in redact(text)
-
-
 # What is written, and what is left of it; a line without an arrow stays as it is.
-TEXTS = """
+TEXTS = f"""
+connecting with {CANARY}. -> connecting with ***SAMPLE_API_KEY***.
+GET /?p=a%22b%2Fc%20d%3D9 -> GET /?p=***SAMPLE_PASSWORD***
+note {{"p": "a\\"b/c d=9"}} -> note {{"p": "***SAMPLE_PASSWORD***"}}
+a"b/c d=9 -> ***SAMPLE_PASSWORD***
 password = "x y" -> password = "***"
 password: str = 'x y' -> password: str = '***'
 token: x7 -> token: ***
-{"api_key": "x7", "lr": 1} -> {"api_key": "***", "lr": 1}
+{{"api_key": "x7", "lr": 1}} -> {{"api_key": "***", "lr": 1}}
 env: API_TOKEN=x7, note: my token = x8 -> env: API_TOKEN=***, note: my token = ***
 api_key=x7 lr=1 -> api_key=*** lr=1
 train --api-key x7 --lr 1 -> train --api-key *** --lr 1
@@ -74,35 +51,41 @@ got eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJ -> got ***
 curl -u me:x7 host -> curl -u me:*** host
 step 10 loss 0.53 img/s 1200 lr=0.1 val/acc1: 0.75
 tokenizer=bert-base max_tokens: 512
-api_key=${oc.env:SAMPLE_API_KEY}
+api_key=${{oc.env:SAMPLE_API_KEY}}
 http://localhost:5000/#/experiments/1
 ssh://git@github.com/distdl/distdl
 commit 4b825dc642cb6eb9a060e54bf8d69288fbee4904
 """
+COMMAND = f"""
+distdl +model.api_token=abc -> distdl +model.api_token=***
+++data.password=a=b --api-key x7 -> ++data.password=*** --api-key ***
+optimizer.lr=0.2 tracking.mlflow.token=${{oc.env:SAMPLE_API_KEY}}
++launcher.env={{TOKEN:abc,LR:1}} -> +launcher.env={{TOKEN:***,LR:1}}
+tags=[{CANARY}] --password=x7 -> tags=[***SAMPLE_API_KEY***] --password=***
+"""
 
 
-@pytest.mark.parametrize("line", TEXTS.strip().splitlines())
-def test_what_of_a_text_is_hidden(line: str) -> None:
-    text, _, hidden = line.partition(" -> ")
-    assert redact(text) == (hidden or text)
+@pytest.fixture(autouse=True)
+def environment(monkeypatch) -> None:
+    monkeypatch.setenv("SAMPLE_API_KEY", CANARY)
+    monkeypatch.setenv("SAMPLE_SHORT_TOKEN", "true")
+    monkeypatch.setenv("SAMPLE_PASSWORD", 'a"b/c d=9')
 
 
-def test_a_private_key_is_hidden() -> None:
+def test_names() -> None:
+    assert [name for name in SECRET.split() if not looks_secret(name)] == []
+    assert [name for name in PLAIN.split() if looks_secret(name)] == []
+    assert secret_values()["SAMPLE_API_KEY"] == CANARY
+    assert "SAMPLE_SHORT_TOKEN" not in secret_values()
+
+
+def test_what_is_hidden_of_a_text_and_of_a_command_line() -> None:
+    for hide, table in ((redact, TEXTS), (lambda x: " ".join(redact_command(x.split())), COMMAND)):
+        for line in table.strip().splitlines():
+            text, _, hidden = line.partition(" -> ")
+            assert hide(text) == (hidden or text)
     key = "a\n-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nb"
     assert redact(key) == "a\n***PRIVATE KEY***\nb"
-
-
-def test_command_line() -> None:
-    typed = (
-        "distdl +model.api_token=abc ++data.password=a=b --api-key x7 optimizer.lr=0.2 "
-        "tracking.mlflow.token=${oc.env:SAMPLE_API_KEY} +launcher.env={TOKEN:abc,LR:1} "
-        f"tags=[{CANARY}] --password=x7"
-    )
-    assert " ".join(redact_command(typed.split())) == (
-        "distdl +model.api_token=*** ++data.password=*** --api-key *** optimizer.lr=0.2 "
-        "tracking.mlflow.token=${oc.env:SAMPLE_API_KEY} +launcher.env={TOKEN:***,LR:1} "
-        "tags=[***SAMPLE_API_KEY***] --password=***"
-    )
 
 
 DIFF = f"""\
@@ -138,13 +121,11 @@ def test_diff_hides_more_than_enough() -> None:
 
 
 def test_filter_hides_message_arguments_and_traceback() -> None:
-    record_maker = logging.Logger("sample")
     try:
         raise RuntimeError(f"refused {CANARY}")
     except RuntimeError:
-        record = record_maker.makeRecord(
-            "sample", logging.ERROR, "f", 1, "key %s", (CANARY,), sys.exc_info()
-        )
+        fields = ("sample", logging.ERROR, "f", 1, "key %s", (CANARY,), sys.exc_info())
+        record = logging.Logger("sample").makeRecord(*fields)
     assert RedactingFilter().filter(record)
     text = logging.Formatter().format(record)
     assert CANARY not in text

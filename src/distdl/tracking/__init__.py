@@ -28,59 +28,37 @@ SYSTEM_METRICS_INTERVAL = 15.0  # seconds
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What tracking knows about the run, on every rank.
-
-    Args:
-        run_dir: The run directory.
-        run_id: `<experiment>/<name>`, the same in every attempt.
-        attempt: Which start of the run this is, from 1.
-        rank, local_rank, node_rank, world_size: The position of this process.
-        output_dir: The folder of all runs, which holds the project's database.
-        experiment_name: The experiment in a tracking server.
-        name: The run's display name: what a sweep varied, or the run's own name.
-        key: 32 letters that are unique to this run, the same in every attempt.
-        params: The most important first, for a server that accepts a limited number. Each is sent
-            without secrets and cut to 500 characters.
-        changed: What this attempt changed in the frozen recipe, by config path.
-        artifacts: Files that describe the run (config.yaml, provenance.json).
-        tags: Further tags.
-    """
+    """What tracking knows about the run, on every rank."""
 
     run_dir: Path
-    run_id: str
-    attempt: int
+    run_id: str  # `<experiment>/<name>`, the same in every attempt
+    attempt: int  # which start of the run this is, from 1
     rank: int
     local_rank: int
     node_rank: int
     world_size: int
-    output_dir: Path
+    output_dir: Path  # the folder of all runs, which holds the project's database
     experiment_name: str
-    name: str = ""
-    key: str = ""
+    name: str = ""  # for display: what a sweep varied, or the run's own name
+    key: str = ""  # 32 letters that are unique to this run, the same in every attempt
+    # The most important first, for a server that accepts a limited number; values of any length.
     params: Mapping[str, Any] = field(default_factory=dict)
-    changed: Mapping[str, Any] = field(default_factory=dict)
-    artifacts: list[Path] = field(default_factory=list)
+    changed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # in the frozen recipe, by this attempt
+    artifacts: list[Path] = field(default_factory=list)  # files that describe the run
     tags: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Tracking:
-    """What `start_tracking` started.
+    """What `start_tracking` started."""
 
-    Args:
-        loggers: For Lightning's Trainer, the same number on every rank; the journal is the last.
-        journal: The run's own record.
-        components: The `MLflowLogger`s, by config key.
-        services: The loggers that `distdl.tracking.services` handles, by config key; only on rank
-            0.
-        sampler: The system metrics of this node, if this process samples them.
-    """
-
-    loggers: list[Logger]
+    loggers: list[Logger]  # the same number on every rank; the journal is the last
     journal: Journal
-    components: dict[str, Any]
-    sampler: SystemMetrics | None
-    services: dict[str, Logger] = field(default_factory=dict)
+    components: dict[str, Any] = field(default_factory=dict)  # `MLflowLogger`s by config key
+    sampler: SystemMetrics | None = None  # if this process samples its node
+    services: dict[str, Logger] = field(default_factory=dict)  # by config key; only on rank 0
 
     def describe(self, params: Mapping[str, Any]) -> None:
         """Adds further parameters to the run. Called on rank 0."""
@@ -95,11 +73,8 @@ class Tracking:
             component.settle()
 
     def finish(self, status: str) -> None:
-        """Writes and sends what is left. Never raises; may be called again.
-
-        Args:
-            status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED (the last two wait only seconds).
-        """
+        """Writes and sends what is left: for a few seconds only if `status` is PREEMPTED or
+        CANCELLED, otherwise SUCCEEDED or FAILED. Never raises; may be called again."""
         if self.sampler is not None:
             self.sampler.stop()
         self.journal.close()
@@ -127,10 +102,9 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
     """Starts the journal, the system metrics and every component, on every rank.
 
     Args:
-        info: The run.
-        components: The objects built from the `tracking` part of the config. A Lightning logger is
-            used as it is, a `_partial_` of one is called with its `save_dir`, `RUN/logs/<key>`; our
-            own is an `MLflowLogger`.
+        components: Built from the `tracking` part of the config. A Lightning logger is used as it
+            is, a `_partial_` of one is called with its `save_dir`, `RUN/logs/<key>`; our own is an
+            `MLflowLogger`.
 
     Raises:
         UserError: A service, such as W&B, cannot be opened.
@@ -143,26 +117,24 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
 
     path = journal_path(info.run_dir, info.node_rank) if info.local_rank == 0 else None
     journal = Journal(path, info.run_dir, info.attempt, training=info.rank == 0)
-    loggers: list[Logger] = []
-    ours: dict[str, Any] = {}
-    known: dict[str, Logger] = {}
+    tracking = Tracking([], journal)
     interval = SYSTEM_METRICS_INTERVAL
     for key, component in components.items():
         if isinstance(component, functools.partial):
             component = services.for_run(component, info, key)
         if not isinstance(component, Logger):
             component.start(info)
-            ours[key] = component
+            tracking.components[key] = component
             interval = component.system_metrics_interval
             component = component.lightning_logger(journal)
-        loggers.append(journal.listen_to(component))
+        tracking.loggers.append(journal.listen_to(component))
         if info.rank == 0 and type(component).__name__ in services.SERVICES:
             services.describe(key, component, redacted(info.params))
-            known[key] = component
-    sampler = None
+            tracking.services[key] = component
+    tracking.loggers.append(journal)
     if path is not None and interval > 0:
         with contextlib.suppress(OSError):
             info.run_dir.mkdir(parents=True, exist_ok=True)
-        sampler = SystemMetrics(journal, interval, info.node_rank, info.run_dir)
-        sampler.start()
-    return Tracking([*loggers, journal], journal, ours, sampler, known)
+        tracking.sampler = SystemMetrics(journal, interval, info.node_rank, info.run_dir)
+        tracking.sampler.start()
+    return tracking

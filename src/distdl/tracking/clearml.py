@@ -11,7 +11,6 @@ from lightning.fabric.utilities.logger import _convert_params
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-CACHE = "CLEARML_CACHE_DIR"
 # What `Task.init` would record or patch by default. The first takes minutes, and would send a diff
 # with all its contents.
 CAPTURED = (
@@ -24,15 +23,12 @@ class ClearMLLogger(Logger):
     """One ClearML task per run, opened on rank 0 when something is first logged.
 
     ClearML chooses a task's id, so the id is kept in `save_dir/task_id` and the next attempt
-    continues that task. `experiment` is the `clearml.Task`, for anything else that a module wants
-    to log. Nothing is captured implicitly (output, code, matplotlib, TensorBoard, torch.save),
-    unless an argument of `Task.init` asks for it.
+    continues that task. `experiment` is the `clearml.Task`. Nothing is captured implicitly (output,
+    code, matplotlib, TensorBoard, torch.save), unless an argument of `Task.init` asks for it.
 
     Args:
         save_dir: A folder of the run.
-        project_name, task_name: As ClearML shows them.
         offline: Send nothing, write into `save_dir`; so does $CLEARML_OFFLINE_MODE=1.
-        init: Further arguments of `Task.init`.
     """
 
     def __init__(
@@ -52,37 +48,31 @@ class ClearMLLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        if self._task is None:
-            self._task = self._begin()
-        return self._task
-
-    def _begin(self) -> Any:
+        if self._task is not None:
+            return self._task
         if self.offline:
-            os.environ.setdefault(CACHE, self._save_dir)
+            os.environ.setdefault("CLEARML_CACHE_DIR", self._save_dir)
         from clearml import Task
 
         if self.offline:
             Task.set_offline(True)
-        kept = Path(self._save_dir) / "task_id"
-        known = kept.read_text().strip() if kept.is_file() else ""
-        if known.startswith("offline-") != self.offline:
-            known = ""  # an offline session is not a task of the server
-        quiet = {
-            "auto_connect_arg_parser": False,
-            "auto_connect_frameworks": dict.fromkeys(CAPTURED.split(), False),
-            "auto_connect_streams": False,
-            "auto_resource_monitoring": False,
-        }
-        task = Task.init(
+        file = Path(self._save_dir) / "task_id"
+        previous = file.read_text().strip() if file.is_file() else ""
+        if previous.startswith("offline-") != self.offline:
+            previous = ""  # an offline session is not a task of the server
+        implicit = ("auto_connect_arg_parser", "auto_connect_streams", "auto_resource_monitoring")
+        quiet: dict[str, Any] = dict.fromkeys(implicit, False)
+        quiet["auto_connect_frameworks"] = dict.fromkeys(CAPTURED.split(), False)
+        self._task = Task.init(
             self._project,
             self._name,
-            reuse_last_task_id=known or False,
-            continue_last_task=0 if known else False,  # 0: our steps already continue
+            reuse_last_task_id=previous or False,
+            continue_last_task=0 if previous else False,  # 0: our steps already continue
             **{**quiet, **self._init},
         )
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(f"{task.id}\n")
-        return task
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{self._task.id}\n")
+        return self._task
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -25,12 +25,8 @@ REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
 # Modules that MLflow would import while it sends. Imported early, as a step would wait for them.
 LAZY = (
-    "mlflow.store.tracking.sqlalchemy_store",
-    "mlflow.store.tracking.sqlalchemy_workspace_store",
-    "sqlalchemy.dialects.sqlite",
-    "alembic.command",
-    "alembic.config",
-    "filelock",
+    "mlflow.store.tracking.sqlalchemy_store mlflow.store.tracking.sqlalchemy_workspace_store "
+    "sqlalchemy.dialects.sqlite alembic.command alembic.config filelock"
 )
 
 # A data loader must not fork while another thread is importing mlflow: the child would wait for
@@ -57,18 +53,16 @@ def import_client() -> Any:
     with _importing:
         for name in ("alembic", "mlflow.store.db.utils"):  # they log a database's creation
             logging.getLogger(name).setLevel(logging.WARNING)
-        for name in LAZY:
+        for name in LAZY.split():
             importlib.import_module(name)
         from mlflow.tracking import MlflowClient
     return MlflowClient
 
 
 def prepare_environment() -> None:
-    """Sets MLflow's settings that exist only as variables. The user's values stay.
-
-    Call it in the main thread, before mlflow is imported. We retry ourselves. MLflow's default of 7
-    retries of up to 120 s each would hide for minutes that the server is back.
-    """
+    """Sets MLflow's settings that exist only as variables, unless the user has set them. Call it in
+    the main thread, before mlflow is imported."""
+    # We retry ourselves: MLflow's 7 retries would hide for minutes that the server is back.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -77,10 +71,8 @@ def prepare_environment() -> None:
 
 
 def metric_name(name: str) -> str:
-    """The nearest name that MLflow accepts (it refuses `acc@1`, `a//b`, `/x` and long names).
-
-    For parameters and tags as well.
-    """
+    """The nearest name that MLflow accepts for a metric, parameter or tag (it refuses `acc@1`,
+    `a//b`, `/x` and long names)."""
     name = re.sub(r"[^\w\-. :/]", "_", name)
     return posixpath.normpath(name).replace("../", "").strip("/")[:250] or "_"
 
@@ -95,20 +87,15 @@ def refusal(error: Exception) -> bool:
 
 def last_written(address: str) -> float | None:
     """When a local database was last written; None if it does not exist, or for a server."""
-    try:
+    with contextlib.suppress(OSError):
         return database_path(address).stat().st_mtime if is_local(address) else None
-    except OSError:
-        return None
+    return None
 
 
 def put_aside(address: str, written: float) -> bool:
-    """Renames a database whose creation was interrupted, which MLflow would refuse for ever.
-    Returns True if it was one: such a file holds no run. Call it under the lock that guards the
-    creation.
-
-    Args:
-        written: `last_written`, before MLflow tried to open it.
-    """
+    """Renames a database whose creation was interrupted, which MLflow would refuse for ever; False
+    if this is not one. Call it under the lock that guards the creation. `written` is `last_written`
+    before MLflow tried to open it."""
     database = database_path(address)
     if time.time() - written < BEING_MADE:  # `mlflow ui` takes no lock
         return False
@@ -128,12 +115,8 @@ def put_aside(address: str, written: float) -> bool:
     for tail in ("", "-journal", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{database}{tail}", f"{kept}{tail}")
-    log.warning(
-        "%s was half made (a run was killed in that moment) and holds no run: it is kept "
-        "as %s, and made anew",
-        database,
-        kept.name,
-    )
+    text = "%s is incomplete (a run was killed in that moment) and holds no run: it is kept as %s, "
+    log.warning(text + "and created again", database, kept.name)
     return True
 
 
@@ -143,16 +126,14 @@ def exclusive(path: Path) -> Iterator[bool]:
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0)
+    lock, free = FileLock(path, timeout=0), True
     try:
         lock.acquire()
     except Timeout:
-        yield False
-        return
+        free = False
     except (OSError, NotImplementedError):  # no locks on this mount (blobfuse): proceed anyway
-        yield True
-        return
+        pass
     try:
-        yield True
+        yield free
     finally:
         lock.release()

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.runs.records import journals, read
-from distdl.tracking.client import (
-    import_client,
-    last_written,
-    metric_name,
-    put_aside,
-    refusal,
-)
+from distdl.tracking.client import import_client, last_written, metric_name, put_aside, refusal
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
 
 log = logging.getLogger(__name__)
@@ -31,7 +25,6 @@ class Delivery:
     """Sends the contents of an outbox and of the journals. Every method raises the server's errors.
 
     Args:
-        outbox: The run's state; its file is written after each delivery.
         uri: The tracking URI with its password, if it has one.
         node_rank: Node 0 creates the MLflow run and sends the outbox; the others only find the run.
         alone: No other process sends a journal of this run.
@@ -113,10 +106,9 @@ class Delivery:
         experiment = self.experiment_id = self._experiment()
         if experiment is None:
             return None
-        tag, value = "distdl.run_key", self.outbox.state.key
+        query = f"tags.`distdl.run_key` = '{self.outbox.state.key}'"
         if self.node_rank or self.outbox.lost:
-            tag, value = "distdl.run_id", self.outbox.state.distdl_run
-        query = f"tags.`{tag}` = '{value}'"
+            query = f"tags.`distdl.run_id` = '{self.outbox.state.distdl_run}'"
         order = ["attributes.start_time DESC"]
         runs = self.client.search_runs([experiment], query, max_results=1, order_by=order)
         return str(runs[0].info.run_id) if runs else None
@@ -143,14 +135,12 @@ class Delivery:
             self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
             outbox.sent("params", params)
             if left_out := [k for k in named if k in self.refused - before]:
-                log.warning(
+                names = ", ".join([*left_out[:3], *(["..."] if left_out[3:] else [])])
+                text = (
                     "MLflow at %s refuses %d parameters of %d (%s); the artifact config.yaml has "
-                    "the whole config",
-                    redact(self.uri),
-                    len(left_out),
-                    len(named),
-                    ", ".join([*left_out[:3], *(["..."] if left_out[3:] else [])]),
                 )
+                text += "the complete config"
+                log.warning(text, redact(self.uri), len(left_out), len(named), names)
         if tags:
             self._send("tags", [RunTag(metric_name(k), v) for k, v in tags.items()])
             outbox.sent("tags", tags)
@@ -169,7 +159,9 @@ class Delivery:
                     os.utime(copy)
                     raise
                 log.warning("MLflow refuses the artifact %s: %s", name, error)
-            outbox.strike(copy)
+            with outbox.lock:
+                if copy not in outbox.renewed:
+                    copy.unlink()
 
     def send_status(self, ended: bool) -> None:
         """Sends that the run is running, or how it ended."""
@@ -188,11 +180,8 @@ class Delivery:
 
     def send_journal(self, node_rank: int, path: Path, progress: Callable[[int], None]) -> None:
         """Sends everything past the cursor, in batches; `progress` gets the number of points of
-        each.
-
-        The cursor moves after each batch. If that move is lost, the batch is sent again, and MLflow
-        ignores a point that it already has (same key, time, step and value).
-        """
+        each. The cursor moves after each batch. If that move is lost, the batch is sent again, and
+        MLflow ignores a point that it already has (same key, time, step and value)."""
         from mlflow.entities import Metric
 
         assert self.run_id is not None
@@ -257,9 +246,9 @@ class Delivery:
             self.send_status(ended=False)
         for node, path in self.journals().items():
             self.send_journal(node, path, progress)
-        if self.node_rank == 0 and ended:  # before artifacts: refused files must not hide the end
-            self.send_status(ended=True)
         if self.node_rank == 0:
+            if ended:  # before artifacts: refused files must not hide the end
+                self.send_status(ended=True)
             self.send_artifacts()
         return True
 

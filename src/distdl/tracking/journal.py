@@ -27,15 +27,14 @@ UNWRITTEN_LIMIT = 64 << 20  # bytes kept in memory while the disk is full
 class Journal(Logger):
     """A Lightning logger whose `log_metrics` costs the training thread a few microseconds.
 
-    It only appends to a deque. A queue that wakes its reader for every record would make the two
-    threads compete for the interpreter. The background thread converts and writes every half
-    second. Nothing here ever raises into training: a full disk is reported once and tried again.
+    It only appends to a deque: a queue that wakes its reader for every record would make the two
+    threads compete for the interpreter. The background thread writes every half second. Nothing
+    here ever raises into training: a full disk is reported once and tried again.
 
     Args:
-        path: The file; None for a rank that writes nothing. (The Trainer still needs a logger
-            there, since callbacks such as LearningRateMonitor refuse a rank without one.)
+        path: The file; None for a rank that writes nothing. (Callbacks such as LearningRateMonitor
+            refuse a rank without a logger.)
         run_dir: The run directory, which is Lightning's `save_dir`.
-        attempt: Which start of the run this is, from 1.
         training: False where only `put` writes (the system metrics of nodes other than 0).
     """
 
@@ -53,11 +52,9 @@ class Journal(Logger):
         self._records: deque[tuple[float, int, dict[str, Any]]] = deque()
         self._unwritten = b""
         self._file: int | None = None
-        self._heard: tuple[list[Logger], str] = ([], "")
+        self._latest: tuple[list[Logger], str] = ([], "")
         self._complained: set[str] = set()
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._pid = os.getpid()
+        self._lock, self._stop, self._pid = threading.Lock(), threading.Event(), os.getpid()
         if path is not None:
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
@@ -71,17 +68,16 @@ class Journal(Logger):
             raise AttributeError(name)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Queues what Lightning logged on this rank at this optimizer step."""
-        self._hear(self, metrics, step)
+        self._queue(self, metrics, step)
 
     def listen_to(self, logger: Logger) -> Logger:
-        """Queues this logger's metrics before the logger gets them: if it raises, Lightning ends
-        the training. Hyperparameters reach it as plain data."""
+        """Queues its metrics before the logger gets them: if that raises, the training ends.
+        Hyperparameters reach it as plain data."""
         log_own = logger.log_metrics
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
             if "hp_metric" not in metrics:  # TensorBoard's placeholder, at step 0
-                self._hear(logger, metrics, step)
+                self._queue(logger, metrics, step)
             log_own(metrics, step, **more)  # type: ignore[arg-type]
 
         note = logger.log_hyperparams
@@ -93,18 +89,18 @@ class Journal(Logger):
         logger.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
         return logger
 
-    def _hear(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
+    def _queue(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
         """Queues values once: Lightning logs the same to each logger, a module maybe to one."""
         if step is not None:
             self.last_step = step
         if not self._training:
             return
         values = self._numbers(metrics)
-        by, text = self._heard
+        by, text = self._latest
         if text == f"{step} {values}" and logger not in by:
             by.append(logger)
         else:
-            self._heard = ([logger], f"{step} {values}")
+            self._latest = ([logger], f"{step} {values}")
             self._records.append((time.time(), int(self.last_step), values))
 
     def put(self, metrics: Mapping[str, Any], step: int, at: float | None = None) -> None:
@@ -151,8 +147,7 @@ class Journal(Logger):
         lines = []
         while self._records:
             at, step, values = self._records.popleft()
-            kept = {str(k): v for k, v in values.items() if v is not None}
-            if kept:
+            if kept := {str(k): v for k, v in values.items() if v is not None}:
                 lines.append(encode(at, step, self.attempt, kept))
         self._unwritten += b"".join(lines)
 

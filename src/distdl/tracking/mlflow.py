@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distdl.runs import provenance
+from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
@@ -30,9 +31,6 @@ STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "C
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
 PATIENCE = 30.0  # seconds that a module's query waits for the server
 IMPORT_TIMEOUT = 120.0  # seconds that training waits for the thread's imports; some take 3 s
-# Seconds. A scheduler's grace period is short, and the next attempt delivers the rest. The agent
-# kills a rank that failed, with all that it has not written yet, 30 s after another one ended.
-TIMEOUT = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
 class MLflowLogger:
@@ -41,15 +39,15 @@ class MLflowLogger:
     Nothing here blocks the training thread. A thread reads the journal from a cursor file's
     position, sends it in batches with the original times and steps, and moves the cursor. A failure
     of the server is reported once. Sending is retried at growing intervals, and what is left at the
-    end stays in the run for `python -m distdl track sync RUN`. Every metric goes through the
-    journal. What a module logs through its `lightning_logger` goes through the outbox.
+    end stays in the run for `python -m distdl track sync RUN`. What a module logs through its
+    `lightning_logger` goes through the outbox, except metrics.
 
-    Each component gets `start` and `finish` on every rank; only rank 0 creates the MLflow run. With
-    a server, local rank 0 of each other node sends, too (its system metrics). A database file is
+    `start` and `finish` are called on every rank; only rank 0 creates the MLflow run. With a
+    server, local rank 0 of each other node sends, too (its system metrics). A database file is
     written by rank 0 alone, which sends the journals of all nodes that it can see.
 
     In a job whose platform created an MLflow run (`MLFLOW_RUN_ID`, `AZUREML_RUN_ID`), that run is
-    used. A resumed run is another job then, and sends the whole history to its own MLflow run,
+    used. A resumed run is another job then, and sends the complete history to its own MLflow run,
     tagged `distdl.previous_job`.
 
     Args:
@@ -72,11 +70,11 @@ class MLflowLogger:
         flush_timeout: float = 60.0,
         interval: float = 5.0,
     ) -> None:
-        ours = os.environ.get("MLFLOW_TRACKING_URI") or None
-        self.tracking_uri = tracking_uri or ours
+        variable = os.environ.get("MLFLOW_TRACKING_URI") or None
+        self.tracking_uri = tracking_uri or variable
         # Read now: a user's mlflow.start_run() removes MLFLOW_RUN_ID from the environment.
         job_run = os.environ.get("MLFLOW_RUN_ID") or os.environ.get("AZUREML_RUN_ID")
-        self.job_run = job_run if ours and self.tracking_uri == ours else None
+        self.job_run = job_run if variable and self.tracking_uri == variable else None
         self.experiment_name, self.artifact_location = experiment_name, artifact_location
         self.system_metrics_interval = system_metrics_interval
         self.flush_timeout, self.interval = flush_timeout, interval
@@ -111,11 +109,8 @@ class MLflowLogger:
             self.delivery.outbox.owe("params", params, longest=500)
 
     def settle(self) -> None:
-        """Waits until the thread has imported what it needs, before the first step.
-
-        Loading a library holds the interpreter's lock: a step would wait for it, 0.7 s for one of
-        MLflow's.
-        """
+        """Waits until the thread has imported what it needs, before the first step: loading a
+        library holds the interpreter's lock, for 0.7 s with one of MLflow's."""
         if self._thread is not None:
             self._imported.wait(IMPORT_TIMEOUT)
 
@@ -133,32 +128,26 @@ class MLflowLogger:
             time.sleep(0.02)
 
     def finish(self, status: str) -> None:
-        """Sends what is left, for at most `flush_timeout` seconds, and reports what stays.
-
-        Args:
-            status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.
-        """
+        """Sends what is left, for at most `flush_timeout` seconds, and reports what stays. `status`
+        is SUCCEEDED, FAILED, PREEMPTED or CANCELLED."""
         if self.delivery is None or self._thread is None or self._finishing:
             return
         if self.info.rank == 0:
             outbox = self.delivery.outbox
             outbox.state.status, outbox.state.end_time = STATUS.get(status, "FAILED"), time.time()
             outbox.owe("tags", {f"distdl.runs.attempt.{self.info.attempt}.state": status})
-        timeout = min(self.flush_timeout, TIMEOUT.get(status, self.flush_timeout))
+        timeout = min(self.flush_timeout, services.PATIENCE.get(status, self.flush_timeout))
         self._finishing = True
         self._wake.set()
         self._thread.join(timeout)
         if not self._done:
             self._finishing = False  # the thread stops trying
             self._thread = None
-            log.warning(
-                "MLflow at %s has not taken everything (%d points, %d files left). It stays in the "
-                "run: python -m distdl track sync %s",
-                redact(self.uri),
-                self.delivery.pending(),
-                sum(1 for _ in self.delivery.outbox.kept()),
-                shlex.quote(str(self.info.run_dir)),
-            )
+            points, files = self.delivery.pending(), len([*self.delivery.outbox.kept()])
+            text = "MLflow at %s has not taken everything (%d points, %d files left). It stays in "
+            text += "the run: python -m distdl track sync %s"
+            folder = shlex.quote(str(self.info.run_dir))
+            log.warning(text, redact(self.uri), points, files, folder)
 
     def how_to_open(self) -> list[str]:
         """The command and the address that show the run."""
@@ -189,15 +178,11 @@ class MLflowLogger:
         state.status, state.end_time = "RUNNING", None
 
     def _tags(self) -> dict[str, str]:
-        info = self.info
-        tags = {
-            "distdl.run_id": info.run_id,
-            "distdl.attempts": str(info.attempt),
-            f"distdl.runs.attempt.{info.attempt}.state": "RUNNING",
-        }
+        info, attempt = self.info, f"distdl.runs.attempt.{self.info.attempt}"
+        tags = {"distdl.run_id": info.run_id, "distdl.attempts": str(info.attempt)}
+        tags[f"{attempt}.state"] = "RUNNING"
         if info.changed:
-            changed = json.dumps(info.changed, default=str)
-            tags[f"distdl.runs.attempt.{info.attempt}.changed"] = changed[:5000]
+            tags[f"{attempt}.changed"] = json.dumps(info.changed, default=str)[:5000]
         for n in range(1, info.attempt):  # a killed attempt could not report its end
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
@@ -212,20 +197,17 @@ class MLflowLogger:
         folder = "" if self.info.attempt == 1 else f"attempts/{self.info.attempt:03d}"
         self.delivery.outbox.keep(path, os.path.join(folder, path.name))
 
-    def _keep_packages(self) -> None:
-        lines = provenance.packages()
-        path = self.info.run_dir / "tracking" / "packages.txt"
-        with contextlib.suppress(OSError):
-            path.write_text("\n".join(sorted(lines, key=str.lower)) + "\n")
-            self._keep(path)
-
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # `_follow` raises it again, and reports it
             import_client()
         self._imported.set()
+        folder = self.info.run_dir / "tracking"
         if self.info.rank == 0:
-            self._keep_packages()
-        lock = self.info.run_dir / "tracking" / f"mlflow-node{self.info.node_rank}.lock"
+            lines, path = sorted(provenance.packages(), key=str.lower), folder / "packages.txt"
+            with contextlib.suppress(OSError):
+                path.write_text("\n".join(lines) + "\n")
+                self._keep(path)
+        lock = folder / f"mlflow-node{self.info.node_rank}.lock"
         while self._thread is not None:
             with exclusive(lock) as held:
                 if held:
@@ -249,13 +231,10 @@ class MLflowLogger:
             except Exception as error:
                 self._failures += 1
                 if self._failures == 1:
-                    text = str(error).replace(self.uri, redact(self.uri))
-                    log.warning(
-                        "MLflow at %s fails; training goes on, what is logged is kept and sent "
-                        "when it is back. It said: %s",
-                        redact(self.uri),
-                        text[:300],
-                    )
+                    reason = str(error).replace(self.uri, redact(self.uri))[:300]
+                    text = "MLflow at %s fails; training goes on, what is logged is kept and sent "
+                    text += "when it is back. The error: %s"
+                    log.warning(text, redact(self.uri), reason)
                 self._wait(1.0 if finishing else min(2.0**self._failures, LONGEST_WAIT))
 
     def _wait(self, seconds: float) -> None:
@@ -273,10 +252,10 @@ def how_to_open(uri: str, outbox: Outbox) -> list[str]:
         return [redact(uri).rstrip("/") + page]
     if uri.startswith("azureml:"):
         names = ("SUBSCRIPTION", "RESOURCEGROUP", "WORKSPACE_NAME")
-        of = [os.environ.get(f"AZUREML_ARM_{name}") for name in names]
-        if run and all(of):
-            place = "/subscriptions/{}/resourcegroups/{}/workspaces/{}".format(*of)
-            return [f"https://ml.azure.com/runs/{run}?wsid={place}"]
+        workspace = [os.environ.get(f"AZUREML_ARM_{name}") for name in names]
+        if run and all(workspace):
+            wsid = "/subscriptions/{}/resourcegroups/{}/workspaces/{}".format(*workspace)
+            return [f"https://ml.azure.com/runs/{run}?wsid={wsid}"]
         return [redact(uri)]
     if is_local(uri):
         path = database_path(uri)

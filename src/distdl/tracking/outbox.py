@@ -32,12 +32,8 @@ def redact(address: str) -> str:
 
 def redacted(values: Mapping[str, Any], longest: int = 500) -> dict[str, str]:
     """Values as strings of at most `longest` characters, without secrets."""
-    return {
-        str(k): "***"
-        if looks_secret(str(k).replace("/", "."))
-        else without_secrets(str(v))[:longest]
-        for k, v in values.items()
-    }
+    texts = {str(k): without_secrets(str(v))[:longest] for k, v in values.items()}
+    return {k: "***" if looks_secret(k.replace("/", ".")) else v for k, v in texts.items()}
 
 
 def is_local(address: str) -> bool:
@@ -52,47 +48,36 @@ def database_path(address: str) -> Path:
 
 @dataclass
 class State:
-    """What is known and what is still to be sent; `RUN/tracking/mlflow.json`.
-
-    Args:
-        server: The tracking URI, redacted; None is the project's own database.
-        output_dir: The folder of the project's database, relative to the run directory, so that
-            both can be moved together.
-        name: The run's name in MLflow's tables.
-        run_id, experiment_id: MLflow's ids of the run and its experiment, once known.
-        job_run: The run belongs to the platform's job (Azure ML), which ends it.
-        key: A tag set when the run is created. It finds the run if the server's answer was lost.
-        params, tags, status, end_time: Still to be sent; `end_time` is in seconds since 1970. The
-            files in `RUN/tracking/artifacts` are to be sent as well, under their relative paths.
-    """
+    """What is known and what is still to be sent; `RUN/tracking/mlflow.json`."""
 
     distdl_run: str = ""
-    server: str | None = None
-    output_dir: str = ".."
+    server: str | None = None  # the tracking URI, redacted; None: the project's own database
+    output_dir: str = ".."  # of that database, relative to the run, so that both can be moved
     artifact_location: str | None = None
     experiment: str = "Default"
     name: str = ""
-    run_id: str | None = None
+    run_id: str | None = None  # MLflow's, once it is known
     experiment_id: str | None = None
-    job_run: bool = False
+    job_run: bool = False  # the run belongs to the platform's job (Azure ML), which ends it
+    # A tag set when the run is created. It finds the run if the server's answer was lost.
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     start_time: float = field(default_factory=time.time)
+    # Still to be sent, as are the files in `RUN/tracking/artifacts` under their relative paths.
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     status: str | None = None
-    end_time: float | None = None
+    end_time: float | None = None  # in seconds since 1970
 
 
 class Outbox:
     """A `State` and its file. The training thread and the sender change it under a lock."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir, self.state = Path(run_dir), State()
         self.path = self.run_dir / "tracking" / "mlflow.json"
         self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files to send
         self.lock = threading.RLock()
         self.renewed: set[Path] = set()  # copies that were replaced while they were being sent
-        self.state = State()
         self.found = self.load()
         self.lost = False  # an earlier attempt had a file that is gone: search by the run's name
 
@@ -101,8 +86,8 @@ class Outbox:
         try:
             fields = json.loads(self.path.read_text())
             with self.lock:
-                known = State.__dataclass_fields__
-                self.state = State(**{k: v for k, v in fields.items() if k in known})
+                names = State.__dataclass_fields__.keys() & fields.keys()
+                self.state = State(**{name: fields[name] for name in names})
             return True
         except (OSError, ValueError, TypeError, AttributeError):
             return False
@@ -125,12 +110,8 @@ class Outbox:
             self.save()
 
     def keep(self, path: str | Path, to: str) -> None:
-        """Adds a copy of a file, or of all files in a folder, to send. It replaces a pending copy
-        with the same name.
-
-        Raises:
-            OSError: The path does not exist. A full disk only causes a warning.
-        """
+        """Adds a copy of a file, or of all files in a folder, to send, in place of a pending one of
+        the same name. An OSError if the path does not exist; a full disk only causes a warning."""
         if os.path.isdir(path):
             for name in os.listdir(path):
                 self.keep(os.path.join(path, name), os.path.join(to, name))
@@ -152,12 +133,6 @@ class Outbox:
         for folder, _, names in os.walk(self.copies):
             paths = (Path(folder, name) for name in names)
             yield from (path for path in paths if path.resolve() == path)
-
-    def strike(self, copy: Path) -> None:
-        """Deletes a copy that was sent, unless a newer one has replaced it."""
-        with self.lock:
-            if copy not in self.renewed:
-                copy.unlink()
 
     def sent(self, kind: str, values: dict[str, str]) -> None:
         """Removes params or tags that were sent, unless they changed while they were being sent."""

@@ -21,10 +21,7 @@ SERVER = "MLFLOW_TRACKING_URI"
 
 class RunClient(MlflowClient):
     """MLflow's client, except that anything logged to our run (its id, or None) goes into the
-    journal and the outbox.
-
-    Calls that query the server, or concern other runs, are MLflow's own.
-    """
+    journal and the outbox. Queries, and calls that concern other runs, are MLflow's own."""
 
     def __init__(self, owner: RunLogger) -> None:
         self._owner = owner

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 class RunLogger(MLFlowLogger):
-    """Has the type and properties of Lightning's logger, but logging never waits for a server.
-
-    Metrics go into the journal. Parameters, and calls of `experiment`, go into the outbox.
-    """
+    """Has the type and properties of Lightning's logger, but logging never waits for a server:
+    metrics go into the journal, parameters and calls of `experiment` into the outbox."""
 
     def __init__(self, sender: MLflowLogger, journal: Journal) -> None:
         Logger.__init__(self)  # Lightning's __init__ would open the store
@@ -38,10 +36,8 @@ class RunLogger(MLFlowLogger):
 
     @property
     def _run_id(self) -> str | None:  # type: ignore[override]
-        """MLflow's id of the run; None on other ranks, or if the server has not answered yet.
-
-        `experiment` takes None for this run.
-        """
+        """MLflow's id of the run; None, which `experiment` takes for it, on other ranks or if the
+        server has not answered yet."""
         if self.delivery is None:
             return None
         self.sender.wait_until(lambda: self.delivery.run_id)
@@ -60,7 +56,6 @@ class RunLogger(MLFlowLogger):
             self.delivery.outbox.owe("params", flat, longest=500)
 
     def _nothing(self, *args: Any, **kw: Any) -> None:
-        """Does nothing: metrics are in the journal, checkpoints in the run, and `MLflowLogger`
-        reports the end."""
+        """Metrics are in the journal, checkpoints in the run; `MLflowLogger` reports the end."""
 
     log_metrics = after_save_checkpoint = finalize = _nothing

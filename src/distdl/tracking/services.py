@@ -1,8 +1,4 @@
-"""Tracking services: the arguments that each logger gets for a run, and how it is ended.
-
-`distdl.validation.rules` lists the package that each one needs, and reports a missing one before
-anything starts.
-"""
+"""Tracking services: the arguments that each logger gets for a run, and how it is ended."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,69 +17,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait until everything is sent. A scheduler's grace period is short, and so is the
-# agent's wait for a rank that failed.
-PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0, "SUCCEEDED": 60.0}
+# Seconds to wait until everything is sent. A scheduler's grace period is short, and the agent kills
+# a rank that failed 30 s after another one ended.
+PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
-@dataclass(frozen=True)
-class Service:
-    """A logger, identified by the name of its class.
-
-    Args:
-        arguments: Makes the arguments for a run; those set in the config take precedence. The id is
-            the same in every attempt, so a resumed run continues the same curves.
-        end: The method of its `experiment` that sends what is left. Some loggers do that in
-            Python's exit hooks, which a worker does not run.
-    """
-
-    arguments: Callable[[RunInfo, str], dict[str, Any]]
-    end: str
-
-
+# A logger's class -> its arguments for a run (folder, key, name; those set in the config take
+# precedence), and the method of its `experiment` that sends what is left: some loggers do that in
+# Python's exit hooks, which a worker does not run. With the run's key as its id, a resumed run
+# continues the same curves.
 SERVICES = {
-    "WandbLogger": Service(
-        lambda info, folder: {"save_dir": folder, "id": info.key, "name": info.name},
-        "finish",
-    ),
-    "CometLogger": Service(
-        lambda info, folder: {
-            "offline_directory": folder,
-            "experiment_key": info.key,
-            "name": info.name,
-        },
-        "end",
-    ),
-    "ClearMLLogger": Service(
-        lambda info, folder: {"save_dir": folder, "task_name": info.name},
-        "close",
-    ),
+    "WandbLogger": (("save_dir", "id", "name"), "finish"),
+    "CometLogger": (("offline_directory", "experiment_key", "name"), "end"),
+    "ClearMLLogger": (("save_dir", "", "task_name"), "close"),
 }
 
 
 def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
-    """The logger of a run, built from its config.
-
-    Raises:
-        UserError: It cannot be made.
-    """
+    """The logger of a run, built from its config; a UserError if it cannot be made."""
     folder = info.run_dir / "logs" / key
-    service = SERVICES.get(getattr(partial.func, "__name__", ""))
-    if service is None:
+    names, _ = SERVICES.get(getattr(partial.func, "__name__", ""), ((), ""))
+    if not names:
         return partial(save_dir=str(folder))
-    configured = {k for k, v in partial.keywords.items() if v is not None}
-    ours = service.arguments(info, str(folder))
+    configured = {"", *(k for k, v in partial.keywords.items() if v is not None)}
+    defaults = dict(zip(names, (str(folder), info.key, info.name), strict=True))
     if info.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)  # else W&B writes to another folder
-    return _started(key, lambda: partial(**{k: v for k, v in ours.items() if k not in configured}))
+    more = {k: v for k, v in defaults.items() if k not in configured}
+    return _started(key, lambda: partial(**more))
 
 
 def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
-    """Sends the run's parameters to a service, which opens it.
-
-    Raises:
-        UserError: It cannot be opened.
-    """
+    """Sends the run's parameters to a service, which opens it; a UserError if it cannot."""
     _started(key, lambda: logger.log_hyperparams(dict(params)))
 
 
@@ -93,23 +57,20 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
         return start()
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")
-        what = f"cannot start: {type(error).__name__}: {reason}"
-        remedy = "log in to it, let it work offline (docs/tracking.md), or choose tracking=mlflow"
-        raise UserError.at(f"tracking.{key}", what, remedy) from error
+        raise UserError.at(
+            f"tracking.{key}",
+            f"cannot start: {type(error).__name__}: {reason}",
+            "log in to it, let it work offline (docs/tracking.md), or choose tracking=mlflow",
+        ) from error
 
 
 def end(key: str, logger: Any, status: str) -> None:
-    """Sends what is left, for at most `PATIENCE` seconds; never raises.
-
-    Args:
-        status: SUCCEEDED, FAILED, PREEMPTED or CANCELLED.
-    """
-    method = SERVICES[type(logger).__name__].end
-    failed = status == "FAILED"
+    """Sends what is left, for some seconds; never raises."""
+    _, method = SERVICES[type(logger).__name__]
 
     def close() -> None:
         try:
-            arguments = {"exit_code": 1} if method == "finish" and failed else {}
+            arguments = {"exit_code": 1} if method == "finish" and status == "FAILED" else {}
             getattr(logger.experiment, method)(**arguments)
         except Exception as error:
             log.warning("tracking.%s could not finish: %s", key, error)

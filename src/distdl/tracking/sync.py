@@ -18,11 +18,8 @@ WAITS = (2.0, 4.0)  # seconds before each further try
 
 
 def sync(run: Path) -> int:
-    """Delivers the rest of a run; returns 1 if the server fails, else 0.
-
-    Raises:
-        UserError: The run was never tracked in MLflow, or the server's password is missing.
-    """
+    """Delivers the rest of a run; returns 1 if the server fails, else 0. A UserError if the run was
+    never tracked in MLflow, or if the server's password is missing."""
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
     from distdl.tracking.mlflow import how_to_open
@@ -37,7 +34,7 @@ def sync(run: Path) -> int:
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         what = f"the server {outbox.state.server} needs a password, which is never stored"
-        remedy = "set MLFLOW_TRACKING_URI to the whole address, and type the same again"
+        remedy = "set MLFLOW_TRACKING_URI to the complete address, and type the same again"
         raise UserError.at(str(outbox.path), what, remedy)
     prepare_environment()
     sender = Delivery(outbox, uri, alone=True)
@@ -52,7 +49,13 @@ def sync(run: Path) -> int:
         print(f"Sending to {redact(uri)} ...", flush=True)
         try:
             with _bar(sender.pending()) as progress:
-                _retried(lambda: sender.send_all(progress))
+                for wait in WAITS:
+                    with contextlib.suppress(Exception):
+                        sender.send_all(progress)
+                        break
+                    time.sleep(wait)
+                else:
+                    sender.send_all(progress)
         except Exception as error:
             text = str(error).replace(uri, redact(uri))[:300]
             print(
@@ -61,21 +64,10 @@ def sync(run: Path) -> int:
                 file=sys.stderr,
             )
             return 1
-    if sender.delivered:
-        print(f"{sender.delivered} points delivered.")
-    else:
-        print("Nothing was left: the run is complete there.")
+    nothing = "Nothing was left: the run is complete there."
+    print(f"{sender.delivered} points delivered." if sender.delivered else nothing)
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return 0
-
-
-def _retried(send: Callable[[], None]) -> None:
-    for wait in WAITS:
-        try:
-            return send()
-        except Exception:  # the last try reports the error
-            time.sleep(wait)
-    send()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 import threading
@@ -20,33 +22,24 @@ GIB = float(1 << 30)
 
 
 class SystemMetrics:
-    """Samples this process's node every `interval` seconds until `stop`.
+    """Samples this process's node into the journal every `interval` seconds until `stop`.
 
-    Keys are `system/cpu_percent`, `memory_percent`, `memory_gib`, `disk_percent`,
-    `network_received_mb_per_second`, `network_sent_mb_per_second` and, per NVIDIA GPU that this
-    process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`. On nodes other than 0
-    they begin with `system/node<n>/`. The step is the last one that training logged. A source that
-    fails is left out of that sample and tried again in the next (MLflow's own monitor stops for
-    good at the first failure).
-
-    Args:
-        journal: Receives the samples.
-        interval: Seconds between two samples.
-        node_rank: Which node this is.
-        disk: A path on the disk to watch.
+    Keys are `system/cpu_percent`, `memory_percent`, `memory_gib`, `disk_percent` (of the disk with
+    the path `disk`), `network_received_mb_per_second`, `network_sent_mb_per_second` and, per NVIDIA
+    GPU that this process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`. On nodes
+    other than 0 they begin with `system/node<n>/`. The step is the last one that training logged. A
+    source that fails is left out of that sample and tried again in the next.
     """
 
     def __init__(self, journal: Journal, interval: float, node_rank: int, disk: Path) -> None:
         self.journal, self.interval, self.disk = journal, interval, disk
         self.prefix = "system/" if node_rank == 0 else f"system/node{node_rank}/"
-        self.sources: list[Callable[[], dict[str, float]]] = [self._host, self._network, _Gpus()]
+        self.sources = [self._host, self._network, self._gpus]
         self._failed: set[str] = set()
         self._last: tuple[float, int, int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def stop(self) -> None:
         """Takes the last sample and ends. It waits 2 s at most, as a driver call may hang."""
@@ -61,7 +54,7 @@ class SystemMetrics:
             try:
                 values.update(source())
             except Exception as error:
-                name = getattr(source, "__name__", "gpus").strip("_")
+                name = source.__name__.strip("_")
                 if name not in self._failed:
                     self._failed.add(name)
                     log.warning("system metrics: %s is left out for now (%s)", name, error)
@@ -93,41 +86,30 @@ class SystemMetrics:
         before, self._last = self._last, (time.time(), count.bytes_recv, count.bytes_sent)
         if before is None:
             return {}
-        seconds = max(self._last[0] - before[0], 1e-3)
-        return {
-            "network_received_mb_per_second": (self._last[1] - before[1]) / seconds / 1e6,
-            "network_sent_mb_per_second": (self._last[2] - before[2]) / seconds / 1e6,
-        }
+        seconds, *rates = (now - then for now, then in zip(self._last, before, strict=True))
+        names = ("network_received_mb_per_second", "network_sent_mb_per_second")
+        return {k: n / max(seconds, 1e-3) / 1e6 for k, n in zip(names, rates, strict=True)}
 
-
-class _Gpus:
-    """NVIDIA only. A missing driver is not reported, since a CPU node is not a failure."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] | None = None
-
-    def _open(self) -> list[Any]:
+    @functools.cached_property
+    def _handles(self) -> list[Any]:
+        """NVIDIA's GPUs. A missing driver is not reported, since a CPU node is not a failure."""
         import pynvml
 
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return []
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
-            count = pynvml.nvmlDeviceGetCount()
-            return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            return [by_index(i) for i in range(pynvml.nvmlDeviceGetCount())]
         handles = []
         for name in listed(visible):
             with contextlib.suppress(pynvml.NVMLError):  # if it is unknown, CUDA shows none either
-                handles.append(
-                    pynvml.nvmlDeviceGetHandleByIndex(int(name))
-                    if name.isdigit()
-                    else pynvml.nvmlDeviceGetHandleByUUID(name)
-                )
+                handles.append(by_index(int(name)) if name.isdigit() else by_uuid(name))
         return handles
 
-    def __call__(self) -> dict[str, float]:
+    def _gpus(self) -> dict[str, float]:
         import pynvml
 
         reads: dict[str, Callable[[Any], float]] = {
@@ -135,13 +117,8 @@ class _Gpus:
             "memory_gib": lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
             "power_watts": lambda handle: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         }
-        if self._handles is None:
-            self._handles = self._open()
         values: dict[str, float] = {}
-        for i, handle in enumerate(self._handles):
-            for key, read in reads.items():
-                with contextlib.suppress(
-                    pynvml.NVMLError
-                ):  # a virtual GPU may not report its power
-                    values[f"gpu{i}_{key}"] = float(read(handle))
+        for (i, handle), key in itertools.product(enumerate(self._handles), reads):
+            with contextlib.suppress(pynvml.NVMLError):  # a virtual GPU may not report its power
+                values[f"gpu{i}_{key}"] = float(reads[key](handle))
         return values

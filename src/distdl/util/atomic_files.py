@@ -14,18 +14,14 @@ ENDING = ".part"
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = True, replace: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to, under a temporary name in the folder of `path` until the block ends.
+    """A file to write to, under a temporary name in the folder of `path`, which it creates.
 
     Several processes and threads, also on several hosts, may write the same file: each has its own
     temporary file, and the last to end wins. An error removes the temporary file.
 
     Args:
-        path: The final path; its folder is created if it is missing.
         durable: Wait until the bytes and the name are on the disk, to survive a power cut.
-        replace: If False, an existing file of this name is kept.
-
-    Raises:
-        FileExistsError: The file exists, with `replace=False`.
+        replace: If False, an existing file is kept, and a FileExistsError raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ENDING}")
@@ -38,7 +34,12 @@ def atomic_file(path: Path, *, durable: bool = True, replace: bool = True) -> It
         if replace:
             os.replace(temporary, path)
         else:
-            _rename_new(temporary, path)
+            try:
+                os.link(temporary, path)  # `rename` would replace a file
+            except OSError as error:
+                if isinstance(error, FileExistsError) or path.exists():
+                    raise FileExistsError(str(path)) from None
+                temporary.rename(path)  # a mount without links
         if durable:
             sync(path.parent)
     finally:
@@ -68,15 +69,3 @@ def remove_leftovers(folder: Path) -> None:
     """Removes temporary files of killed processes. No other process may be writing meanwhile."""
     for path in folder.rglob(f".*{ENDING}"):
         path.unlink()
-
-
-def _rename_new(path: Path, target: Path) -> None:
-    """Renames a file unless the new name exists: `rename` would replace that file."""
-    try:
-        os.link(path, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a mount without links
-        if target.exists():
-            raise FileExistsError(str(target)) from None
-        path.rename(target)

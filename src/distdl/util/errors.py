@@ -9,17 +9,11 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Args:
-        path: The config path as the user writes it (`strategy.stages`); empty if there is none.
-        what: What is wrong, one sentence without the path.
-        remedy: What to write instead, as the user would type it; empty if it is unknown.
-    """
-
-    path: str
-    what: str
-    remedy: str = ""
+    path: str  # in the config, as the user writes it (`strategy.stages`); empty if there is none
+    what: str  # one sentence without the path
+    remedy: str = ""  # what to write instead, as the user would type it; empty if it is unknown
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.what}" if self.path else self.what
@@ -27,12 +21,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """The input is refused. The command line prints it without a traceback and exits with 2.
-
-    torch raises a UserError of a loader's worker again in the rank, with one text that ends with
-    the worker's traceback (`torch._utils.ExceptionWrapper`). That text becomes a note, and its last
-    line the message.
-    """
+    """The input is refused. The command line prints it without a traceback and exits with 2."""
 
     exit_code = 2
     outcome = "nothing was started"
@@ -40,6 +29,8 @@ class UserError(Exception):
 
     def __init__(self, *problems: Problem | str) -> None:
         name, text = type(self).__name__, problems[0] if problems else ""
+        # torch raises an error of a loader's worker again in the rank, with one text that ends with
+        # the worker's traceback (`torch._utils.ExceptionWrapper`).
         if isinstance(text, str) and text.startswith(f"Caught {name} in "):
             self.add_note(text)
             message = text.rpartition(f"\n{type(self).__module__}.{name}: ")[2]

@@ -12,19 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-FOR_AUTHORS = (DeprecationWarning, FutureWarning)  # warnings for the authors of libraries
 # Records that imports logged before the run had a log.
 _early: list[logging.LogRecord] = []
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For imports of Lightning: no garbage collection meanwhile, and faster ones afterwards.
-
-    Objects from imports live as long as the process. Traversing them repeatedly takes a sixth of
-    the import time, and a full collection later would delay a training step by half a second. So
-    they are frozen (https://docs.python.org/3/library/gc.html#gc.freeze) until the process ends.
-    """
+    """For imports of Lightning: no garbage collection meanwhile, which takes a sixth of the time,
+    and none of their objects afterwards, which would delay a training step by half a second
+    (https://docs.python.org/3/library/gc.html#gc.freeze)."""
     if "lightning" in sys.modules or not gc.isenabled():
         yield
         return
@@ -35,6 +31,11 @@ def uncollected() -> Iterator[None]:
         gc.enable()
         gc.freeze()
         atexit.register(gc.unfreeze)  # some libraries check at exit what was not collected
+
+
+def ignore_warnings_for_authors() -> None:
+    for category in (DeprecationWarning, FutureWarning):  # for the authors of libraries
+        warnings.filterwarnings("ignore", category=category)
 
 
 @contextmanager
@@ -66,8 +67,7 @@ def logged_later() -> Iterator[None]:
     logging.captureWarnings(True)
     try:
         with warnings.catch_warnings():
-            for category in FOR_AUTHORS:
-                warnings.filterwarnings("ignore", category=category)
+            ignore_warnings_for_authors()
             yield
     finally:
         logging.captureWarnings(False)

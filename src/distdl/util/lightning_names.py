@@ -1,9 +1,5 @@
-"""`import pytorch_lightning` gives lightning.pytorch here, and `lightning_fabric` lightning.fabric.
-
-Lightning is published as two packages, each with its own classes: a subclass of one LightningModule
-is refused by the other package's Trainer. Projects and libraries use either name, so both names
-give the same modules here. The second copy is never loaded, even if it is installed.
-"""
+"""`import pytorch_lightning` gives lightning.pytorch here, and `lightning_fabric` lightning.fabric:
+Lightning is published as two packages, and each refuses subclasses of the other's classes."""
 
 from __future__ import annotations
 
@@ -59,11 +55,9 @@ class Spawned:
 
 
 def serve() -> None:
-    """Serves the names in this process and its loader workers.
-
-    A spawned worker receives its parent's process settings before its data set, whose module may
-    import Lightning; so the settings carry the call.
-    """
+    """Serves the names in this process and its loader workers."""
+    # A spawned worker receives its parent's process settings before its data set, whose module may
+    # import Lightning.
     multiprocessing.current_process()._config["distdl"] = Spawned()  # type: ignore[attr-defined]
     both = {name: real for name in sys.modules if (real := real_name(name))}
     second = [n for n, real in both.items() if sys.modules[n] is not sys.modules.get(real)]

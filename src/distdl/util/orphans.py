@@ -13,11 +13,7 @@ PARENT = "DISTDL_PARENT"  # the number of the process that started this one
 
 def die_with_parent(parent: int | None = None) -> None:
     """On Linux, ends this process with its parent, even if that is killed with -9. Call it first.
-
-    Args:
-        parent: The parent's number. None reads $DISTDL_PARENT; if that is not set, a parent that
-            has exited before this call is not noticed.
-    """
+    Without the parent's number, here or in $DISTDL_PARENT, its earlier exit is not noticed."""
     if sys.platform != "linux":
         return
     prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -28,8 +24,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent ends; otherwise it would wait for work for ever. For the
-    initializer of a pool."""
+    """For the initializer of a pool, whose worker would wait for work for ever."""
     import multiprocessing
     import threading
 

@@ -25,11 +25,8 @@ def prctl(option: int, value: int) -> None:
 
 def start_time(pid: int) -> str:
     """The start time of a process as `<boot>/<ticks since then>`; with the number it is unique.
-
-    Empty if the process has ended (zombies included), or if there is no /proc.
-
-    Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html, field 22
-    """
+    Empty if the process has ended (zombies included), or if there is no /proc. Source:
+    https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html, field 22"""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else f"{BOOT.read_text().strip()}/{fields[19]}"
@@ -38,12 +35,7 @@ def start_time(pid: int) -> str:
 
 
 def is_alive(pid: int, born: str | None = None) -> bool:
-    """Whether a process runs.
-
-    Args:
-        pid: Its number.
-        born: Its recorded start time (`start_time`); without one, only the number is compared.
-    """
+    """Whether a process runs, of this start time if one was recorded."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -19,11 +19,7 @@ NARROW, WIDE, NAME = 5, 40, 17
 
 
 class Line(Progress):
-    """One line for the task that was added last, in any width.
-
-    Title, count and times come first, then as many parts of the task's `info` as fit. The bar takes
-    the remaining width.
-    """
+    """One line for the task that was added last, in any width."""
 
     def __init__(self, console: Console) -> None:
         # If stdout is a file, it is not redirected to the bar's console.
@@ -34,13 +30,8 @@ class Line(Progress):
 
 
 def drawn(task: Task, width: int) -> Table:
-    """A task in one line.
-
-    Args:
-        task: Its fields are `info`, with the most important part first, and `percent`, which shows
-            `30 %` instead of `12/40`: for bytes a count is not readable.
-        width: The terminal's width, in columns.
-    """
+    """A task in one line of `width` columns: title, count and times, then as many parts of its
+    `info` as fit; the bar takes the rest. With `percent`, it shows `30 %` instead of `12/40`."""
     count = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
     if task.fields.get("percent"):
         count = "" if task.total is None else f"{task.percentage:.0f} %"
@@ -78,17 +69,13 @@ def fitting(parts: Sequence[str], room: int) -> str:
 
 
 class Bar:
-    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`.
-
-    Args:
-        title: What is being done.
-        start: The work done before, which does not count for the speed.
-    """
+    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`. The work done before,
+    `start`, does not count for the speed."""
 
     def __init__(self, title: str, start: int = 0) -> None:
         self.title, self.start = title, start
         self._console = Console(stderr=True)
-        self._began = self._told = self._drawn = time.monotonic()
+        self._began = self._printed = self._drawn = time.monotonic()
         self._progress = Line(self._console)
         self._task = self._progress.add_task(title, total=None, completed=start, percent=True)
 
@@ -102,8 +89,8 @@ class Bar:
         if now - self._drawn >= DRAWN_SECONDS and self._console.is_terminal:
             self._drawn = now
             self._progress.update(self._task, completed=done, total=total, info=info.split("  "))
-        elif now - self._told >= LINE_SECONDS and not self._console.is_terminal:
-            self._told = now
+        elif now - self._printed >= LINE_SECONDS and not self._console.is_terminal:
+            self._printed = now
             speed = (done - self.start) / max(self.seconds, 1e-9)
             left = f"  {duration((total - done) / speed)} left" if speed > 0 else ""
             share = f"{100 * done / max(total, 1):.0f} %"
@@ -131,5 +118,5 @@ def size(count: float) -> str:
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             value = count / factor
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+            return f"{value:.{0 if value >= 100 else 1}f} {unit}"
     return f"{count:.0f} bytes"

@@ -1,10 +1,8 @@
 """Keeps secrets out of what is written: logs, recorded command lines, dirty diffs, messages.
 
-There are three filters, the strictest last. The first hides the values of secret-looking
-environment variables. The second hides text that looks like a secret (`api_key=x`, `Bearer x`, a
-private key). The third is for diffs, which nobody reads before they are recorded: it also hides
-long random-looking tokens and every literal on a line that mentions secrets. A false alarm costs a
-few stars, a miss costs a key.
+It hides the values of secret-looking environment variables, and text that looks like a secret
+(`api_key=x`, `Bearer x`, a private key). Of diffs, which nobody reads before they are recorded, it
+hides more. A false alarm costs a few stars, a miss costs a key.
 """
 
 from __future__ import annotations
@@ -72,12 +70,9 @@ def secret_values() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if len(value) >= 6 and looks_secret(name) and not _is_file(value)
+        if len(value) >= 6 and looks_secret(name)
+        if not (value.startswith("/") and os.path.exists(value))
     }
-
-
-def _is_file(value: str) -> bool:
-    return value.startswith("/") and os.path.exists(value)
 
 
 def _hide_environment(text: str) -> str:
@@ -112,14 +107,11 @@ def _option(match: re.Match[str]) -> str:
 
 
 def redact(text: str) -> str:
-    """Hides secrets in a log line, a message or any other text.
-
-    Values of secret-looking environment variables become `***NAME***`, other secrets `***`.
-    """
+    """Hides secrets in any text: values of secret-looking environment variables become
+    `***NAME***`, other secrets `***`."""
     text = hide_shapes(_hide_environment(text))
     text = _CURL_USER.sub(rf"\1\2:{STARS}", text)
-    text = _OPTION.sub(_option, text)
-    return _hide_assigned(text)
+    return _hide_assigned(_OPTION.sub(_option, text))
 
 
 def redact_command(argv: Sequence[str]) -> list[str]:
@@ -141,12 +133,9 @@ def redact_command(argv: Sequence[str]) -> list[str]:
 
 
 def redact_diff(text: str) -> str:
-    """Hides secrets in a diff; in doubt it hides more.
-
-    Beyond `redact`: random-looking tokens of 20 characters or more (git's own hashes in `index`
-    lines stay), every quoted literal on a line that mentions a secret, and the indented lines below
-    such a line.
-    """
+    """Hides secrets in a diff; beyond `redact`: random-looking tokens of 20 characters or more
+    (git's own hashes in `index` lines stay), every quoted literal on a line that mentions a secret,
+    and the indented lines below such a line."""
     text = KEY_BLOCK.hide(_hide_environment(text))
     lines = []
     indent = -1  # of the line that opened a secret over several lines; -1 when none is open
@@ -162,23 +151,14 @@ def redact_diff(text: str) -> str:
         if indent >= 0:
             lines.append(f"{sign}{body[:width]}{STARS}" if body.strip() else line)
             continue
-        if _mentions_secret(body):
-            if body.rstrip().endswith(
-                ("(", "[", "{", "=", ":", "\\", "|", ">", "|-", '"""', "'''")
-            ):
+        if any(map(looks_secret, re.findall(r"[A-Za-z_][\w-]*", body))):
+            if body.rstrip().endswith((*"([{=:\\|>", "|-", '"""', "'''")):
                 indent = width
             body = _QUOTED.sub(rf"\1{STARS}\1", body)
             body = _XML.sub(rf"\1{STARS}", body)
-        lines.append(sign + _RANDOM.sub(_random, redact(body)))
+        body = _RANDOM.sub(lambda m: STARS if is_random(m[0]) else m[0], redact(body))
+        lines.append(sign + body)
     return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
-
-
-def _mentions_secret(line: str) -> bool:
-    return any(looks_secret(word) for word in re.findall(r"[A-Za-z_][\w-]*", line))
-
-
-def _random(match: re.Match[str]) -> str:
-    return STARS if is_random(match[0]) else match[0]
 
 
 class RedactingFilter(logging.Filter):
@@ -189,8 +169,7 @@ class RedactingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        safe = redact(message)
-        if safe != message:
+        if (safe := redact(message)) != message:
             record.msg, record.args = safe, ()
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
@@ -200,17 +179,12 @@ class RedactingFilter(logging.Filter):
 
 
 def holds_secret(key: str, value: str) -> str:
-    """Why this literal of a config must not be frozen, or "" if it may be.
-
-    Args:
-        key: The last part of the config path, such as `api_token`.
-        value: The value as written, with its interpolations unresolved.
-
-    Returns:
-        A reason that does not repeat the value.
-    """
+    """Why this literal of a config, its interpolations unresolved, must not be frozen, without
+    repeating it; "" if it may be. `key` is the last part of its path (`api_token`)."""
     named = _FROM_ENVIRONMENT.search(value) or _REFERENCE.fullmatch(value)
-    if value and looks_secret(key) and not named and not _is_kind(key, value):
+    # A value may only name a kind of credential: `credential: managed_identity`.
+    kind = "credential" in key.lower() and re.fullmatch(r"[a-z_]{1,24}", value)
+    if value and looks_secret(key) and not named and not kind:
         return "holds a secret as plain text"
     if hide_shapes(value) != value:
         return "holds a credential as plain text"
@@ -218,8 +192,3 @@ def holds_secret(key: str, value: str) -> str:
         if len(secret) >= 8 and secret in value:
             return f"holds the value of the environment variable {name}"
     return ""
-
-
-def _is_kind(key: str, value: str) -> bool:
-    """Whether a value only names a kind of credential: `credential: managed_identity`."""
-    return "credential" in key.lower() and bool(re.fullmatch(r"[a-z_]{1,24}", value))

@@ -1,11 +1,8 @@
-"""Untrusted names (blobs, objects, archives) as paths below a folder of ours.
-
-A name may lead out of the folder (`../x`, `/x`, `C:/x`), go through a link that is here already, or
-be the same file as another name on a disk that ignores case.
-"""
+"""Untrusted names (blobs, objects, archives) as paths below a folder of ours."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -37,26 +34,17 @@ def odd(name: str) -> str:
 
 def obstacle(folder: Path, name: str) -> str:
     """What blocks the path here: a link, or a file instead of a folder; "" if nothing does."""
-    path = folder
-    *above, last = name.split("/")
-    for part in above:
-        path /= part
+    for path in (folder / part for part in (*above(name), name)):
         if path.is_symlink():
             return f"{path} is a link here"
-        if path.exists() and not path.is_dir():
-            return f"{path} is a file here"
-    if (path / last).is_symlink():
-        return f"{path / last} is a link here"
-    return f"{path / last} is a folder here" if (path / last).is_dir() else ""
+        if path.exists() and path.is_dir() == (path == folder / name):
+            return f"{path} is a {'folder' if path.is_dir() else 'file'} here"
+    return ""
 
 
 def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """The local path of each file. A name without a valid path is left out, with a message.
-
-    Args:
-        folder: The folder for all of them; it may be absent.
-        names: Names relative to it, as a store lists them.
-    """
+    """The local path of each file that a store lists, below a folder that may be absent. A name
+    without a valid path is left out, with a message."""
     names = list(dict.fromkeys(names))
     folders = {parent for name in names for parent in above(name)}
     seen: dict[str, str] = {}
@@ -77,9 +65,8 @@ def places(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def above(name: str) -> list[str]:
-    """`a/b` and `a` of `a/b/c`."""
-    parts = name.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+    """`a` and `a/b` of `a/b/c`."""
+    return [*itertools.accumulate(name.split("/")[:-1], lambda path, part: f"{path}/{part}")]
 
 
 def capitals_are_one(folder: Path) -> bool:

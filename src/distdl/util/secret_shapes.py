@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 STARS = "***"
@@ -91,7 +90,7 @@ def _password(match: re.Match[str]) -> bool:
 
 def _key_block(match: re.Match[str]) -> bool:
     """Whether the block holds a key: code that only searches for its first line does not."""
-    return any(len(set(found["key"])) >= 16 for found in _KEY.finditer(match[0]))
+    return any(len(set(key["key"])) >= 16 for key in _KEY.finditer(match[0]))
 
 
 def _encoded_key(match: re.Match[str]) -> bool:
@@ -100,7 +99,6 @@ def _encoded_key(match: re.Match[str]) -> bool:
     return b"PRIVATE KEY" in base64.b64decode(text)[:64]
 
 
-@dataclass(frozen=True)
 class Shape:
     """One kind of secret.
 
@@ -111,10 +109,9 @@ class Shape:
         sure: Whether a match is certain, such as not an example.
     """
 
-    kind: str
-    pattern: re.Pattern[str]
-    needles: tuple[str, ...]
-    sure: Sure = _token
+    def __init__(self, kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> None:
+        self.kind, self.pattern, self.needles = kind, re.compile(pattern), needles
+        self.sure = sure or (_value if "<value>" in pattern else _token)
 
     def hide(self, text: str) -> str:
         return self.pattern.sub(self._hidden, text)
@@ -122,17 +119,11 @@ class Shape:
     def _hidden(self, match: re.Match[str]) -> str:
         if "value" not in self.pattern.groupindex:
             return "***PRIVATE KEY***" if self is KEY_BLOCK else STARS
-        start, end = (place - match.start() for place in match.span("value"))
+        start, end = (position - match.start() for position in match.span("value"))
         return match[0][:start] + STARS + match[0][end:]
 
 
-def _shape(kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> Shape:
-    return Shape(
-        kind, re.compile(pattern), needles, sure or (_value if "<value>" in pattern else _token)
-    )
-
-
-KEY_BLOCK = _shape(
+KEY_BLOCK = Shape(
     "a private key",
     r"(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----.*?"
     r"(-----END [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----|\Z)",
@@ -142,87 +133,81 @@ KEY_BLOCK = _shape(
 # In the order in which they are hidden: secrets inside a URL are hidden with the URL.
 SHAPES = (
     KEY_BLOCK,
-    _shape("a private key", r"\bLS0tLS1CRUdJTi[A-Za-z0-9+/=]{40,}", "LS0tLS1C", sure=_encoded_key),
-    _shape(
-        "a private key", r"Private-Lines: \d+\s+[A-Za-z0-9+/=]{40,}[A-Za-z0-9+/=\s]*", "Private-L"
-    ),
-    _shape("a private key", r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE-SECRET-KEY-"),
-    _shape(
+    Shape("a private key", r"\bLS0tLS1CRUdJTi[A-Za-z0-9+/=]{40,}", "LS0tLS1C", sure=_encoded_key),
+    Shape("a private key", r"Private-Lines: \d+\s+[A-Za-z0-9+/=]{40,}[A-Za-z0-9+/=\s]*", "-Lines"),
+    Shape("a private key", r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE-SECRET-KEY-"),
+    Shape(
         "a password in a URL",
         r"(?<=\w)://(?!\$\{)(?P<user>[^\s/:@\"']*):(?!\$\{)(?P<value>[^\s/\"']+)@",
         "://",
         sure=_password,
     ),
-    _shape("a token in a URL", r"(?<=\w)://(?P<value>[^\s/:@\"'${}]{16,})@", "://"),
-    _shape(
+    Shape("a token in a URL", r"(?<=\w)://(?P<value>[^\s/:@\"'${}]{16,})@", "://"),
+    Shape(
         "a signed URL",
         r"(?i)\b(?:sig|X-Amz-Signature|X-Goog-Signature)="
         r"(?!\$\{|\*\*\*)(?P<value>[^&\s\"';,<>\\]+)",
         *("sig=", "ignature="),
         sure=lambda match: len(match["value"]) >= 40 and _value(match),
     ),
-    _shape(
+    Shape(
         "a token in a URL",
         r"[?&](?:access_|auth_|api_|private_)?(?:token|key)=(?P<value>[\w.~+/-]{16,})",
         *("token=", "key="),
     ),
-    _shape(
+    Shape(
         "a bearer token",
         r"(?i)\b(?:bearer|authorization:?\s*basic)\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
         *("earer", "EARER", "asic", "ASIC"),
     ),
-    _shape(
+    Shape(
         "the key of a storage account",
         r"(?:Account|SharedAccess|Shared)Key=(?P<value>[A-Za-z0-9+/]{40,}={0,2})",
         "Key=",
     ),
-    _shape(
+    Shape(
         "an AWS secret key",
         r"(?i)aws_?secret_?(?:access_?)?key[\"']?\s*[=:]\s*[\"']?"
         r"(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
         *("ecret", "ECRET"),
     ),
-    _shape(
+    Shape(
         "a Weights & Biases key",
         r"(?:WANDB_API_KEY[\"']?\s*[=:]\s*[\"']?|wandb\.login\([^)\n]{0,80}?[\"'])"
         r"(?P<value>[0-9a-f]{40,})\b",
         *("WANDB_API_KEY", "wandb.login"),
     ),
-    _shape("an AWS access key", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "AKIA", "ASIA"),
-    _shape(
+    Shape("an AWS access key", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "AKIA", "ASIA"),
+    Shape(
         "a GitHub token",
         r"\bgh[oprsu]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}",
         *("gho_", "ghp_", "ghr_", "ghs_", "ghu_", "github_pat_"),
         sure=_long,
     ),
-    _shape("a GitLab token", r"\bglpat-[\w-]{16,}", "glpat-"),
-    _shape(
+    Shape("a GitLab token", r"\bglpat-[\w-]{16,}", "glpat-"),
+    Shape(
         "a web token (JWT)",
         r"\beyJ[\w-]{8,}(?:\.[\w-]*){0,2}",
         "eyJ",
         sure=lambda match: ".eyJ" in match[0] and len(match[0]) >= 60 and _token(match),
     ),
-    _shape("a Hugging Face token", r"\bhf_[A-Za-z0-9]{16,}", "hf_", sure=_long),
-    _shape("an API key (sk-...)", r"\b(?P<value>sk-(?=[\w-]*\d)[\w-]{16,})", "sk-"),
-    _shape("a Slack token", r"\bxox[a-z]-[\w-]{10,}", "xox"),
-    _shape(
-        "a Slack webhook",
-        r"hooks\.slack\.com/services/T\w+/B\w+/\w{16,}",
-        "hooks.slack.com/services",
-    ),
-    _shape("a Google key", r"\bAIza[\w-]{30,}", "AIza"),
-    _shape("a Databricks token", r"\bdapi[0-9a-f]{30,}", "dapi"),
-    _shape(
+    Shape("a Hugging Face token", r"\bhf_[A-Za-z0-9]{16,}", "hf_", sure=_long),
+    Shape("an API key (sk-...)", r"\b(?P<value>sk-(?=[\w-]*\d)[\w-]{16,})", "sk-"),
+    Shape("a Slack token", r"\bxox[a-z]-[\w-]{10,}", "xox"),
+    Shape("a Slack webhook", r"hooks\.slack\.com/services/T\w+/B\w+/\w{16,}", "hooks.slack.com"),
+    Shape("a Google key", r"\bAIza[\w-]{30,}", "AIza"),
+    Shape("a Databricks token", r"\bdapi[0-9a-f]{30,}", "dapi"),
+    Shape(
         "a PyPI token", r"\bpypi-[\w-]{30,}", "pypi-", sure=lambda m: is_random(m[0]) and _token(m)
     ),
-    _shape("an npm token", r"\bnpm_[A-Za-z0-9]{36}\b", "npm_"),
-    _shape("a SendGrid key", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", "SG."),
-    _shape("a Stripe key", r"\b[sr]k_live_[A-Za-z0-9]{16,}", "k_live_"),
+    Shape("an npm token", r"\bnpm_[A-Za-z0-9]{36}\b", "npm_"),
+    Shape("a SendGrid key", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", "SG."),
+    Shape("a Stripe key", r"\b[sr]k_live_[A-Za-z0-9]{16,}", "k_live_"),
 )
 
 # A random literal under a secret-looking name. Only for files: in logs and diffs the name alone is
 # enough (`distdl.util.redact`).
-_NAMED = _shape(
+_NAMED = Shape(
     "a secret by its name",
     r"[=:]{1,2}>?[ \t]*(?P<quote>[\"']?)(?P<value>[\w+/=~.-]{20,200}+)(?P=quote)(?![\w(\[])",
     *("=", ":"),
@@ -238,11 +223,8 @@ def hide_shapes(text: str) -> str:
 
 
 def find(content: bytes) -> Iterator[tuple[int, str]]:
-    """Certain secrets in a file's content: text in UTF-8, UTF-16 or Latin-1, or binary.
-
-    Yields:
-        The line of the first secret of each kind, from 1, and the kind.
-    """
+    """Certain secrets in a file's content (text in UTF-8, UTF-16 or Latin-1, or binary): the line,
+    from 1, of the first one of each kind, and the kind."""
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")
     text = ""

@@ -11,15 +11,8 @@ from importlib.machinery import PathFinder
 
 
 def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str, str] | None:
-    """The user's file that made an import fail, because it hides a module of the same name.
-
-    Args:
-        error: The error of the import.
-        folders: The folders of the user's own modules.
-
-    Returns:
-        The file, what is wrong with it, and the remedy; None if the import failed otherwise.
-    """
+    """The file of the user's `folders` that made an import fail, because it hides a module of the
+    same name, what is wrong with it, and the remedy; None if the import failed otherwise."""
     thing = getattr(error, "obj", None)
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)
     name = str(named or "").partition(".")[0]

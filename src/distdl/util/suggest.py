@@ -23,14 +23,8 @@ def closest(word: str, choices: Iterable[str]) -> str:
 
 
 def did_you_mean(path: str, known: Iterable[str]) -> str:
-    """Suggests the known config paths (at most two) that the user may have meant by `path`.
-
-    `lrr` finds `optimizer.lr`, `trainer.max_epoch` finds `trainer.max_epochs`, and `optimiser.lr`
-    finds `optimizer.lr`.
-
-    Returns:
-        "did you mean optimizer.lr?", or "" if nothing is close.
-    """
+    """Suggests the known config paths (at most two) that the user may have meant by `lrr` or
+    `optimiser.lr`: "did you mean optimizer.lr?", or "" if nothing is close."""
     names = nearest(path, known)
     return f"did you mean {' or '.join(names)}?" if names else ""
 
@@ -39,9 +33,7 @@ def nearest(path: str, known: Iterable[str]) -> list[str]:
     """The same paths as a list, the nearest first; empty if nothing is close."""
     section, _, leaf = path.rpartition(".")
     scored: list[tuple[float, str]] = []
-    for candidate in dict.fromkeys(known):
-        if candidate == path:
-            continue
+    for candidate in dict.fromkeys(name for name in known if name != path):
         candidate_section, _, candidate_leaf = candidate.rpartition(".")
         same = candidate_section == section
         score = _ratio(leaf, candidate_leaf) - (0 if same else _OTHER_SECTION)
@@ -63,10 +55,8 @@ _SPELT = {
 
 
 def respelt(value: Any) -> Any:
-    """The value that a user probably meant by 3.0, '3', 'None' or 'yes'; else the value itself.
-
-    The caller checks whether it fits.
-    """
+    """The value that a user probably meant by 3.0, '3', 'None' or 'yes'; else the value itself. The
+    caller checks whether it fits."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):

@@ -10,21 +10,13 @@ from distdl.util.errors import UserError
 
 
 def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterator[str]:
-    """Lines of a growing file, without line ends, until it no longer grows.
-
-    Args:
-        path: The file, which need not exist yet.
-        alive: Whether it may still grow; called before each read, so that the last lines are read.
-        interval: Seconds between two reads.
-
-    Raises:
-        UserError: The file is a link, which a run never writes.
-    """
+    """Lines of a growing file, without line ends, until it is no longer `alive`. It need not exist
+    yet, and is read every `interval` seconds. A link, which a run never writes, is a UserError."""
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
     position, rest = 0, b""
     while True:
-        last_look = not alive()
+        last_look = not alive()  # before each read, so that the last lines are read
         if path.exists():
             with path.open("rb") as file:
                 file.seek(position)

@@ -15,29 +15,19 @@ MISREAD = 1000  # hours
 
 
 def seconds(walltime: object) -> int:
-    """The limit in seconds. `12`, `0.5` and "12" are hours; text may also be `h:mm:ss`, `d-h`,
-    `d-h:mm` or `d-h:mm:ss`.
-
-    Args:
-        walltime: A number, or text.
-
-    Returns:
-        seconds: At least 1.
-
-    Raises:
-        ValueError: It is not a time, or surely a mistake. The text begins with the value and says
-            why; the caller adds the valid forms (`FORMS`).
-    """
+    """The limit in seconds, at least 1, of hours (`12`, `0.5`, "12"), `h:mm:ss`, `d-h`, `d-h:mm` or
+    `d-h:mm:ss`. A ValueError, to which the caller adds the valid forms (`FORMS`), says why it is
+    not a time, or surely a mistake."""
     text = str(walltime).strip()
     if isinstance(walltime, bool) or not isinstance(walltime, (int, float, str)):
         raise ValueError(f"{walltime!r} is not a time")
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
-    if found is None or text.isdigit():
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
+    if match is None or text.isdigit():
         return _hours(text, walltime)
-    days, hours, minutes, rest = found.groups()
+    days, hours, minutes, rest = match.groups()
     if days is None and rest is None:
-        what = f"{walltime!r} is minutes and seconds for Slurm, and hours and minutes for others"
-        raise ValueError(what)
+        both = "minutes and seconds for Slurm, and hours and minutes for others"
+        raise ValueError(f"{walltime!r} is {both}")
     if any(len(part) != 2 or int(part) > 59 for part in (minutes, rest) if part is not None):
         raise ValueError(f"{walltime!r} is not a time: minutes and seconds go from 00 to 59")
     if days is not None and int(hours) > 23:
@@ -48,15 +38,14 @@ def seconds(walltime: object) -> int:
     return total
 
 
-def _hours(text: str, given: object) -> int:
-    if isinstance(given, str) and not re.fullmatch(r"\d+\.?\d*|\.\d+", text, re.ASCII):
-        raise ValueError(f"{given!r} is not a time")
-    hours = float(text)
+def _hours(text: str, walltime: object) -> int:
+    plain = not isinstance(walltime, str) or re.fullmatch(r"\d+\.?\d*|\.\d+", text, re.ASCII)
+    hours = float(text) if plain else math.nan
     if not math.isfinite(hours):
-        raise ValueError(f"{given!r} is not a time")
+        raise ValueError(f"{walltime!r} is not a time")
     if round(hours * 3600) < 1:
-        raise ValueError(f"{given!r} is no time at all")
+        raise ValueError(f"{walltime!r} is no time at all")
     if hours >= MISREAD:
         misread = "did YAML read 1:30:00 as a number (5400)? Then put it in quotes"
-        raise ValueError(f"{given!r} would be {hours:g} hours; {misread}")
+        raise ValueError(f"{walltime!r} would be {hours:g} hours; {misread}")
     return round(hours * 3600)

@@ -43,15 +43,11 @@ def run(
     them.
 
     Args:
-        command: What each rank runs, without the interpreter.
         name: Identifies the job to the agents of the other nodes.
-        devices: Ranks on this node.
         attempt: Receives the redacted output of all ranks but the node's first, and a record of
             each rank that was killed.
-        nodes, node_rank: How many nodes there are, and which one this is.
         main: With several nodes: `host:port` of the ranks' store on node 0.
         grace_seconds: From a signal until the ranks are killed.
-        env: Variables to set before.
 
     Returns:
         0, or the exit code of the rank that failed first. -N if signal N ended that rank, or if
@@ -65,18 +61,12 @@ def run(
     if nodes == 1 and (interface := loopback()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[variable] = os.environ.get(variable) or interface
-    several = {"rdzv_backend": "static", "rdzv_configs": {"rank": node_rank, "timeout": 900}}
-    options: dict[str, Any] = {
-        "min_nodes": nodes,
-        "max_nodes": nodes,
-        "nproc_per_node": devices,
-        "run_id": name.replace("/", "_"),
-        "rdzv_endpoint": main,
-        "max_restarts": 0,
-        "monitor_interval": 0.1,
-        "shutdown_timeout": grace_seconds,
-        **(several if nodes > 1 else {}),
-    }
+    options: dict[str, Any] = {"min_nodes": nodes, "max_nodes": nodes, "nproc_per_node": devices}
+    options |= {"run_id": name.replace("/", "_"), "rdzv_endpoint": main, "max_restarts": 0}
+    options |= {"monitor_interval": 0.1, "shutdown_timeout": grace_seconds}
+    if nodes > 1:
+        options["rdzv_backend"] = "static"
+        options["rdzv_configs"] = {"rank": node_rank, "timeout": 900}
     folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
     try:
         with stopping.raised():
@@ -89,12 +79,8 @@ def run(
 
 
 def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
-    """The part that needs torch.
-
-    Args:
-        folder: Where the output of the ranks goes.
-        options: Arguments of torch's LaunchConfig.
-    """
+    """The part that needs torch: `folder` is for the output of the ranks, `options` for torch's
+    LaunchConfig."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -104,11 +90,11 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
 
     signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    fields = {f.name for f in dataclasses.fields(LaunchConfig)}
     with RankOutput(folder, options["nproc_per_node"]) as output:
         options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
         options["signals_to_handle"] = signals
-        config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
+        config = LaunchConfig(**{k: v for k, v in options.items() if k in fields})
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
@@ -120,10 +106,7 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
 
 def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
     """Records the ranks that could not do so themselves, and returns the exit code of the cause.
-
-    Args:
-        ended: Rank to `exitcode` and `timestamp`, as torch reports them, for each rank that failed.
-    """
+    torch reports the `exitcode` and `timestamp` of each rank that failed."""
     start = min(each.timestamp for each in ended.values())
     for rank, each in ended.items():
         code = int(each.exitcode)
@@ -140,9 +123,8 @@ def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
 
 
 def loopback() -> str | None:
-    """The interface that reaches only this machine: `lo`, or `lo0`."""
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if name in ("lo", "lo0")), None)
+    """The interface that reaches only this machine."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

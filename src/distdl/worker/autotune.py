@@ -2,11 +2,9 @@
 
 The global batch stays as it is. The candidates differ in how it is divided (`data.batch_size`
 against `trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, in the ZeRO
-stage. Each candidate trains a few steps on the job's own devices. The fastest is written into the
-attempt's launch.yaml, so a resume uses it and does not measure again.
-
-DeepSpeed's own autotuner starts the whole job again for each candidate, with its own launcher, so
-it cannot run inside a job that a cluster has started.
+stage. Each trains a few steps on the job's own devices. The fastest is written into the attempt's
+launch.yaml, so a resume uses it and does not measure again. (DeepSpeed's own autotuner starts the
+job again for each candidate, which is impossible inside a job that a cluster has started.)
 """
 
 from __future__ import annotations
@@ -44,13 +42,10 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate: what it changes in the recipe, by config path, and its name in messages."""
+    """What it changes in the recipe, by config path, and its name in messages."""
 
     changes: dict[str, Any]
     name: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -64,11 +59,8 @@ class Measured:
 
 
 def tuned(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest candidate; unchanged for a task other than training. Collective.
-
-    Raises:
-        UserError: No candidate can train.
-    """
+    """The config with the fastest candidate; unchanged for a task other than training. A UserError
+    if no candidate can train. Collective."""
     if config.task._target_ != configs.TRAIN:
         return config
     environment, measured = context.environment, []
@@ -76,12 +68,17 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
         each = measure(config, candidate, environment, context.resources, context.stop)
         report(environment, "autotune: %s", line(each))
         measured.append(each)
+    best = fastest(measured, "strategy.autotune").candidate
+    return freeze(config, context, best, "autotune", measured)
+
+
+def fastest(measured: list[Measured], path: str) -> Measured:
+    """The shortest step; a UserError about the option `path` if no candidate can train."""
     able = [each for each in measured if each.seconds is not None]
     if not able:
         what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
-        raise UserError.at("strategy.autotune", what, "a smaller data.batch_size")
-    best = min(able, key=lambda each: each.seconds or 0.0).candidate
-    return freeze(config, context, best, "autotune", measured)
+        raise UserError.at(path, what, "a smaller data.batch_size")
+    return min(able, key=lambda each: each.seconds or 0.0)
 
 
 def report(environment: Environment, text: str, *arguments: object) -> None:
@@ -92,13 +89,11 @@ def report(environment: Environment, text: str, *arguments: object) -> None:
 def freeze(
     config: DictConfig, context: RankContext, best: Candidate, name: str, measured: list[Measured]
 ) -> DictConfig:
-    """Writes rank 0's choice into the attempt's launch.yaml, and its measurements under `name`.
-
-    A resume inherits the changes of the previous attempt, and with them the choice. Collective.
-    """
+    """Writes rank 0's choice into the attempt's launch.yaml, whose changes a resume inherits, and
+    its measurements under `name`. Collective."""
     best, launch = process_group.broadcast(best), context.launch
     text = "%s: this attempt and those that resume it train with %s"
-    report(context.environment, text, name, best)
+    report(context.environment, text, name, best.name)
     launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
     launch[name] = [line(each) for each in measured]
     if context.environment.rank == 0:
@@ -112,19 +107,15 @@ def candidates(config: DictConfig) -> Iterator[Candidate]:
     sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
     own_file = config.strategy.get("config")  # its ZeRO settings are kept
     for stage in (None,) if own_file else STAGES:
-        for size in sizes:
-            if not (stage != 3 and config.strategy.get("offload_parameters")):
-                yield cut(size, batch // size, stage)
+        if stage == 3 or not config.strategy.get("offload_parameters"):
+            yield from (cut(size, batch // size, stage) for size in sizes)
 
 
 def cut(batch_size: int, accumulate: int, stage: int | None) -> Candidate:
     """One division of the batch, with a ZeRO stage if given."""
     name = f"data.batch_size={batch_size} x {accumulate} accumulated"
-    changes: dict[str, Any] = {
-        "data.batch_size": batch_size,
-        "trainer.accumulate_grad_batches": accumulate,
-        "strategy.autotune": False,
-    }
+    changes = {"data.batch_size": batch_size, "trainer.accumulate_grad_batches": accumulate}
+    changes["strategy.autotune"] = False
     if stage is None:
         return Candidate(changes, name)
     return Candidate({**changes, "strategy.stage": stage}, f"ZeRO-{stage}, {name}")
@@ -151,21 +142,12 @@ def measure(
         Stopped: A rank was asked to end meanwhile. Nothing was measured.
     """
     stop.check()
-    settings = configs.merge(
-        config,
-        OmegaConf.create({}),
-        {
-            **candidate.changes,
-            "trainer.max_steps": warm_up + steps,
-            "trainer.max_epochs": -1,
-            "trainer.limit_val_batches": 0,
-            "trainer.num_sanity_val_steps": 0,
-            "trainer.enable_model_summary": False,
-        },
-    )
+    short = {"max_steps": warm_up + steps, "max_epochs": -1, "limit_val_batches": 0}
+    short |= {"num_sanity_val_steps": 0, "enable_model_summary": False}
+    changes = candidate.changes | {f"trainer.{k}": v for k, v in short.items()}
+    settings = configs.merge(config, OmegaConf.create({}), changes)
     settings.callbacks = {}
-    clock = Clock(warm_up, steps)
-    why = ""
+    clock, why = Clock(warm_up, steps), ""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
@@ -173,15 +155,11 @@ def measure(
         attempt = Attempt(run.path / "attempts/001")
         try:
             built = build(settings, run, attempt, environment, resources, stop, [])
-            kept = [
-                callback
-                for callback in built.trainer.callbacks  # type: ignore[attr-defined]
-                if not isinstance(callback, Checkpointer | StepMetrics)
-            ]
-            built.trainer.callbacks = [*kept, clock]  # type: ignore[attr-defined]
-            built.trainer.fit(built.module, datamodule=built.datamodule)
-            engine = getattr(built.trainer.strategy, "_engine", None)
-            if engine is not None:
+            trainer: Any = built.trainer
+            out = (Checkpointer, StepMetrics)
+            trainer.callbacks = [*(c for c in trainer.callbacks if not isinstance(c, out)), clock]
+            trainer.fit(built.module, datamodule=built.datamodule)
+            if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
                 engine.destroy()
         except torch.cuda.OutOfMemoryError:
             why = "out of memory"
@@ -189,7 +167,7 @@ def measure(
             raise
         except survivable as error:
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    built = engine = None  # type: ignore[assignment]
+    built = trainer = engine = None  # type: ignore[assignment]
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     torch.cuda.empty_cache()
@@ -225,4 +203,4 @@ def line(measured: Measured) -> str:
     """One row of the table."""
     took = measured.why if measured.seconds is None else f"{measured.seconds * 1000:9.1f} ms a step"
     memory = f", {measured.memory / 2**30:6.2f} GiB" if measured.memory else ""
-    return f"{measured.candidate!s:<48}{took}{memory}"
+    return f"{measured.candidate.name:<48}{took}{memory}"

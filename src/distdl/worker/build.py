@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -39,13 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Built:
-    """A built run, as a task receives it.
-
-    Args:
-        checkpoint: What to resume from, or None.
-        own_optimizer: The module defines `configure_optimizers`, so the config's optimizer and
-            schedule are not used.
-    """
+    """A built run, as a task receives it."""
 
     config: DictConfig
     run: RunDirectory
@@ -54,8 +49,8 @@ class Built:
     datamodule: LightningDataModule | None
     metrics: StepMetrics
     checkpointer: Checkpointer
-    checkpoint: str | None = None
-    own_optimizer: bool = False
+    checkpoint: str | None = None  # from which to resume
+    own_optimizer: bool = False  # the module defines `configure_optimizers`
 
     @property
     def data(self) -> str:
@@ -78,21 +73,14 @@ def build(
     loggers: list[Any],
     checkpoint: str | None = None,
 ) -> Built:
-    """Builds everything, on this rank.
-
-    Args:
-        config: The recipe merged with where it runs.
-        run, attempt: Where files go.
-        environment: Which rank this is.
-        resources: The number of ranks, nodes and devices, and the accelerator.
-        stop: Whether this process was asked to end.
-        loggers: Lightning loggers.
-        checkpoint: What to resume from; the same on all ranks.
-    """
+    """Builds everything, on this rank, from the recipe merged with where it runs. `checkpoint`,
+    from which to resume, is the same on all ranks."""
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
     position = TrainPosition()
-    module = build_module(config)
+    # The same weights on every rank, whether or not the strategy broadcasts them.
+    seed_everything(config.seed, workers=True, verbose=False)
+    module: LightningModule = make(config.model)
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
     nodes = (config.get("callbacks") or {}).items()
@@ -133,9 +121,8 @@ def build(
 
 def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
     """(rank, count) among the ranks that take different data; a strategy may override it."""
-    share_of = getattr(strategy, "data_share", None)
-    rank, world_size = environment.rank, environment.world_size
-    return share_of(rank, world_size) if share_of is not None else (rank, world_size)
+    share_of = getattr(strategy, "data_share", lambda *position: position)
+    return share_of(environment.rank, environment.world_size)
 
 
 def make(node: Any) -> Any:
@@ -143,21 +130,13 @@ def make(node: Any) -> Any:
     otherwise. Errors are the original ones, not Hydra's. Where a dtype is expected, `torch.float32`
     or `float32` becomes one."""
     if isinstance(node, DictConfig):
-        given = plain(node)
-        typed = with_dtypes(given)
-        node = node if typed == given else typed
+        values = plain(node)
+        typed = with_dtypes(values)
+        node = node if typed == values else typed
     try:
         return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
     except InstantiationException as error:
         raise error.__cause__ or error from None
-
-
-def build_module(config: DictConfig) -> LightningModule:
-    from lightning.pytorch import seed_everything
-
-    # The same weights on every rank, whether or not the strategy broadcasts them.
-    seed_everything(config.seed, workers=True, verbose=False)
-    return make(config.model)
 
 
 def configures_optimizers(module: LightningModule) -> bool:
@@ -167,12 +146,8 @@ def configures_optimizers(module: LightningModule) -> bool:
 def attach_optimizer(
     module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
 ) -> None:
-    """Sets the config's optimizer and schedule as the module's `configure_optimizers`.
-
-    Args:
-        declared: The config's global batch, for loaders that do not state theirs.
-        position: Knows the loaders' batch size.
-    """
+    """Sets the config's optimizer and schedule as the module's `configure_optimizers`. `position`
+    knows the loaders' batch size; `declared` is the config's global batch, if they have none."""
     optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
     if not optimizer_node:
         return
@@ -203,12 +178,9 @@ def attach_optimizer(
 
 
 def may_fuse(config: DictConfig) -> bool:
-    """Whether an optimizer may use its fused kernel where the user has not decided.
-
-    With 16-mixed, a fused step would unscale the gradients itself, after they were clipped, and
-    Lightning refuses that. DeepSpeed's optimizers hold one flat parameter. They keep their groups
-    in their own way, including the keys that choose a kernel.
-    """
+    """Whether an optimizer may use its fused kernel where the user has not decided. With 16-mixed,
+    a fused step would unscale the gradients itself, after they were clipped, and Lightning refuses
+    that. DeepSpeed's optimizers keep the keys that choose a kernel in their own way."""
     half = str(config.trainer.get("precision")) in ("16", "16-mixed")
     clips = bool(config.trainer.get("gradient_clip_val"))
     strategy = str((config.get("strategy") or {}).get("_target_"))
@@ -216,7 +188,7 @@ def may_fuse(config: DictConfig) -> bool:
 
 
 class Unprofiled(PassThroughProfiler):
-    """Lightning's profiler that does nothing. It is called 35 times per step of a default run. One
+    """Lightning's profiler that does nothing. It is called 35 times per step of a default run: one
     shared context takes a quarter of the time of a new generator for each call."""
 
     _nothing = nullcontext()

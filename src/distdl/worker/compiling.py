@@ -1,8 +1,7 @@
 """`model.compile=measured`: finds which mode of torch.compile is fastest here, if any.
 
-Before the training, it trains a few steps in each mode, with the run's own devices and data. The
-fastest mode is written into the attempt's launch.yaml, so a resume uses it and does not measure
-again (like `strategy.autotune`, see `distdl.worker.autotune`).
+Before the training, it trains a few steps in each mode, with the run's own devices and data, and
+freezes the fastest mode like `distdl.worker.autotune`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from omegaconf import DictConfig
 
 from distdl.config.recipe import BENCHMARK, TRAIN
 from distdl.models.compilers import keep_results, refuse_without_compiler
-from distdl.util.errors import UserError
 from distdl.worker import autotune
 from distdl.worker.rank_context import RankContext
 
@@ -32,11 +30,8 @@ def way(mode: str | bool) -> autotune.Candidate:
 
 
 def chosen(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest mode instead of "measured". Collective.
-
-    Raises:
-        UserError: The model trains in no mode, or there is no compiler.
-    """
+    """The config with the fastest mode instead of "measured". A UserError if the model can train in
+    no mode, or if there is no compiler. Collective."""
     if config.task._target_ not in (BENCHMARK, TRAIN):
         return config
     resources, measured = context.resources, []
@@ -64,16 +59,8 @@ def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
 
 
 def fastest(measured: list[autotune.Measured]) -> autotune.Candidate:
-    """The uncompiled setting (the first), unless another one is shorter by `LEAST_GAIN`.
-
-    Raises:
-        UserError: No mode can train.
-    """
-    able = [each for each in measured if each.seconds is not None]
-    if not able:
-        what = f"the model does not train in any mode; the last one: {measured[-1].why}"
-        raise UserError.at("model.compile", what, "a smaller data.batch_size")
-    best = min(able, key=lambda each: each.seconds or 0.0)
+    """The uncompiled setting (the first), unless another one is shorter by `LEAST_GAIN`."""
+    best = autotune.fastest(measured, "model.compile")
     plain = measured[0].seconds
     if plain is not None and (best.seconds or 0.0) > (1 - LEAST_GAIN) * plain:
         return measured[0].candidate

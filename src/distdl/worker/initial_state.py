@@ -1,8 +1,7 @@
 """What a task takes from a checkpoint: its own run's, another run's, Lightning's, or bare weights.
 
-A new training that starts from a checkpoint restores all of its state if that fits: optimizers,
-schedules and loops, with the rates and settings of the new config. Otherwise it takes only the
-weights, and one warning gives the reason.
+A new training restores all of its state if that fits, with the rates and settings of the new
+config. Otherwise it takes only the weights, and one warning gives the reason.
 """
 
 from __future__ import annotations
@@ -48,13 +47,11 @@ def start(context: Built, path: str | None, loop: Callable[..., Any], **more: An
 
 def prepare(context: Built, path: str) -> None:
     """Installs `load` where the Trainer restores weights, and `restore` where it restores the rest.
-
-    An evaluation logs at the checkpoint's step and epoch. They raise a UserError if the weights do
-    not fit, or if all of it fits but the checkpoint has already trained as long as this run shall.
-    """
+    They raise a UserError if the weights do not fit, or if all of it fits but the checkpoint has
+    already trained as long as this run shall. An evaluation logs at its step and epoch."""
     trainer, module, file = context.trainer, context.module, shown(Path(path))
     connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
-    load_as_ever, restore_as_ever = strategy.load_model_state_dict, connector.restore_training_state
+    load_weights, restore_all = strategy.load_model_state_dict, connector.restore_training_state
 
     def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         names = module.state_dict().keys()
@@ -62,7 +59,7 @@ def prepare(context: Built, path: str) -> None:
         saved = checkpoint["state_dict"].items()
         named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
         try:
-            load_as_ever({**checkpoint, "state_dict": named}, strict=strict)
+            load_weights({**checkpoint, "state_dict": named}, strict=strict)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
@@ -77,7 +74,7 @@ def prepare(context: Built, path: str) -> None:
         checkpoint = connector._loaded_checkpoint
         trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
         if not trains or not checkpoint or Path(path).is_relative_to(context.run.path):
-            return restore_as_ever()
+            return restore_all()
         foreign, why = KEY not in checkpoint, None
         asked = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
         if foreign:
@@ -93,7 +90,7 @@ def prepare(context: Built, path: str) -> None:
             message = "%s: its weights are taken alone, and the training begins anew: %s"
             return log.warning(message, file, why)
         longest, loop.max_epochs = loop.max_epochs, None  # Lightning's refusal names no file
-        restore_as_ever()
+        restore_all()
         loop.max_epochs = longest
         kept = checkpoint.get(KEY) or {}
         ask_again(trainer, asked, kept.get("rates"), file, context.checkpointer.batch_ratio(kept))
@@ -123,14 +120,9 @@ def prepare(context: Built, path: str) -> None:
 def ask_again(
     trainer: Trainer, asked: list[Any], before: list[Any] | None, file: str, batch_ratio: float
 ) -> None:
-    """Gives a new run its configured rates and settings, where the checkpoint's differ.
-
-    Args:
-        asked: For each optimizer, its groups as built, before the state was restored.
-        before: The rates with which the checkpoint's groups were built; None: not recorded.
-        file: The checkpoint.
-        batch_ratio: By how much the rate will change with the global batch.
-    """
+    """Gives a new run its configured rates and settings, where the checkpoint's differ: `asked` has
+    each optimizer's groups as built, `before` the rates with which the checkpoint's were built, if
+    recorded; the rate will change with the global batch by `batch_ratio`."""
     schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
     # Schedules that change the momentum as well keep it among their own settings.
     moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
@@ -155,9 +147,8 @@ def ask_again(
                 if name in group:
                     group[name] *= ratio
             for schedule in schedules:
-                if getattr(schedule, "optimizer", None) is optimizer and index < len(
-                    getattr(schedule, "base_lrs", ())
-                ):
+                moves = getattr(schedule, "optimizer", None) is optimizer
+                if moves and index < len(getattr(schedule, "base_lrs", ())):
                     schedule.base_lrs[index] *= ratio
                     schedule._last_lr[index] *= ratio
     if differences:

@@ -1,8 +1,7 @@
 """What every rank runs, everywhere: `python -m distdl.worker BUNDLE STORE`.
 
-It never runs Hydra on a command line: it reads the frozen config and launch.yaml, once each, finds
-out which rank it is, builds, and does the task. The attempt's status.json and the exit code say how
-it ended.
+It reads the frozen config and launch.yaml, once each, finds out which rank it is, builds, and does
+the task. The attempt's status.json and the exit code say how it ended.
 """
 
 from __future__ import annotations
@@ -42,12 +41,8 @@ log = logging.getLogger("distdl.worker")
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
-    """Runs one rank of one attempt and returns its exit code.
-
-    Args:
-        argv: The command line; None for this process's own.
-        stop: Has listened for signals since the process began, if given.
-    """
+    """Runs one rank of one attempt and returns its exit code. `stop` may have listened for signals
+    since the process began."""
     parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
     parser.add_argument("bundle", type=Path, help="where config.yaml is")
     parser.add_argument("store", type=Path, help="where checkpoints, logs and status go")
@@ -59,7 +54,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     outlive_readers()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     try:
-        attempt = bundle.create_store(run, arguments.attempt or newest(run))
+        last = run.last_attempt()
+        attempt = bundle.create_store(run, arguments.attempt or (last.number if last else 1))
     except UserError as error:
         print(f"distdl: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -91,11 +87,6 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         return fail(attempt, rank, error)
     finally:
         stop.uninstall()
-
-
-def newest(run: RunDirectory) -> int:
-    last = run.last_attempt()
-    return last.number if last else 1
 
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
@@ -138,6 +129,8 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
 
 def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     """Runs after all ranks are connected: checkpoint, measured choices, tracking, task."""
+    from hydra.utils import get_method
+
     from distdl import tracking
     from distdl.checkpoint import fetching
     from distdl.distributed import process_group, rank_table
@@ -164,9 +157,9 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
         {k: make(node) for k, node in (config.get("tracking") or {}).items()},
     )
     state = JobState.FAILED
+    parts = (config, run, attempt, environment, resources, context.stop)
     try:
         with lightnings_refusals():
-            parts = (config, run, attempt, environment, resources, context.stop)
             built = build(*parts, tracker.loggers, checkpoints)
             tracker.settle()
             context.stop.check()
@@ -180,7 +173,9 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
                     tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
 
                 built.metrics.tell = on_start
-            metrics = perform_task(config, built)
+            arguments = configs.plain(config.task)
+            # Directly: through Hydra its exceptions would become Hydra's.
+            metrics = get_method(str(arguments.pop("_target_")))(built, **arguments) or {}
         state = JobState.SUCCEEDED
         if rank == 0:
             started = attempt.status().get("started", 0)
@@ -214,15 +209,6 @@ def lightnings_refusals() -> Iterator[None]:
         if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
             raise UserError(f"Lightning refuses it: {error}") from error
         raise
-
-
-def perform_task(config: DictConfig, built: Any) -> dict[str, float]:
-    """Calls the task directly: through Hydra its exceptions would become Hydra's."""
-    from hydra.utils import get_method
-
-    arguments = configs.plain(config.task)
-    task = get_method(str(arguments.pop("_target_")))
-    return task(built, **arguments) or {}
 
 
 def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
@@ -266,11 +252,9 @@ def note(attempt: Attempt, rank: int, error: BaseException) -> int:
         log.debug("%s", text)  # for the file: the screen shows it without a traceback
     if debugged:
         log.error("ended in the debugger")
-    elif isinstance(error, UserError):
-        pass
-    elif first and caused:
+    elif first and caused and not isinstance(error, UserError):
         log.error("ends because rank %s failed first", first["rank"])
-    else:
+    elif not isinstance(error, UserError):
         log.error("%s%s", text, f"at {where}" if where else "")
     return code
 

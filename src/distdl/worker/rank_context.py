@@ -13,15 +13,7 @@ from distdl.runs.directory import Attempt, RunDirectory
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of an attempt.
-
-    Args:
-        attempt: Has the paths of its files.
-        launch: The contents of its launch.yaml; a measured choice is added to it.
-        resources: The number of ranks, nodes and devices, and the accelerator.
-        environment: Which of the ranks this one is.
-        stop: Whether this process was asked to end.
-    """
+    """One rank of an attempt. A measured choice is added to `launch`, its launch.yaml."""
 
     attempt: Attempt
     launch: dict[str, Any]

@@ -8,7 +8,7 @@ import warnings
 from typing import TextIO
 
 from distdl.runs.directory import Attempt
-from distdl.util.imports import FOR_AUTHORS, log_early
+from distdl.util.imports import ignore_warnings_for_authors, log_early
 from distdl.util.redact import RedactingFilter
 
 QUIET = ("urllib3",)  # it logs each retry; its callers report the outcome
@@ -42,9 +42,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     file = logging.FileHandler(attempt.logs / f"rank_{rank}.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = ScreenHandler()
-    screen.setFormatter(
-        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
-    )
+    screen.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
     screen.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     screen.addFilter(
         lambda record: (
@@ -59,8 +57,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     root.setLevel(logging.INFO)
     logging.getLogger("distdl.worker").setLevel(logging.DEBUG)  # which variable gave which rank
     logging.captureWarnings(True)
-    for category in FOR_AUTHORS:
-        warnings.filterwarnings("ignore", category=category)
+    ignore_warnings_for_authors()
     # Lightning cannot see that our loaders resume; distdl.data.loading names those that do not.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
     # Lightning knows only its own way to use Slurm.
@@ -71,8 +68,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
 
 
 def adopt_lightnings_loggers() -> None:
-    """Lightning installs handlers when it is imported. Ours replace them, so its warnings are shown
-    and its other messages stay in the file."""
+    """Replaces the handlers that Lightning's import installs by ours."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True

@@ -1,8 +1,7 @@
 """The output of a node's ranks: the first rank's to the terminal, the others' to files, redacted.
 
-A rank redacts its own log (`redact.RedactingFilter`), but not what it, or a C library, prints
-directly. So the process that starts the ranks writes these files. It also keeps the last lines of a
-rank that is killed.
+A rank redacts its own log, but not what it, or a C library, prints directly. So the process that
+starts the ranks writes these files, with the last lines of a rank that is killed.
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ BEGIN, END = b"-----BEGIN", b"-----END"
 
 
 class RankOutput:
-    """A pipe for each stream of each rank but the node's first, each emptied by a thread.
-
-    Args:
-        folder: Where torch's agent makes a folder for each rank.
-        devices: Ranks of this node.
-    """
+    """A pipe for each stream of each rank but the node's first, each emptied by a thread. torch's
+    agent creates a folder for each rank in `folder`."""
 
     def __init__(self, folder: Path, devices: int) -> None:
         redirected = dict.fromkeys(range(1, devices), Std.ALL)
@@ -54,10 +49,9 @@ class RankOutput:
         reading, writing = os.pipe()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
-        thread = threading.Thread(target=pump, args=(reading, stream), daemon=True)
-        thread.start()
+        self._threads.append(threading.Thread(target=pump, args=(reading, stream), daemon=True))
+        self._threads[-1].start()
         self._ends.append(writing)
-        self._threads.append(thread)
         return f"/dev/fd/{writing}"
 
 

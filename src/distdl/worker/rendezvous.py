@@ -1,19 +1,12 @@
-"""How the ranks of one machine find each other: a store on the loopback interface.
-
-torch's own rendezvous handlers listen on every interface. This one opens the ranks' store on a
-socket that it has bound itself. There is only one agent, so nothing has to be agreed on.
-"""
+"""How the ranks of one machine find each other: torch's own handlers use every interface."""
 
 from __future__ import annotations
 
 import socket
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousParameters,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 NAME, HOST, TIMEOUT = "distdl-loopback", "127.0.0.1", 600  # seconds
@@ -21,7 +14,7 @@ NAME, HOST, TIMEOUT = "distdl-loopback", "127.0.0.1", 600  # seconds
 
 def register() -> str:
     """Registers it with torch; returns its name."""
-    rendezvous_handler_registry.register(NAME, Loopback)
+    registry.register(NAME, Loopback)
     return NAME
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,31 +27,29 @@ from distdl.worker.rank_context import RankContext
 
 def run_info(config: DictConfig, context: RankContext) -> RunInfo:
     """What tracking records, the same for all ranks."""
-    run, launch, world_size = context.run, context.launch, context.resources.world_size
+    path, launch, world_size = context.run.path, context.launch, context.resources.world_size
     run_id = launch["run_id"]
-    provenance = read_json(run.path / PROVENANCE)
+    provenance = read_json(path / PROVENANCE)
     params = parameters(config, provenance)
     if configs.is_own((config.get("data") or {}).get("_target_")):  # other classes divide it
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": world_size}
-    if config.get("tags"):
-        tags["tags"] = ",".join(config.tags)
+    tags["tags"] = ",".join(config.get("tags") or ()) or None
     return RunInfo(
-        run_dir=run.path,
+        run_dir=path,
         run_id=run_id,
         attempt=context.attempt.number,
-        rank=0,
-        local_rank=0,
-        node_rank=0,
+        **dict.fromkeys(("rank", "local_rank", "node_rank"), 0),
         world_size=world_size,
-        output_dir=output_dir_of(run.path, run_id),
+        # The folder of all runs; for a store that holds only this run, the store itself.
+        output_dir=path.parents[run_id.count("/")] if str(path).endswith(run_id) else path,
         experiment_name=run_id.split("/")[0],
         name=called(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
         key=configs.hash_of(f"{run_id} {provenance.get('created')}", 32),
         params=params,
         changed=launch.get("changes") or {},
-        artifacts=[run.path / CONFIG, run.path / PROVENANCE],
+        artifacts=[path / CONFIG, path / PROVENANCE],
         tags={k: v for k, v in tags.items() if v is not None},
     )
 
@@ -76,30 +75,22 @@ def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     """All values inside nested mappings, except empty mappings; a list is one value."""
     if not isinstance(values, dict):
         yield path, values
-        return
-    for key, value in values.items():
-        yield from leaves(value, (*path, str(key)))
+    else:
+        for key, value in values.items():
+            yield from leaves(value, (*path, str(key)))
 
 
 def called(swept: Sequence[str]) -> str:
     """The name of a sweep's member by its varied values: `lr=0.1 seed=2`. It uses full names where
     two short ones are equal."""
-    keys = [override.partition("=")[0] for override in swept]
-    ends = [key.rpartition(".")[2] for key in keys]
-    names = ends if len({*ends}) == len(ends) else keys
-    values = [override.partition("=")[2] for override in swept]
-    return " ".join(f"{k}={v}" for k, v in zip(names, values, strict=True))[:250]
+    shorts = [re.sub(r"^[^=]*\.", "", override) for override in swept]
+    keys = {override.partition("=")[0] for override in shorts}
+    return " ".join(shorts if len(keys) == len(shorts) else swept)[:250]
 
 
-def output_dir_of(run: Path, run_id: str) -> Path:
-    """The folder of all runs; for a store that holds only this run, the store itself."""
-    return run.parents[run_id.count("/")] if str(run).endswith(run_id) else run
-
-
-def for_rank(info: RunInfo, here: Environment) -> RunInfo:
-    return dataclasses.replace(
-        info, rank=here.rank, local_rank=here.local_rank, node_rank=here.node_rank
-    )
+def for_rank(info: RunInfo, environment: Environment) -> RunInfo:
+    names = ("rank", "local_rank", "node_rank")
+    return dataclasses.replace(info, **{name: getattr(environment, name) for name in names})
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
@@ -117,16 +108,9 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
 def print_batch(
     built: Built, size: Resources, attempt: Attempt, before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Prints parameters, samples per step and learning rate, from the actual model and loaders. It
-    records the first two for the report and for later attempts.
-
-    Args:
-        before: The parameters before the strategy took the model. A strategy may have left only a
-            part of them on this rank.
-
-    Returns:
-        The parameters.
-    """
+    """Prints parameters, samples per step and learning rate, from the actual model and loaders;
+    records the first two for the report and for later attempts; returns the parameters, which were
+    `before` a strategy left only a part of them on this rank."""
     counted = parameters_of(built.module)
     counted = counted if counted["total"] >= before["total"] else dict(before)
     record: dict[str, Any] = {"parameters": counted}
@@ -168,16 +152,12 @@ def print_end(
     values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
     print()
     print("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items())))
-    speed = metrics.get("perf/images_per_second")
-    print(
-        f"time    {minutes} min {seconds} s"
-        + (f"  {speed:,.1f} {unit_of(built.data)} (median)" if speed else "")
-        + (
-            f"  data_wait {100 * metrics['perf/data_wait']:.0f} %"
-            if "perf/data_wait" in metrics
-            else ""
-        )
-    )
+    line = f"time    {minutes} min {seconds} s"
+    if speed := metrics.get("perf/images_per_second"):
+        line += f"  {speed:,.1f} {unit_of(built.data)} (median)"
+    if "perf/data_wait" in metrics:
+        line += f"  data_wait {100 * metrics['perf/data_wait']:.0f} %"
+    print(line)
     path = shown(built.run.path)
     print(f"run     {path}")
     for line in opens:
