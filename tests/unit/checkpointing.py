@@ -35,14 +35,7 @@ def fit(
     trust: bool = False,
     **arguments: Any,
 ) -> Trainer:
-    """Trains on one CPU, quietly.
-
-    Args:
-        data: Of `Trainer.fit`.
-        resume: A checkpoint.
-        trust: It may run code while it is read.
-        arguments: Of the Trainer.
-    """
+    """Trains on one CPU without output; `trust`: the checkpoint may run code while it is read."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"plugins": [AnyCheckpoint()], **dict.fromkeys(off, False), **arguments}
     trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **options)

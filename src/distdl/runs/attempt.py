@@ -62,12 +62,12 @@ class Attempt:
 
     @property
     def task(self) -> str:
-        """The `_target_` of the task.
+        """The `_target_` of the task, "" if launch.yaml has none.
 
         Raises:
             Damaged: launch.yaml cannot be read.
         """
-        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_"))
+        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_") or "")
 
     def check_launch(self) -> None:
         """Checks that `launch` can be read.
