@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint.saving import Saver
@@ -101,7 +101,7 @@ def test_what_is_due_by_time_is_saved_once_on_both_ranks(
     assert min(b - a for a, b in zip([0, *first], first, strict=False)) > 1, first
 
 
-class Scripted(LightningModule):
+class Scripted(checkpointing.OneWeight):
     """Logs, in each validation, the next of some values."""
 
     drawn: ClassVar[list[float]] = []
@@ -109,17 +109,13 @@ class Scripted(LightningModule):
     def __init__(self, name: str, values: list[float]) -> None:
         super().__init__()
         self.name, self.values = name, values
-        self.weight = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.drawn.append(float(torch.rand(())))
-        return self.weight.sum()
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log(self.name, 0.0 if self.trainer.sanity_checking else self.values.pop(0))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(folder: Path, values: list[float], *callbacks: Callback, **more: Any) -> Checkpointer:

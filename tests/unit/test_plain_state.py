@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -78,18 +78,11 @@ STATE = {
 }
 
 
-class Module(LightningModule):
+class Module(checkpointing.OneWeight):
     def __init__(self, settings: Any = None, lr: float = 0.1, **others: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.weight = nn.Parameter(torch.zeros(1))
         self.seen: Any = None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.weight.sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = dict(STATE)
@@ -98,7 +91,7 @@ class Module(LightningModule):
         self.seen = checkpoint["mine"]
 
 
-class Stateful:
+class Keeps(Callback):
     def __init__(self, state: Any = None) -> None:
         super().__init__()
         self.state, self.seen = state, None
@@ -110,14 +103,13 @@ class Stateful:
         self.seen = state["state"]
 
 
-class Keeps(Stateful, Callback):
-    pass
+class Data(LightningDataModule):
+    state, state_dict, load_state_dict = STATE, Keeps.state_dict, Keeps.load_state_dict
 
-
-class Data(Stateful, LightningDataModule):
-    def __init__(self, root: Any, state: Any) -> None:
-        super().__init__(state)
-        self.save_hyperparameters("root")
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen: Any = None
 
     def train_dataloader(self) -> Any:
         return checkpointing.numbers(2)
@@ -126,7 +118,7 @@ class Data(Stateful, LightningDataModule):
 def fit(
     folder: Path, module: Module, state: Any = None, resume: Path | None = None, trust: bool = False
 ) -> tuple[Keeps, Data]:
-    keeps, data = Keeps(state), Data(Path("root"), STATE)
+    keeps, data = Keeps(state), Data(Path("root"))
     ours = checkpointing.checkpointer(folder, monitor=None, trust_pickle=trust)
     epochs = 2 if resume else 1
     checkpointing.fit(module, [keeps, ours], data, resume=resume, trust=trust, max_epochs=epochs)
@@ -195,14 +187,11 @@ def test_what_only_pickle_keeps_is_refused_before_the_first_step(tmp_path: Path,
         fit(tmp_path / "c", Module(), resume=resume)
 
 
-class Gadget:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
+class Gadget(str):
+    """Unpickled, it writes the file of this name."""
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.file}",)
+        return os.system, (f"touch {self}",)
 
 
 def file_of(folder: Path, gadget: Any) -> Path:

@@ -32,20 +32,17 @@ def give_own_folders(trainer: Trainer, ours: Path) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, Checkpoint) or not hasattr(callback, "dirpath"):
             continue
-        dirpath: Any = callback.dirpath
-        if dirpath is None:
+        if callback.dirpath is None:
             callback.dirpath = str(ours.parent / FOLDER)
-        elif (inside := below(dirpath, ours)) is not None:
+        elif (inside := below(callback.dirpath, ours)) is not None:
             callback.dirpath = str(ours.parent / FOLDER / inside)
             name = type(callback).__name__
             log.warning("%s writes into %s: %s is distdl's", name, callback.dirpath, ours)
 
 
 def refuse_ours(trainer: Trainer, ours: Path) -> None:
-    """Makes `trainer.save_checkpoint` raise a UserError for paths in `ours`.
-
-    Callbacks of every kind save with this method.
-    """
+    """Makes `trainer.save_checkpoint`, with which callbacks of every kind save, raise a UserError
+    for paths in `ours`."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
@@ -58,10 +55,8 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
 
 
 def save_swa(trainer: Trainer, run: Path) -> None:
-    """Saves SWA's averaged weights in a file of their own. Collective.
-
-    SWA puts them into the model when the training ends, after our last checkpoint.
-    """
+    """Saves SWA's averaged weights in a file of their own: SWA puts them into the model when the
+    training ends, after our last checkpoint. Collective."""
     averages = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
     # Not if the training stopped before SWA's last epoch.
     if any(c.n_averaged is not None and trainer.current_epoch > c.swa_end for c in averages):

@@ -31,10 +31,8 @@ def is_one(path: Path) -> bool:
 
 
 def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """Reads a folder as one portable checkpoint, in host memory.
-
-    DeepSpeed's own objects in it (loss scalers, enums) are read as `Inert`. None of DeepSpeed's
-    code runs, and it does not have to be installed.
+    """Reads a folder as one portable checkpoint, in host memory. None of DeepSpeed's code runs, and
+    it does not have to be installed: its own objects (loss scalers, enums) are read as `Inert`.
 
     Args:
         path: The folder above the tag.
@@ -65,9 +63,8 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def weights(
     models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    """The full float32 weights and the buffers, in the module's order.
-
-    Merged as in DeepSpeed's `zero_to_fp32`.
+    """The full float32 weights and the buffers, in the module's order, merged as in DeepSpeed's
+    `zero_to_fp32`.
 
     Args:
         models: Each rank's model states; below stage 3, only rank 0's.
@@ -95,9 +92,7 @@ def weights(
 
 def ranked(folder: Path, pattern: str) -> list[Path]:
     """Files sorted by the ranks in their names."""
-    return sorted(
-        folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
-    )
+    return sorted(folder.glob(pattern), key=lambda f: [*map(int, re.findall(r"\d+", f.name))])
 
 
 def loaded(file: Path, trust: bool) -> dict[str, Any]:
@@ -140,10 +135,7 @@ def optimizer_state(
             for name, each in values:
                 state.setdefault(name, {})[key] = each
     groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [name for index in group["params"] for name in shapes[index]],
-        }
+        {**group, "params": [name for index in group["params"] for name in shapes[index]]}
         for group in base[0]["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
@@ -166,7 +158,6 @@ def cut(
         flats: Each rank's partition.
         shapes: Shapes of the parameters, in order.
         parts: Each rank's optimizer states.
-        index: Index of the group.
     """
     at = 0
     if is_stage_3(parts):  # each parameter has one part per rank; the last part is padded

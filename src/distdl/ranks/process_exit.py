@@ -55,14 +55,10 @@ def outlive_readers() -> None:
         if isinstance(raw, Outliving) or not stat.S_ISFIFO(os.fstat(number).st_mode):
             continue
         stream.flush()
-        stays = io.TextIOWrapper(
-            io.BufferedWriter(Outliving(number, "w", closefd=False)),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, stays)
+        options = ("encoding", "errors", "line_buffering", "write_through")
+        kept = {option: getattr(stream, option) for option in options}
+        buffer = io.BufferedWriter(Outliving(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 
 @functools.cache

@@ -53,28 +53,17 @@ class Attempt:
         return self.path / "errors"
 
     def launch(self) -> dict[str, Any]:
-        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`.
-
-        Raises:
-            Damaged: The file is absent, truncated, changed, or of another shape.
-        """
+        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`. Raises `Damaged` if
+        the file is absent, truncated, changed, or of another shape."""
         return files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
 
     @property
     def task(self) -> str:
-        """The `_target_` of the task, "" if launch.yaml has none.
-
-        Raises:
-            Damaged: launch.yaml cannot be read.
-        """
+        """The `_target_` of the task, "" if launch.yaml has none."""
         return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_") or "")
 
     def check_launch(self) -> None:
-        """Checks that `launch` can be read.
-
-        Raises:
-            Damaged: It cannot.
-        """
+        """Raises `Damaged` if `launch` cannot be read."""
         files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
 
     def _put_aside(self) -> str:
@@ -85,32 +74,21 @@ class Attempt:
         )
 
     def write_launch(self, record: dict[str, Any]) -> None:
-        text = OmegaConf.to_yaml(OmegaConf.create(record))
-        files.write_stamped(self.path / LAUNCH, text)
+        files.write_stamped(self.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(record)))
 
     def resources(self, launch: dict[str, Any] | None = None) -> Resources:
-        """The number of nodes and devices, and the accelerator.
-
-        Args:
-            launch: The contents of launch.yaml, if the caller has read it.
-
-        Raises:
-            Damaged: launch.yaml does not state them.
-        """
+        """The number of nodes and devices, and the accelerator. Raises `Damaged` if launch.yaml
+        (`launch`, if the caller has read it) does not state them."""
         size = dict((launch or self.launch()).get("resources") or {})
         ids = size.pop("device_ids", None)
         try:
             return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
         except TypeError:
-            what = f"resources is {size}"
-            raise Damaged(self.path / LAUNCH, what, "restore it") from None
+            raise Damaged(self.path / LAUNCH, f"resources is {size}", "restore it") from None
 
     def status(self) -> dict[str, Any]:
-        """The contents of status.json, empty if there is none.
-
-        Raises:
-            Damaged: The file is truncated, of another shape, or has an unknown state.
-        """
+        """The contents of status.json, empty if there is none. Raises `Damaged` if the file is
+        truncated, of another shape, or has an unknown state."""
         path = self.path / STATUS
         remedy = f"make sure that no process of this attempt runs any more, and then: rm {path}"
         status = files.load_json(path, STATUS_SHAPE, remedy)
@@ -122,18 +100,15 @@ class Attempt:
         return status
 
     def state(self) -> JobState:
-        """The recorded state. A pending or running attempt whose process on this host is gone has
-        failed.
-
-        For a job that runs elsewhere, ask `distdl.launch.jobs`.
-        """
+        """The recorded state; FAILED if it is pending or running and its process on this host is
+        gone. For a job that runs elsewhere, ask `distdl.launch.jobs`."""
         status = self.status()
         recorded = JobState(status.get("state") or "UNKNOWN")
-        if recorded not in (JobState.PENDING, JobState.RUNNING) or self.job():
+        remote = status.get("host") != socket.gethostname()
+        if recorded not in (JobState.PENDING, JobState.RUNNING) or self.job() or remote:
             return recorded
-        here = status.get("host") == socket.gethostname()
-        gone = here and not is_alive(status.get("pid") or 0, status.get("birth"))
-        return JobState.FAILED if gone else recorded
+        alive = is_alive(status.get("pid") or 0, status.get("birth"))
+        return recorded if alive else JobState.FAILED
 
     def is_under_way(self) -> bool:
         """Whether it runs or is being started, as far as this host can know. (For a job that waits
@@ -151,12 +126,9 @@ class Attempt:
 
     def job(self) -> dict[str, Any]:
         """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none.
-
-        Raises:
-            Damaged: The file is truncated or of another shape.
-        """
+        Raises `Damaged` if the file is truncated or of another shape."""
         path = self.path / "job.json"
-        remedy = "write the job's handle into it again: " + '{"handle": "slurm://123", "url": null}'
+        remedy = 'write the job\'s handle into it again: {"handle": "slurm://123", "url": null}'
         job = files.load_json(path, {"handle": str, "url": str}, remedy)
         if path.exists() and not job.get("handle"):
             raise Damaged(path, "it names no handle", remedy)
@@ -184,14 +156,8 @@ class Attempt:
         restarts = 0 if restarts is None else restarts + 1
         if restarts and self.errors.is_dir():
             os.replace(self.errors, self.path / f"errors-{restarts:03d}")
-        self.update(
-            state=JobState.RUNNING,
-            started=time.time(),
-            ended=None,
-            **this_process(),
-            error=None,
-            restarts=restarts,
-        )
+        new = {"state": JobState.RUNNING, "started": time.time(), "ended": None, "error": None}
+        self.update(**new, **this_process(), restarts=restarts)
 
     def end(self, state: JobState, **fields: Any) -> None:
         self.update(**_ended(state), **fields)
@@ -205,8 +171,7 @@ class Attempt:
         Args:
             seen: How it ended according to its platform.
             code: The exit code, where one process stands for the job.
-            killed: What ended the job from outside, in a sentence. The signals that its ranks then
-                received are not a preemption.
+            killed: What ended the job from outside, in a sentence; not a preemption.
         """
         state = recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
         first = self.first_error()

@@ -35,11 +35,8 @@ class Bundle:
 
     @classmethod
     def write(cls, run: RunDirectory, attempt: Attempt, snapshot: Snapshot) -> Bundle:
-        """Copies everything that an attempt needs into one folder.
-
-        Raises:
-            UserError: A file has changed since it was searched for secrets.
-        """
+        """Copies everything that an attempt needs into one folder. Raises a UserError if a file has
+        changed since it was searched for secrets."""
         bundle = cls(attempt.path / "bundle")
         for source, name in snapshot.files:
             target = bundle.code / name
@@ -73,11 +70,7 @@ class Bundle:
 
     def create_store(self, run: RunDirectory, number: int) -> Attempt:
         """Writes the run and this attempt into the store if they are not there yet; safe on every
-        rank.
-
-        Raises:
-            UserError: The store belongs to another run.
-        """
+        rank. Raises a UserError if the store belongs to another run."""
         attempt = Attempt(run.path / "attempts" / f"{number:03d}")
         if self.path.resolve() == run.path.resolve():
             return attempt

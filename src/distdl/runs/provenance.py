@@ -19,10 +19,7 @@ DIFF_LIMIT = 200_000  # characters; a longer diff is cut and marked as such
 
 
 def collect(
-    command: Sequence[str],
-    root: Path,
-    overrides: Sequence[str] = (),
-    swept: Sequence[str] = (),
+    command: Sequence[str], root: Path, overrides: Sequence[str] = (), swept: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Everything that is recorded with a new run.
 
@@ -32,12 +29,13 @@ def collect(
         overrides: The overrides of the run, `key=value` each.
         swept: Those in which it differs from the other members of its sweep.
     """
+    typed = ["python", "-m", "distdl"] if command[0].endswith("__main__.py") else ["distdl"]
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "distdl": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "command": redact_command(as_typed(command)),
+        "command": redact_command([*typed, *command[1:]]),
         "overrides": redact_command(overrides),
         "swept": redact_command(swept),
         "git": git_state(root),
@@ -45,26 +43,18 @@ def collect(
     }
 
 
-def as_typed(command: Sequence[str]) -> list[str]:
-    """`sys.argv` as a person would type it again."""
-    program, *rest = command
-    return (["python", "-m", "distdl"] if program.endswith("__main__.py") else ["distdl"]) + rest
-
-
 def git_state(root: Path) -> dict[str, Any]:
     """Commit, branch, changed files and the redacted diff of `root`; empty outside git."""
-    commit = _git(root, "rev-parse", "HEAD")
-    if not commit:
+    if not (commit := _git(root, "rev-parse", "HEAD")):
         return {}
     # A diff holds the bytes of the files, which need not be UTF-8.
     diff = redact_diff(os.fsencode(_git(root, "diff", "HEAD")).decode("utf-8", "replace"))
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
     changed = _git(root, "status", "--porcelain").splitlines()
-    branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
     return {
         "commit": commit.strip(),
-        "branch": branch.strip(),
+        "branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
         "dirty": bool(changed),
         "changed": changed[:200],
         "diff": diff,
@@ -89,10 +79,8 @@ def packages() -> tuple[str, ...]:
 
 
 def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, check=False
-        )
-    except OSError:
+        return os.fsdecode(subprocess.run(command, capture_output=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
         return ""
-    return os.fsdecode(done.stdout) if done.returncode == 0 else ""

@@ -73,18 +73,13 @@ def read(path: Path, offset: int = 0) -> Iterator[Record]:
         file.seek(offset)
         for line in file:
             offset += len(line)
-            record = _decode(line, offset)
-            if record is not None:
+            if record := _decode(line, offset):
                 yield record
 
 
 def find_run(text: str) -> Path:
-    """Finds the run directory that a user named.
-
-    Raises:
-        UserError: It is not one. The message lists the runs below it, newest first, or the runs in
-            outputs/ with this name.
-    """
+    """Finds the run directory that a user named. If it is not one, raises a UserError that lists
+    the runs below it, newest first, or the runs in outputs/ with this name."""
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file() or journals(path):
         return path
