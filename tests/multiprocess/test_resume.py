@@ -166,10 +166,8 @@ def test_a_new_run_starts_from_another_by_a_relative_path(uninterrupted) -> None
     assert "share no file system" not in printed
 
 
-def test_a_finished_run_is_not_trained_again_but_longer(uninterrupted, tmp_path) -> None:
+def test_a_finished_run_trains_longer(uninterrupted, tmp_path) -> None:
     run = shutil.copytree(uninterrupted[1], tmp_path / "outputs/default/r1")
-    printed = trained(*RANKS[1], MANY, "name=r1", cwd=tmp_path)
-    assert "has finished: nothing to do" in printed and not (run / "attempts/002").exists()
     resumed(run, "trainer.max_epochs=4", module=UNCHECKED)
     assert sorted(losses(run)) == list(range(1, 4 * STEPS + 1)), "the epoch follows the others"
     assert status(run, 2)["metrics"]["val/samples"] == 21

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor
 
@@ -29,29 +31,6 @@ from tests.unit.checkpointing import numbers
 INF, NAN = math.inf, math.nan
 
 
-class Wire:
-    """The all-reduce of two ranks that take turns in this thread: each waits a step later, when
-    the other has sent its flags too."""
-
-    def __init__(self) -> None:
-        self.sent: list[list[Tensor]] = []
-        self.count, self.rank = [0, 0], 0
-
-    def all_reduce(self, flags: Tensor, *, op: Any, async_op: bool) -> Any:
-        number = self.count[self.rank]
-        self.count[self.rank] += 1
-        if number == len(self.sent):
-            self.sent.append([])
-        both = self.sent[number]
-        both.append(flags.clone())
-
-        def wait() -> None:
-            assert number == 0 or len(both) == 2, "a rank waits for what the other has not sent"
-            flags.copy_(torch.stack(both).amax(0))
-
-        return SimpleNamespace(wait=wait)
-
-
 NO = dict.fromkeys(
     ("_should_accumulate", "_num_ready_batches_reached", "_should_check_val_fx", "on_advance_end"),
     lambda *_: False,
@@ -63,42 +42,50 @@ Loop = type("Loop", (), {"_skip_next_val": False, **NO})  # Lightning's, inside 
 def test_what_is_due_by_time_is_saved_once_on_both_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_n_steps: int | None
 ) -> None:
-    """Of 30 steps, a second each."""
-    wire, now, saved = Wire(), [0.0], ([], [])  # type: ignore[var-annotated]
-    world = {"is_initialized": lambda: True, "get_world_size": lambda: 2}
-    for name, function in {**world, "all_reduce": wire.all_reduce}.items():
-        monkeypatch.setattr(dist, name, function)
+    """Of 30 steps, a second each. The ranks take turns in this thread: each waits for an all-reduce
+    a step later, when the other has sent its flags too."""
+    now, rank, sent = [0.0], [0], defaultdict[int, list[Tensor]](list)
+    counts, saved = (itertools.count(), itertools.count()), ([], [])  # type: ignore[var-annotated]
+
+    def all_reduce(flags: Tensor, **_: Any) -> Any:
+        both = sent[number := next(counts[rank[0]])]
+        both.append(flags.clone())
+
+        def wait() -> None:
+            assert number == 0 or len(both) == 2, "a rank waits for what the other has not sent"
+            flags.copy_(torch.stack(both).amax(0))
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(process_group, "gather", lambda value: [value])
     monkeypatch.setattr("distdl.callbacks.checkpointer.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        Saver, "save", lambda self, trainer, *_, step, **__: saved[trainer.global_rank].append(step)
-    )
+    monkeypatch.setattr(Saver, "save", lambda *_, step, **__: saved[rank[0]].append(step))
+    facts = {"world_size": 2, "current_epoch": 0, "num_training_batches": 30, "fast_dev_run": False}
     trainers: list[Any] = []
-    for wire.rank in range(2):
-        numbers = {"global_rank": wire.rank, "global_step": 0, "world_size": 2, "current_epoch": 0}
+    for rank[0] in range(2):
         trainer = SimpleNamespace(
-            **{**numbers, "num_training_batches": 30, "fast_dev_run": False},
-            callback_metrics={},
-            loggers=[],
-            optimizers=[],
+            **{"callback_metrics": {}, "loggers": [], "optimizers": [], **facts},
+            global_rank=rank[0],
+            global_step=0,
             lightning_module=SimpleNamespace(automatic_optimization=True),
             fit_loop=SimpleNamespace(epoch_loop=Loop()),
         )
-        ours = checkpointing.checkpointer(
-            tmp_path, every_minutes=10 / 60, every_n_steps=every_n_steps, trust_pickle=True
-        )
+        more: Any = {"every_n_steps": every_n_steps, "trust_pickle": True}
+        ours = checkpointing.checkpointer(tmp_path, every_minutes=10 / 60, **more)
         ours.on_train_start(trainer, None)  # type: ignore[arg-type]
         trainers.append(trainer)
     for step in range(1, 31):
         now[0] = float(step)
-        for wire.rank, trainer in enumerate(trainers):
+        for rank[0], trainer in enumerate(trainers):
             trainer.global_step = step
             trainer.fit_loop.epoch_loop.on_advance_end(None)
     first, second = saved
-    assert first == second
+    assert first == second and min(b - a for a, b in itertools.pairwise([0, *first])) > 1
     if every_n_steps is None:
         assert first == [11, 22], "requested at 10 and 21, agreed on a step later"
-    assert min(b - a for a, b in zip([0, *first], first, strict=False)) > 1, first
 
 
 class Scripted(checkpointing.OneWeight):
@@ -248,8 +235,8 @@ def of_hydra_template(folder: Path, **more: Any) -> ModelCheckpoint:
 
 
 class ChoosesLate(ModelCheckpoint):
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
+    def setup(self, trainer: Trainer, *arguments: Any, **options: Any) -> None:
+        super().setup(trainer, *arguments, **options)
         self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
 
 

@@ -53,33 +53,14 @@ def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch
     assert RunDirectory.open("outputs/e/r").path == run.path
 
 
-@pytest.mark.parametrize(
-    ("where", "task"),
-    [({}, ""), ({"task": {"checkpoint": "best"}}, ""), ({"task": {"_target_": "a.B"}}, "a.B")],
-)
-def test_the_task_of_an_attempt(run, where, task) -> None:
-    assert run.begin_attempt({**LAUNCH, "where": where}).task == task
-
-
-def test_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "status.json"
-    assert read_json(path) == {}
-    write_json(path, {"state": "RUNNING"})
-    with monkeypatch.context() as crash, pytest.raises(ZeroDivisionError):
-        crash.setattr(os, "replace", lambda *_: 1 / 0)
-        write_json(path, {"state": "SUCCEEDED"})
-    assert read_json(path) == {"state": "RUNNING"}
-    path.write_text('{"state": "RUN')
-    assert read_json(path) == {}
-
-
-def test_attempts_are_counted_and_keep_their_state(run) -> None:
-    for number, state in enumerate(
-        3 * [JobState.FAILED, JobState.SUCCEEDED, JobState.PREEMPTED], 1
-    ):
+def test_attempts_are_counted_and_keep_their_task_and_state(run) -> None:
+    tasks = ({}, {"task": {"checkpoint": "best"}}, {"task": {"_target_": "a.B"}})
+    states = (JobState.FAILED, JobState.SUCCEEDED, JobState.PREEMPTED)
+    for number, (state, where) in enumerate(3 * [*zip(states, tasks, strict=True)], 1):
         expected = run.next_attempt()
-        attempt = run.begin_attempt(LAUNCH)
+        attempt = run.begin_attempt({**LAUNCH, "where": where})
         assert attempt == expected and attempt.number == number
+        assert attempt.task == ("a.B" if number % 3 == 0 else "")
         attempt.begin()
         assert attempt.state() is JobState.RUNNING
         attempt.end(state, metrics={"a": 1.0})
@@ -94,8 +75,11 @@ def test_attempts_are_counted_and_keep_their_state(run) -> None:
 def test_an_update_keeps_the_rest_and_no_change_writes_nothing(run, monkeypatch) -> None:
     attempt = run.begin_attempt(LAUNCH)
     attempt.update(a=1)
+    with monkeypatch.context() as crash, pytest.raises(ZeroDivisionError):
+        crash.setattr(os, "replace", lambda *_: 1 / 0)
+        attempt.update(b=0)
     attempt.update(b=2)
-    stored = json.loads((attempt.path / "status.json").read_text())
+    stored = read_json(attempt.path / "status.json")
     assert (stored["a"], stored["b"], stored["state"]) == (1, 2, "PENDING")
     written: list[Any] = []
     monkeypatch.setattr(attempts, "write_json", lambda *_: written.append(1))
@@ -223,11 +207,8 @@ def test_half_of_a_frozen_file_is_not_a_file(run) -> None:
             path.write_text(text[:cut])
             with pytest.raises(Damaged):
                 ask()
-    for text, what in {
-        "- 1\n": "a list",
-        "where: [1]\nrun_id: a\n": "where is '",
-        ": [": "YAML",
-    }.items():
+    wrong = (("- 1\n", "a list"), ("where: [1]\nrun_id: a\n", "where is '"), (": [", "YAML"))
+    for text, what in wrong:
         launch.write_text(text)
         with pytest.raises(Damaged, match=what):
             attempt.launch()

@@ -1,8 +1,5 @@
-"""Keeps the checkpoints of a user's callbacks apart from distdl's own.
-
-Both use names like `last.ckpt` and `epoch_003.ckpt`, and both delete old files. In one folder,
-each would overwrite and delete the other's files.
-"""
+"""Keeps the checkpoints of a user's callbacks apart from distdl's own: in one folder, each would
+overwrite and delete the other's `last.ckpt` and `epoch_003.ckpt`."""
 
 from __future__ import annotations
 
@@ -22,13 +19,9 @@ FOLDER = "model_checkpoints"  # of a run
 
 
 def give_own_folders(trainer: Trainer, ours: Path) -> None:
-    """Redirects Checkpoint callbacks with no folder, or one inside `ours`, to a folder beside it.
-
-    Args:
-        trainer: Before its callbacks restore their state: ModelCheckpoint ignores the state of
-            another folder.
-        ours: RUN/checkpoints.
-    """
+    """Redirects Checkpoint callbacks with no folder, or one inside `ours` (RUN/checkpoints), to a
+    folder beside it; before they restore their state: ModelCheckpoint ignores the state of another
+    folder."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, Checkpoint) or not hasattr(callback, "dirpath"):
             continue

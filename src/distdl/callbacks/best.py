@@ -60,12 +60,10 @@ class Best:
         self.score = score if same and score is not None and not math.isnan(score) else None
 
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
-        """Whether the chosen metric is still not logged after a validation. Collective.
-
-        For the default metric, and in a sanity check, it warns and returns False.
+        """Whether the chosen metric is still not logged after a validation. Collective. For the
+        default metric, and in a sanity check, it warns and returns False.
 
         Args:
-            trainer: After a validation.
             early: Inside an epoch. Training metrics may be logged at its end, so only a metric of
                 the validation is known to be missing.
         """

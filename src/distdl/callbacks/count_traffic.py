@@ -17,13 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class CountTraffic(Callback):
-    """Counts the bytes sent in training steps; logs them at the end, writes `logs/traffic.json`.
-
-    Counting slows the steps down. Traffic of validations and checkpoints is not counted.
+    """Counts the bytes sent in training steps (not in validations and checkpoints), and slows them
+    down; logs them at the end, writes `logs/traffic.json`.
 
     Args:
-        skip_steps: Optimizer steps at the start that are not counted: DDP settles its buckets in
-            them.
+        skip_steps: First optimizer steps, in which DDP settles its buckets; not counted.
     """
 
     def __init__(self, skip_steps: int = 2) -> None:

@@ -176,11 +176,9 @@ def steps_of(trainer: Trainer) -> int:
 
 
 def rates(optimizers: list[Any]) -> dict[str, float]:
-    """`lr`, the rate of the first optimizer's first group; if there are more groups, all rates.
-
-    The names are those of Lightning's LearningRateMonitor: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`.
-    The groups of a config's optimizer share one rate, so they get `lr` only.
-    """
+    """`lr`, the rate of the first optimizer's first group; if groups may differ (those of a
+    config's optimizer do not), also all rates, named as by Lightning's LearningRateMonitor:
+    `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}
     one = len(groups) < 2 or all("reference_lr" in group for group in groups)

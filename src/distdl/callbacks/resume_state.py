@@ -60,12 +60,9 @@ def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: i
 def rescale(
     trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
 ) -> None:
-    """For another global batch: the rate follows its scaling rule, the schedule keeps its epoch.
-
-    Args:
-        optimizer: The config's node; None: the module configures its own.
-        before, now: Samples per optimizer step; None: unknown.
-    """
+    """For another global batch (`now` samples per optimizer step; None: unknown): the rate follows
+    the scaling rule of the config's `optimizer` (None: the module's own), the schedule keeps its
+    epoch."""
     if not before or not now or before == now:
         return
     if not optimizer:

@@ -28,11 +28,8 @@ TYPES = ("hparams_type", "datamodule_hparams_type")  # their classes, which `des
 
 
 class AnyCheckpoint(TorchCheckpointIO):
-    """Writes files as Lightning does, and reads every form.
-
-    If `taker` is set and returns True for a checkpoint, the checkpoint is not written: see
-    `distdl.checkpoint.saving`.
-    """
+    """Writes files as Lightning does, except those that `taker` takes (it returns True; see
+    `distdl.checkpoint.saving`), and reads every form."""
 
     taker: Callable[[dict[str, Any]], bool] | None = None
 

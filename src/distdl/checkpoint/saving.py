@@ -77,15 +77,12 @@ class Saver:
         self._has_warned = self._warned = False
 
     def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
-        """Waits for the previous save, then starts to save the current state. Collective.
+        """Waits for the previous save, then starts to save the state between two steps. Collective.
+        Raises a SaveError if the previous save failed, or without `background` this one.
 
         Args:
-            trainer: Between two steps.
             best: Link best.ckpt to it.
             facts: For the manifest.
-
-        Raises:
-            SaveError: The previous save failed, or without `background` this one.
         """
         started = time.monotonic()
         self.settle()  # then its memory can be reused

@@ -49,13 +49,9 @@ def is_one(path: Path) -> bool:
 
 
 def write(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> None:
-    """Writes a folder with the slices of every rank. Collective.
-
-    Args:
-        checkpoint: Portable, except that tensors may be slices (DTensor).
-        path: The folder, on a file system that all ranks share.
-        write_rest: True on one rank.
-    """
+    """Writes a folder, on a file system that all ranks share, with the slices of every rank: the
+    checkpoint is portable except that tensors may be slices (DTensor). Collective; `write_rest` is
+    True on one rank."""
     rest = dict(checkpoint)
     state = {"state_dict": rest.pop("state_dict")}
     for number, optimizer in enumerate(rest.pop("optimizer_states", ())):

@@ -142,10 +142,9 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = None) -> Environment:
-    """Reads this process's variables.
+    """Reads this process's variables, of which `DISTDL_LAUNCHER` selects some.
 
     Args:
-        env: The variables; `DISTDL_LAUNCHER` selects which of them are used.
         resources: The size that the run asks for; checked against the started processes.
 
     Raises:

@@ -1,7 +1,5 @@
-"""How a process exits, so that its launcher and its platform react correctly.
-
-The outcome of a run is in status.json and errors/; the exit code must not contradict it.
-"""
+"""How a process exits, so that its launcher and its platform react correctly. The exit code must
+not contradict the outcome of a run in status.json and errors/."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ AGREED = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # those that are still writing.
 KILLS_OTHERS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
-
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +83,7 @@ def name_who_stays(seconds: float = 5) -> None:
 
 
 def exit_process(code: int, launcher: str) -> NoReturn:
-    """Ends this process.
-
-    Args:
-        code: The exit code for a shell.
-        launcher: The launcher that started it, as in DISTDL_LAUNCHER.
-    """
+    """Ends this process. `launcher` started it, as in DISTDL_LAUNCHER; `code` is for a shell."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_PREEMPTED:

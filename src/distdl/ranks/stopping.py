@@ -33,10 +33,8 @@ def heard() -> list[signal.Signals]:
 
 
 def state_of(code: int) -> JobState:
-    """The final state of a process, by its exit code; -N if signal N ended it.
-
-    A signal that asks to end means the same if it came before its handler was installed.
-    """
+    """The final state of a process, by its exit code; -N if signal N ended it, which means the same
+    if it came before its handler was installed."""
     if code < 0:
         return next((s for n, s in MEANING.items() if n == -code), JobState.FAILED)
     agreed = (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.CANCELLED)

@@ -7,8 +7,8 @@
         code/distdl/        distdl as it was imported here
         code/project/       the user's own code, see `distdl.runs.snapshot`
 
-A bundle is complete: the run can start from a copy of the folder anywhere. On this machine, the
-run's directory is the bundle, and the code is used where it is imported from.
+The run can start from a copy of the folder anywhere. On this machine, the run's directory is the
+bundle, and the code is used where it is imported from.
 """
 
 from __future__ import annotations

@@ -59,13 +59,8 @@ def record(
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
-    """Records the end of a rank that could not do so itself.
-
-    Args:
-        code: -N if signal N ended it.
-        at: When, in seconds since 1970 by this host's clock.
-        host: Where it ran, empty for this host.
-    """
+    """Records the end of a rank that could not do so itself, on `host` (empty: this one) at `at`
+    (seconds since 1970); its exit code is -N if signal N ended it."""
     host = host or socket.gethostname()
     if code >= 0:
         what = f"ended with exit code {code} on {host}, and said nothing"

@@ -21,14 +21,8 @@ DIFF_LIMIT = 200_000  # characters; a longer diff is cut and marked as such
 def collect(
     command: Sequence[str], root: Path, overrides: Sequence[str] = (), swept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Everything that is recorded with a new run.
-
-    Args:
-        command: `sys.argv`.
-        root: The user's code.
-        overrides: The overrides of the run, `key=value` each.
-        swept: Those in which it differs from the other members of its sweep.
-    """
+    """Everything that is recorded with a new run: of `sys.argv`, the user's code in `root`, the
+    overrides, and those of them in which it differs from the other members of its sweep."""
     typed = ["python", "-m", "distdl"] if command[0].endswith("__main__.py") else ["distdl"]
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

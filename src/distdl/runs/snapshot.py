@@ -85,7 +85,6 @@ def take(
     Args:
         root: The user's project.
         exclude: Folders below it that are left out: where runs are written.
-        limit_mb: The most megabytes that are accepted.
         secret_names: Further variables whose values must not be in any file.
 
     Raises:
